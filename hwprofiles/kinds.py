@@ -1,0 +1,63 @@
+"""The closed choices that profiles are made of."""
+
+from enum import StrEnum
+
+
+class Precision(StrEnum):
+    """Number format of the matrix multiplications."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes one element takes.
+
+        >>> Precision.FP32.num_bytes, Precision.BF16.num_bytes
+        (4, 2)
+        """
+        return 4 if self is Precision.FP32 else 2
+
+
+class Source(StrEnum):
+    """Where a number comes from, from the best kind of evidence to the weakest."""
+
+    MEASURED = "measured"
+    FITTED = "fitted"
+    DATASHEET = "datasheet"
+    EXTRAPOLATED = "extrapolated"
+
+
+class CollectiveOp(StrEnum):
+    """Communication operations."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    P2P = "p2p"
+
+
+class Attention(StrEnum):
+    """How the attention core runs: separate kernels, or one that never stores the scores."""
+
+    UNFUSED = "unfused"
+    FLASH = "flash"
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again: nothing, the attention core, or whole layers."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class StageSplit(StrEnum):
+    """Rule that gives layers to pipeline stages."""
+
+    EVEN = "even"
+    BALANCED = "balanced"
+    GREEDY = "greedy"

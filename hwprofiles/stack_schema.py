@@ -1,0 +1,106 @@
+"""What a training software stack can express, and how it behaves."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from hwprofiles.base import (
+    ByteCount,
+    Count,
+    Flag,
+    Fraction,
+    Latency,
+    Name,
+    PositiveFraction,
+    Profile,
+    Size,
+    Text,
+)
+from hwprofiles.errors import ProfileError
+from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit
+
+ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
+
+
+class StackProfile(Profile):
+    """Dated facts about one software stack.
+
+    Bytes are per parameter in 16-bit training. In a file the fitted constants stand in a table
+    ``[fitted]`` with a ``source`` of their own that says what they were fitted on, or chosen from.
+    """
+
+    name: Name
+    title: Text
+    date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
+    source: Text
+
+    precisions: tuple[Precision, ...] = Field(min_length=1)
+    schedules: tuple[Name, ...] = Field(min_length=1)
+    attention_kernels: tuple[Attention, ...] = Field(min_length=1)
+    zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
+    recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
+    sequence_parallel: Flag
+
+    attention: Attention
+    zero_stage: ZeroStage
+    stage_split: StageSplit
+    flash_kernel: str = ""
+
+    overlap_gradient_reduce: Flag
+    overlap_parameter_gather: Flag
+    overlap_p2p: Flag
+    tp_overlap_fraction: Fraction
+    scatter_gather_p2p: Flag
+    fused_gradient_accumulation: Flag
+    fused_loss: Flag
+    gradient_bucket_parameters: Count
+
+    gradient_bytes: Size
+    gradient_reduce_bytes: Size
+    optimizer_bytes: Size
+    optimizer_temporary_bytes: Size
+    optimizer_traffic_bytes: Size
+    accumulation_traffic_bytes: Size
+
+    kernel_gap_s: Latency = Field(alias="fitted.kernel_gap")
+    forward_kernels_per_layer: Size = Field(alias="fitted.forward_kernels_per_layer")
+    backward_kernels_per_layer: Size = Field(alias="fitted.backward_kernels_per_layer")
+    host_per_layer_pass_s: Latency = Field(alias="fitted.host_per_layer_pass")
+    p2p_bandwidth_fraction: PositiveFraction = Field(alias="fitted.p2p_bandwidth_fraction")
+    dp_bandwidth_fraction: PositiveFraction = Field(alias="fitted.dp_bandwidth_fraction")
+    step_overhead_fraction: Fraction = Field(alias="fitted.step_overhead_fraction")
+    fitted_source: Text = Field(alias="fitted.source")
+
+    context_bytes: ByteCount = Field(alias="context")
+    allocator_fraction: Fraction
+    safety_fraction: Fraction
+
+    @model_validator(mode="after")
+    def _check_defaults(self) -> Self:
+        _check_distinct("precisions", self.precisions)
+        _check_distinct("schedules", self.schedules)
+        _check_distinct("attention_kernels", self.attention_kernels)
+        _check_distinct("zero_stages", self.zero_stages)
+        _check_distinct("recompute_modes", self.recompute_modes)
+        _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
+        _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
+        if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
+            raise ProfileError(
+                f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
+                "allowed: a name exactly where attention_kernels lists flash"
+            )
+        return self
+
+
+def _check_distinct(key: str, values: tuple[object, ...]) -> None:
+    if len(set(values)) != len(values):
+        raise ProfileError(f"{key}: {_listed(values)} repeats a value; allowed: each value once")
+
+
+def _check_member(key: str, value: object, choices_key: str, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ProfileError(f"{key}: {value} is not in {choices_key}; allowed: {_listed(choices)}")
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value) for value in values)

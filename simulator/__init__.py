@@ -1,0 +1,56 @@
+"""The simulator: model x plan to operators, costs, events and a result."""
+
+from simulator.costs import COMMUNICATION, Category, Cost, CostModel
+from simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
+from simulator.errors import DeadlockError, PlanError
+from simulator.mesh import Axis, Mesh
+from simulator.model_catalog import list_models, load_model
+from simulator.model_flops import CONVENTION, hardware_flops, model_flops
+from simulator.model_spec import ModelSpec
+from simulator.parameters import count_parameters
+from simulator.partition import parse_stages, resolve_stages
+from simulator.plan import ParallelPlan, TrainingJob
+from simulator.result import MemoryResult, StageMemory, StepResult
+from simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
+from simulator.simulation import account, check_plan, rank_timeline, simulate
+from simulator.step_builder import BuiltStep, build_step
+
+__all__ = [
+    "COMMUNICATION",
+    "CONVENTION",
+    "SCHEDULES",
+    "Action",
+    "Axis",
+    "BuiltStep",
+    "Category",
+    "Cost",
+    "CostModel",
+    "DeadlockError",
+    "MemoryResult",
+    "Mesh",
+    "ModelSpec",
+    "ParallelPlan",
+    "Phase",
+    "PlanError",
+    "Schedule",
+    "StageMemory",
+    "StepResult",
+    "StepTimes",
+    "StepWork",
+    "TrainingJob",
+    "account",
+    "build_step",
+    "check_plan",
+    "count_parameters",
+    "get_schedule",
+    "hardware_flops",
+    "list_models",
+    "load_model",
+    "model_flops",
+    "parse_stages",
+    "rank_timeline",
+    "resolve_stages",
+    "simulate",
+    "simulate_folded",
+    "simulate_unfolded",
+]

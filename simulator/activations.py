@@ -1,0 +1,140 @@
+"""Which tensors a block keeps for its backward, and what it needs only for a moment.
+
+The unfused list adds up to Korthikanti et al. 2022 (arXiv 2205.05198), equations 1 to 4:
+``s b h (34 + 5 a s / h)`` bytes a layer, tensor parallel ``s b h (10 + 24 / t + 5 a s / (h t))``,
+with sequence parallelism ``s b h / t (34 + 5 a s / h)``; norm statistics come on top.
+"""
+
+from typing import NamedTuple
+
+from hwprofiles import Attention, Recompute
+from simulator.block_shape import BlockShape
+
+STATISTIC_BYTES = 4  # norm statistics and log-sum-exp are fp32
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that lives from a block's forward to its backward."""
+
+    name: str
+    size_bytes: int
+
+
+def saved_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return what one layer keeps for one microbatch, after recomputation is taken into account."""
+    match shape.recompute:
+        case Recompute.FULL:
+            return (SavedTensor("layer input", shape.message_bytes),)
+        case Recompute.SELECTIVE:
+            core = {tensor.name for tensor in attention_core_tensors(shape)}
+            return tuple(item for item in layer_tensors(shape) if item.name not in core)
+        case Recompute.NONE:
+            return layer_tensors(shape)
+
+
+def layer_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return every tensor that one layer's backward reads."""
+    return (*_outside_tensors(shape), *_inside_tensors(shape), *attention_core_tensors(shape))
+
+
+def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    model = shape.model
+    tokens = shape.num_local_tokens
+    value = tokens * model.hidden_size * shape.element_bytes
+    mask = tokens * model.hidden_size * model.dropout
+    statistics = tokens * STATISTIC_BYTES * (2 if model.norm == "layernorm" else 1)
+    return (
+        SavedTensor("attention norm input", value),
+        SavedTensor("attention norm statistics", statistics),
+        SavedTensor("qkv input", value),
+        SavedTensor("attention dropout mask", mask),
+        SavedTensor("mlp norm input", value),
+        SavedTensor("mlp norm statistics", statistics),
+        SavedTensor("mlp input", value),
+        SavedTensor("mlp dropout mask", mask),
+    )
+
+
+def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    element = shape.num_tokens * shape.element_bytes
+    width, kv_width = shape.local_width, shape.local_kv_width
+    rotated = shape.attention is Attention.FLASH and shape.model.positions == "rotary"
+    return (
+        SavedTensor("queries, keys and values", element * (width + 2 * kv_width)),
+        SavedTensor("rotated queries and keys", element * (width + kv_width) * rotated),
+        SavedTensor("attention output", element * width),
+        SavedTensor("mlp activation input", element * shape.mlp_in_width),
+        SavedTensor("mlp activation output", element * shape.local_ffn_width),
+    )
+
+
+def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return what the attention core keeps: the part that selective recomputation drops."""
+    heads = shape.num_local_heads * shape.microbatch_size
+    if shape.attention is Attention.FLASH:
+        return (SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES),)
+    scores = heads * shape.seq_len**2
+    tensors = [SavedTensor("attention probabilities", scores * shape.element_bytes)]
+    if shape.model.dropout:
+        tensors.append(SavedTensor("attention probability mask", scores))
+        tensors.append(SavedTensor("dropped probabilities", scores * shape.element_bytes))
+    return tuple(tensors)
+
+
+def saved_layer_bytes(shape: BlockShape) -> int:
+    """Return the bytes one layer keeps for one microbatch."""
+    return sum(tensor.size_bytes for tensor in saved_tensors(shape))
+
+
+def saved_embedding_bytes(shape: BlockShape) -> int:
+    """Return what the embedding keeps: token ids, a dropout mask, a norm's input."""
+    model = shape.model
+    element = shape.num_local_tokens * model.hidden_size
+    ids = shape.num_tokens * 8
+    return ids + element * (model.dropout + shape.element_bytes * model.embedding_norm)
+
+
+def saved_head_bytes(shape: BlockShape) -> int:
+    """Return what the head keeps: norm input and output, and the probabilities or logits."""
+    value = shape.num_local_tokens * shape.model.hidden_size * shape.element_bytes
+    per_logit = shape.element_bytes if shape.stack.fused_loss else 4
+    return 2 * value + shape.num_tokens * shape.local_vocab_size * per_logit
+
+
+def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
+    """Return the bytes one layer's forward and backward need beside what is saved.
+
+    Forward with full recomputation holds the largest pair of neighbouring tensors of the layer;
+    backward then holds all of the layer's tensors again.  Backward also holds the gradients of
+    the MLP's hidden tensors (or of the attention scores), of the layer's output, and with
+    sequence parallelism a gathered input.
+    """
+    element = shape.num_tokens * shape.element_bytes
+    hidden = element * shape.model.hidden_size
+    mlp_pair = element * (shape.mlp_in_width + shape.local_ffn_width)
+    scores = 0
+    if shape.attention is Attention.UNFUSED:
+        heads = shape.num_local_heads * shape.microbatch_size
+        scores = heads * shape.seq_len**2 * shape.element_bytes
+    gathered = hidden if shape.sequence_parallel else 0
+    forward = scores + gathered
+    if shape.recompute is Recompute.FULL:
+        forward = max(mlp_pair, 2 * scores) + gathered
+    recomputed = sum(item.size_bytes for item in layer_tensors(shape)) - saved_layer_bytes(shape)
+    backward = recomputed + max(mlp_pair, 2 * scores) + shape.message_bytes + gathered
+    return forward, backward
+
+
+def head_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
+    """Return the bytes the loss needs beside what the head saves, forward and backward.
+
+    Unfused: 16-bit logits, their fp32 copy and a 16-bit gradient beside the fp32 probabilities,
+    12 bytes a logit in all; fused: a second 16-bit copy, 4 in all.
+    """
+    num_logits = shape.num_tokens * shape.local_vocab_size
+    gathered = 0
+    if shape.sequence_parallel:
+        gathered = shape.num_tokens * shape.model.hidden_size * shape.element_bytes
+    width = shape.element_bytes
+    forward = width if shape.stack.fused_loss else width + 4 + width
+    return num_logits * forward + gathered, num_logits * width + gathered

@@ -1,0 +1,70 @@
+"""What a user should know before relying on a result."""
+
+from hwprofiles import Precision, format_bytes
+from simulator.costs import CostModel
+from simulator.costs.compute import ALIGNED_ELEMENTS
+from simulator.result import MemoryResult
+from simulator.step_builder import BuiltStep
+
+# Runs this close to the capacity were slower than their neighbours in published sweeps,
+# probably for retries of the allocator.
+NEARLY_FULL_FRACTION = 0.95
+NOTEWORTHY_FRACTION = 0.05
+
+
+def plan_warnings(
+    built: BuiltStep, memory: MemoryResult, costs: CostModel, extrapolated_fraction: float
+) -> tuple[str, ...]:
+    """Return one line for each thing that is odd about a plan or its prediction."""
+    return (
+        *_memory_warnings(memory),
+        *_alignment_warnings(built),
+        *_degree_one_warnings(built),
+        *_evidence_warnings(built, costs, extrapolated_fraction),
+    )
+
+
+def _memory_warnings(memory: MemoryResult) -> list[str]:
+    need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
+    if not memory.fits:
+        return [f"does not fit: rank {memory.worst_rank} needs {need}, usable are {have}"]
+    if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
+        return [f"rank {memory.worst_rank} uses {need} of {have}: runs this full tend to be slower"]
+    return []
+
+
+def _alignment_warnings(built: BuiltStep) -> list[str]:
+    if built.job.precision is Precision.FP32:
+        return []
+    model, tp = built.job.model, built.plan.tp
+    sizes = {
+        "head dim": model.head_dim,
+        "hidden_size / tp": model.hidden_size // tp,
+        "ffn_hidden_size / tp": model.ffn_hidden_size // tp,
+    }
+    return [
+        f"{name} = {size} is not a multiple of {ALIGNED_ELEMENTS}: its matrix products run slowly"
+        for name, size in sizes.items()
+        if size % ALIGNED_ELEMENTS
+    ]
+
+
+def _degree_one_warnings(built: BuiltStep) -> list[str]:
+    plan = built.plan
+    warnings = []
+    if plan.sequence_parallel and plan.tp == 1:
+        warnings.append("sequence_parallel has no effect at tp=1")
+    if plan.zero_stage and plan.dp == 1:
+        warnings.append(f"zero_stage={plan.zero_stage} has no effect at dp=1")
+    return warnings
+
+
+def _evidence_warnings(
+    built: BuiltStep, costs: CostModel, extrapolated_fraction: float
+) -> list[str]:
+    warnings = []
+    if costs.tp_span(built.plan.tp).crosses_nodes:
+        warnings.append(f"tp={built.plan.tp} crosses nodes of {built.mesh.node_size} devices")
+    if extrapolated_fraction > NOTEWORTHY_FRACTION:
+        warnings.append(f"{extrapolated_fraction:.0%} of the busy time rests on extrapolation")
+    return warnings

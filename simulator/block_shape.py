@@ -1,0 +1,93 @@
+"""The sizes that decide what one rank computes and keeps in a block."""
+
+from dataclasses import dataclass
+
+from hwprofiles import Attention, Precision, Recompute, StackProfile
+from simulator.model_spec import ModelSpec
+from simulator.parameters import Block, block_parameters, padded_vocab_size
+from simulator.plan import ParallelPlan, TrainingJob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """Model, batch and tensor-parallel choices; plans that share them share operator times."""
+
+    model: ModelSpec
+    seq_len: int
+    precision: Precision
+    microbatch_size: int
+    tp: int
+    sequence_parallel: bool
+    recompute: Recompute
+    attention: Attention
+    stack: StackProfile
+
+    @classmethod
+    def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
+        """Return the shape that *plan* gives every block of *job*."""
+        return cls(
+            model=job.model,
+            seq_len=job.seq_len,
+            precision=job.precision,
+            microbatch_size=plan.microbatch_size,
+            tp=plan.tp,
+            sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+            recompute=plan.recompute,
+            attention=plan.attention,
+            stack=stack,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.microbatch_size * self.seq_len
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens a rank keeps outside tensor-parallel regions."""
+        return self.num_tokens // self.tp if self.sequence_parallel else self.num_tokens
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation."""
+        return self.precision.num_bytes
+
+    @property
+    def num_local_heads(self) -> int:
+        """Query heads of one rank."""
+        return self.model.num_heads // self.tp
+
+    @property
+    def local_kv_width(self) -> int:
+        """Width of the keys, and of the values, of one rank; at least one head."""
+        return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
+
+    @property
+    def local_width(self) -> int:
+        """Width of the queries of one rank."""
+        return self.model.hidden_size // self.tp
+
+    @property
+    def local_ffn_width(self) -> int:
+        """Width of the MLP of one rank."""
+        return self.model.ffn_hidden_size // self.tp
+
+    @property
+    def mlp_in_width(self) -> int:
+        """Outputs of the first MLP product of one rank (gate and value where gated)."""
+        return self.local_ffn_width * (2 if self.model.gated_mlp else 1)
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Rows of the padded vocabulary that one rank holds."""
+        return padded_vocab_size(self.model, self.tp) // self.tp
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the activation between two stages that one rank holds."""
+        return self.num_local_tokens * self.model.hidden_size * self.element_bytes
+
+    def num_parameters(self, block: Block) -> int:
+        """Return the parameters one rank holds of *block*."""
+        vocab_size = padded_vocab_size(self.model, self.tp)
+        return block_parameters(self.model, block, tp=self.tp, vocab_size=vocab_size)

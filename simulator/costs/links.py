@@ -1,0 +1,78 @@
+"""What a communicator gets from the links it spans."""
+
+from typing import NamedTuple
+
+from hwprofiles import Cluster, CollectiveFact, CollectiveOp, Link, Source
+from simulator.mesh import GroupSpan
+
+
+class Performance(NamedTuple):
+    """Bus bandwidth and start-up time of one operation on one kind of link."""
+
+    busbw_bytes_per_s: float
+    latency_s: float
+    source: Source
+
+
+def bus_factor(op: CollectiveOp, num_ranks: int) -> float:
+    """Return bytes a link carries per byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
+
+    >>> bus_factor(CollectiveOp.ALL_REDUCE, 8)
+    1.75
+    """
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return 2 * (num_ranks - 1) / num_ranks
+        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
+            return (num_ranks - 1) / num_ranks
+        case CollectiveOp.BROADCAST | CollectiveOp.P2P:
+            return 1.0
+
+
+def ring_steps(op: CollectiveOp, num_ranks: int) -> int:
+    """Return the steps of a ring algorithm, each as long as one hop."""
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return 2 * (num_ranks - 1)
+        case CollectiveOp.P2P:
+            return 1
+        case _:
+            return num_ranks - 1
+
+
+def intra_node_performance(link: Link, op: CollectiveOp, num_ranks: int) -> Performance:
+    """Return what *op* over *num_ranks* devices of one node reaches.
+
+    A fact for that operation and size is used as it stands; the fact of the nearest size is
+    extrapolated; without any, the line rate times the link's fraction and a hop a step.
+    """
+    facts = [fact for fact in link.collectives if fact.op is op]
+    if not facts:
+        rate = link.bandwidth_bytes_per_s * link.busbw_fraction
+        return Performance(rate, ring_steps(op, num_ranks) * link.latency_s, link.kind)
+    nearest = min(facts, key=lambda fact: (abs(fact.num_ranks - num_ranks), fact.num_ranks))
+    if nearest.num_ranks == num_ranks:
+        return Performance(nearest.busbw_bytes_per_s, nearest.latency_s, nearest.kind)
+    return Performance(
+        nearest.busbw_bytes_per_s, _scaled_latency_s(nearest, num_ranks), Source.EXTRAPOLATED
+    )
+
+
+def _scaled_latency_s(fact: CollectiveFact, num_ranks: int) -> float:
+    """Return the fact's start-up time scaled with the steps of a ring."""
+    return fact.latency_s * ring_steps(fact.op, num_ranks) / ring_steps(fact.op, fact.num_ranks)
+
+
+def nic_share_bytes_per_s(cluster: Cluster) -> float:
+    """Return one device's share of its node's network ports, one direction.
+
+    All devices of a node communicate at the same time in every layout, so each gets its part;
+    above the leaf switches a fat tree may hold less than that (``oversubscription``).
+    """
+    ports = cluster.nics_per_node * cluster.inter_node.bandwidth_bytes_per_s
+    return ports / cluster.devices_per_node / cluster.oversubscription
+
+
+def network_rate_bytes_per_s(cluster: Cluster, span: GroupSpan, fraction: float) -> float:
+    """Return what a ring through every node of *span* gets: the share of each member there."""
+    return span.ranks_per_node * nic_share_bytes_per_s(cluster) * fraction

@@ -1,0 +1,130 @@
+"""What data parallelism adds to a rank's step: reductions, gathers and the update."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hwprofiles import CollectiveOp, Precision, StackProfile
+from simulator.block_shape import BlockShape
+from simulator.costs import Category, Cost, CostModel, PhaseCost
+from simulator.memory import rank_parameters
+from simulator.mesh import Axis, GroupSpan, strided_span
+from simulator.placement import zero_communication
+
+# An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
+FP32_UPDATE_TRAFFIC_BYTES = 28
+NORM_BYTES = 4
+
+
+class Stage(NamedTuple):
+    """Layers of one virtual stage and whether it holds an end of the model."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+class Replication(NamedTuple):
+    """The data-parallel side of a plan: degree, ZeRO stage, and where its groups lie."""
+
+    dp: int
+    zero_stage: int
+    span: GroupSpan
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the optimizer states of a parameter."""
+        return self.dp if self.zero_stage >= 1 else 1
+
+
+class Wire(NamedTuple):
+    """Bytes a parameter costs in each collective and in the update."""
+
+    reduce_bytes: int
+    gather_bytes: int
+    update_traffic_bytes: int
+
+    @classmethod
+    def of(cls, stack: StackProfile, precision: Precision) -> "Wire":
+        """Return the bytes of *stack*; fp32 reduces and gathers fp32."""
+        if precision is Precision.FP32:
+            return cls(4, 4, FP32_UPDATE_TRAFFIC_BYTES)
+        return cls(stack.gradient_reduce_bytes, precision.num_bytes, stack.optimizer_traffic_bytes)
+
+
+def bucket_layers(shape: BlockShape, stage: Stage) -> list[int]:
+    """Return the layers of each gradient bucket of *stage*, as even as whole layers allow.
+
+    >>> from simulator.data_parallel import spread
+    >>> spread(7, 3)
+    [3, 2, 2]
+    """
+    parameters = stage_parameters(shape, stage)
+    wanted = -(-parameters // shape.stack.gradient_bucket_parameters)
+    return spread(stage.num_layers, max(1, min(stage.num_layers, wanted)))
+
+
+def spread(total: int, num_parts: int) -> list[int]:
+    """Return *total* split into *num_parts* whole numbers that differ by at most one."""
+    share, extra = divmod(total, num_parts)
+    return [share + (index < extra) for index in range(num_parts)]
+
+
+def stage_parameters(shape: BlockShape, stage: Stage) -> int:
+    """Return the parameters that one rank holds of *stage*."""
+    return rank_parameters(
+        shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+    )
+
+
+def bucket_stages(shape: BlockShape, stage: Stage) -> list[Stage]:
+    """Return the part of *stage* in each bucket, in model order."""
+    layers = bucket_layers(shape, stage)
+    last = len(layers) - 1
+    return [
+        Stage(count, stage.has_embedding and index == 0, stage.has_head and index == last)
+        for index, count in enumerate(layers)
+    ]
+
+
+def bucket_parameters(shape: BlockShape, stage: Stage) -> list[int]:
+    """Return the parameters of each bucket in model order; they add up to the stage's.
+
+    A tied table belongs to the part with the embedding, or as a copy to the head's.
+    """
+    parts = bucket_stages(shape, stage)
+    counts = [stage_parameters(shape, part) for part in parts]
+    counts[-1] += stage_parameters(shape, stage) - sum(counts)
+    return counts
+
+
+def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+    """Return the time of reducing the gradients of *num_parameters*, from the placements."""
+    change = zero_communication(to.zero_stage).gradient
+    assert change.op is not None
+    return costs.collective(change.op, num_parameters * wire.reduce_bytes, to.span, Axis.DP)
+
+
+def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+    """Return the time of gathering *num_parameters* updated ones; free where all update all."""
+    change = zero_communication(to.zero_stage).parameters
+    if change is None or change.op is None or to.dp == 1:
+        return Cost(0, costs.cluster.inter_node.kind)
+    return costs.collective(change.op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
+
+
+def update_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> PhaseCost:
+    """Return the time of the optimizer on one rank's share of *num_parameters*."""
+    share = -(-num_parameters // to.num_shards)
+    cost = costs.memory_traffic(share * wire.update_traffic_bytes)
+    return PhaseCost.total([(Category.OPTIMIZER, cost)])
+
+
+def norm_cost(costs: CostModel) -> Cost:
+    """Return the time of the gradient norm's all-reduce over all ranks."""
+    span = strided_span(0, 1, costs.world_size, costs.cluster.devices_per_node)
+    return costs.collective(CollectiveOp.ALL_REDUCE, NORM_BYTES, span, Axis.DP)
+
+
+def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:
+    """Return the parameters of a rank that holds *stages*."""
+    return sum(stage_parameters(shape, stage) for stage in stages)

@@ -1,0 +1,26 @@
+"""The discrete-event engine; the only package that knows SimPy."""
+
+from simulator.engine.work import (
+    ChunkWork,
+    Message,
+    RankTimes,
+    RankWork,
+    Segment,
+    StepTimes,
+    StepWork,
+    with_overhead,
+)
+from simulator.engine.world import simulate_folded, simulate_unfolded
+
+__all__ = [
+    "ChunkWork",
+    "Message",
+    "RankTimes",
+    "RankWork",
+    "Segment",
+    "StepTimes",
+    "StepWork",
+    "simulate_folded",
+    "simulate_unfolded",
+    "with_overhead",
+]

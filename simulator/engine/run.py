@@ -1,0 +1,168 @@
+"""The event engine: ranks as SimPy processes that run ahead of each other where they may.
+
+A process keeps its own clock in integer picoseconds and yields only where it must: for a
+message that has not been sent yet, or for a group it has to meet.  Each port has one user
+whose order is fixed by the action list, so times found this way are those of a run in
+global time order.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from simpy import Environment, Event
+
+from simulator.engine.groups import CollectiveStream, Intervals, Meeting
+from simulator.engine.program import Instruction, compile_rank
+from simulator.engine.work import Segment, StepWork
+
+Process = Generator[Event, int, None]
+
+
+class Submission(NamedTuple):
+    """What a rank brings to its data-parallel group: collectives and its own messages."""
+
+    collectives: list[tuple[int, int]]  # (ready, port time), in order
+    messages: Intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A simulated rank: where it is, and the groups it meets.
+
+    ``stride`` is the distance between neighbours on the pipeline axis.
+    """
+
+    index: int
+    pp_rank: int
+    stride: int
+    tp_group: Meeting[int, int] | None
+    dp_group: Meeting[Submission, int]
+    embedding_group: Meeting[int, int] | None
+
+
+@dataclass(slots=True)
+class RankState:
+    """What a rank has done so far; filled while it runs, read once at the end."""
+
+    inbox: list[dict[int, int]]
+    waits_for: tuple[int, int] | None = None
+    wake: Event | None = None
+    starts_ps: list[int] = field(default_factory=list)
+    ends_ps: list[int] = field(default_factory=list)
+    reductions: list[tuple[int, int]] = field(default_factory=list)
+    messages: Intervals = field(default_factory=list)
+    port_free_ps: int = 0
+    gather_wait_ps: int = 0
+    reduce_end_ps: int = 0
+    reduce_wait_ps: int = 0
+    update_start_ps: int = 0
+    end_ps: int = -1
+
+
+class Run:
+    """One simulation of a `StepWork` by *num_places* simulated ranks."""
+
+    def __init__(self, work: StepWork, env: Environment, num_places: int) -> None:
+        self.work = work
+        self.env = env
+        self.programs = [compile_rank(work, pp_rank) for pp_rank in range(work.pp)]
+        slots = 2 * work.num_virtual_stages
+        self.states = [RankState(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
+        self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
+
+    def compute_stream(self, place: Place) -> Process:
+        """Run the actions of one rank, then what ends its step."""
+        state = self.states[place.index]
+        inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
+        now = 0
+        for instruction in self.programs[place.pp_rank]:
+            slot, microbatch = instruction.inbox, instruction.microbatch
+            if slot >= 0:
+                if microbatch not in inbox[slot]:
+                    yield self._message(state, slot, microbatch)
+                now = max(now, inbox[slot].pop(microbatch))
+            if place.tp_group is not None:
+                now = yield place.tp_group.arrive(now)
+            starts.append(now)
+            if instruction.gathers:
+                now = yield from self._gathered_forward(place, instruction.gathers, now)
+            elif instruction.reductions:
+                now = _reduced_backward(state, instruction.reductions, now)
+            else:
+                now += instruction.compute_ps
+            ends.append(now)
+            if instruction.target_step:
+                now = self._send(place, instruction, now)
+        yield from self._finish(place, now)
+
+    def _message(self, state: RankState, slot: int, microbatch: int) -> Event:
+        """Return the event of a message that has not been sent yet."""
+        state.waits_for = (slot, microbatch)
+        state.wake = Event(self.env)
+        return state.wake
+
+    def _send(self, place: Place, instruction: Instruction, now: int) -> int:
+        """Put a message on the rank's port; return when the rank may go on."""
+        state, message = self.states[place.index], instruction.message
+        start_ps = max(now, state.port_free_ps)
+        end_ps = start_ps + message.occupy_ps
+        state.port_free_ps = end_ps
+        if self.work.shared_port and message.occupy_ps:
+            state.messages.append((start_ps, end_ps))
+        target = self.states[place.index + instruction.target_step * place.stride]
+        slot, microbatch = instruction.target_slot, instruction.microbatch
+        target.inbox[slot][microbatch] = end_ps + message.delay_ps
+        if target.waits_for == (slot, microbatch) and target.wake is not None:
+            target.waits_for = None
+            target.wake.succeed()
+        return end_ps if self.work.blocking_messages else now
+
+    def _gathered_forward(
+        self, place: Place, segments: tuple[Segment, ...], now: int
+    ) -> Generator[Event, int, int]:
+        """Run a forward pass whose segments wait for their parameters."""
+        state = self.states[place.index]
+        for segment in segments:
+            submission = Submission([(0, segment.collective_ps)], state.messages)
+            gathered_ps = yield place.dp_group.arrive(submission)
+            state.gather_wait_ps += max(0, gathered_ps - now)
+            now = max(now, gathered_ps) + segment.compute_ps
+        return now
+
+    def _finish(self, place: Place, now: int) -> Process:
+        """Reduce what is left, wait for the gradient norm, update the parameters."""
+        state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
+        actions_end_ps = now
+        if rank.reduce_ps:
+            state.reductions.append((now, rank.reduce_ps))
+        if state.reductions:
+            reduced_ps = yield place.dp_group.arrive(Submission(state.reductions, state.messages))
+            now = max(now, reduced_ps)
+        if place.embedding_group is not None:
+            now = (yield place.embedding_group.arrive(now)) + rank.shared_embedding_ps
+        state.reduce_end_ps, state.reduce_wait_ps = now, now - actions_end_ps
+        state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
+        state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
+
+
+def _reduced_backward(state: RankState, segments: tuple[Segment, ...], now: int) -> int:
+    """Run a backward pass whose segments hand their gradients to the reduction."""
+    for segment in segments:
+        now += segment.compute_ps
+        state.reductions.append((now, segment.collective_ps))
+    return now
+
+
+def collective_meeting(env: Environment, size: int) -> Meeting[Submission, int]:
+    """Return the meeting of a data-parallel group; its result is the last collective's end."""
+    stream = CollectiveStream()
+
+    def resolve(submissions: Sequence[Submission]) -> int:
+        messages = [each.messages for each in submissions]
+        end_ps = 0
+        for entries in zip(*(each.collectives for each in submissions), strict=True):
+            end_ps = stream.run(max(ready for ready, _ in entries), entries[0][1], messages)
+        return end_ps
+
+    return Meeting(env, size, resolve)

@@ -1,0 +1,139 @@
+"""What the engine runs: durations in integer picoseconds, already decided by the cost model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simulator.schedules import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a pass between two data-parallel collectives.
+
+    In a forward pass the collective must end before the segment starts (parameter gather); in
+    a backward pass it may start when the segment ends (gradient reduction).
+    """
+
+    compute_ps: int
+    collective_ps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a stage sends on: time on the sender's port, and time until the receiver may start."""
+
+    occupy_ps: int = 0
+    delay_ps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkWork:
+    """One virtual stage of a rank.
+
+    Args:
+        forward_ps: One forward pass.
+        backward_ps: One backward pass, recomputation included.
+        forward_message: To the next virtual stage.
+        backward_message: To the previous virtual stage.
+        gathers: Segments of the first forward pass, where parameters are gathered under it.
+        reductions: Segments of the last backward pass, where gradients are reduced under it.
+    """
+
+    forward_ps: int
+    backward_ps: int
+    forward_message: Message = Message()
+    backward_message: Message = Message()
+    gathers: tuple[Segment, ...] = ()
+    reductions: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """One pipeline rank: its virtual stages, and what follows its last action.
+
+    Args:
+        chunks: Virtual stages in model order.
+        reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
+        shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
+        optimizer_ps: Parameter update.
+        gather_ps: Parameter gather after the update, where nothing hides it.
+    """
+
+    chunks: tuple[ChunkWork, ...]
+    reduce_ps: int = 0
+    shared_embedding_ps: int = 0
+    optimizer_ps: int = 0
+    gather_ps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """A whole step of one pipeline.
+
+    Args:
+        ranks: One entry a pipeline rank.
+        actions: What each pipeline rank does, in order.
+        num_microbatches: Microbatches of the step.
+        blocking_messages: The sender computes nothing while its message leaves.
+        shared_port: Messages and data-parallel collectives leave through the same port.
+        norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
+        overhead_per_million: Time outside the model of a step, per million of its time.
+    """
+
+    ranks: tuple[RankWork, ...]
+    actions: Sequence[Sequence[Action]]
+    num_microbatches: int
+    blocking_messages: bool = False
+    shared_port: bool = False
+    norm_ps: int = 0
+    overhead_per_million: int = 0
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Virtual stages a rank."""
+        return len(self.ranks[0].chunks)
+
+
+def with_overhead(time_ps: int, overhead_per_million: int) -> int:
+    """Return a step's time with its overhead; grows with *time_ps*, so bounds keep their order.
+
+    >>> with_overhead(1_000_000, 4_000)
+    1004000
+    """
+    return time_ps + time_ps * overhead_per_million // 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """When one rank did what.
+
+    Args:
+        starts_ps: Start of each action, in the order of the rank's list.
+        ends_ps: End of each action, before its message leaves.
+        gather_wait_ps: Time forward passes waited for parameters.
+        reduce_end_ps: When gradients are reduced, tied table included.
+        reduce_wait_ps: Time from the last action to then.
+        update_start_ps: Start of the optimizer, the same on all ranks.
+        end_ps: End of the rank's step.
+    """
+
+    starts_ps: list[int]
+    ends_ps: list[int]
+    gather_wait_ps: int
+    reduce_end_ps: int
+    reduce_wait_ps: int
+    update_start_ps: int
+    end_ps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """The outcome of a run: the step's time and each simulated rank's times."""
+
+    step_ps: int
+    ranks: tuple[RankTimes, ...]

@@ -1,0 +1,9 @@
+"""Errors this package raises on purpose."""
+
+
+class PlanError(ValueError):
+    """A model, job or plan that can never run; the message is one line for the user."""
+
+
+class DeadlockError(RuntimeError):
+    """A simulated step that stopped early because actions wait for each other."""

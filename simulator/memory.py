@@ -1,0 +1,201 @@
+"""Memory of a pipeline rank: what always lives, what a pass adds, and the peak in time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hwprofiles import Cluster, Precision, StackProfile
+from simulator.activations import (
+    head_workspace_bytes,
+    layer_workspace_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
+from simulator.block_shape import BlockShape
+from simulator.parameters import Block
+from simulator.schedules import Action, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes a parameter costs: weight, gradient buffer, optimizer states, update temporaries."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    update_temporary: int
+
+    @classmethod
+    def of(cls, stack: StackProfile, precision: Precision) -> "StateBytes":
+        """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments."""
+        if precision is Precision.FP32:
+            return cls(4, 4, 8, 0)
+        return cls(
+            precision.num_bytes,
+            stack.gradient_bytes,
+            stack.optimizer_bytes,
+            stack.optimizer_temporary_bytes,
+        )
+
+    def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
+        """Return weights, gradients and optimizer states of one rank.
+
+        ZeRO stage 1 shards the optimizer states over *dp* ranks (Rajbhandari et al. 2020,
+        arXiv 1910.02054, figure 1: 7.5e9 parameters, 64 ranks: 120 and 31.4 GB).
+
+        >>> abstract = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
+        >>> [abstract.model_state_bytes(7_500_000_000, dp=64, zero_stage=z) for z in (0, 1)]
+        [120000000000, 31406250000]
+        """
+        sharded = -(-num_parameters // dp) if zero_stage >= 1 else num_parameters
+        return num_parameters * (self.parameter + self.gradient) + sharded * self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkMemory:
+    """Bytes of one pass through a virtual stage: kept until backward, and workspaces."""
+
+    saved_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Everything that decides the memory of one pipeline rank."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_states_bytes: int
+    update_temporary_bytes: int
+    chunks: tuple[ChunkMemory, ...]
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that live through the whole step."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+
+def chunk_memory(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> ChunkMemory:
+    """Return the memory of one pass through *num_layers* layers and their extras."""
+    forward, backward = layer_workspace_bytes(shape)
+    saved = num_layers * saved_layer_bytes(shape)
+    if has_embedding:
+        saved += saved_embedding_bytes(shape)
+    if has_head:
+        head_forward, head_backward = head_workspace_bytes(shape)
+        saved += saved_head_bytes(shape)
+        forward, backward = max(forward, head_forward), max(backward, head_backward)
+    return ChunkMemory(
+        saved_bytes=saved,
+        forward_workspace_bytes=forward,
+        backward_workspace_bytes=backward,
+    )
+
+
+def rank_parameters(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> int:
+    """Return the parameters of one rank; a tied output matrix away from its table is a copy."""
+    counts: list[tuple[int, Block]] = [(num_layers, "layer")]
+    if has_embedding:
+        counts.append((1, "embedding"))
+    if has_head:
+        counts.append((1, "head"))
+    total = sum(count * shape.num_parameters(block) for count, block in counts)
+    if has_head and not has_embedding and shape.model.tied_embeddings:
+        total += shape.local_vocab_size * shape.model.hidden_size
+    return total
+
+
+def rank_memory(
+    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, num_shards: int
+) -> RankMemory:
+    """Return the memory of a rank whose optimizer states are split *num_shards* ways."""
+    sharded = -(-num_parameters // num_shards)
+    return RankMemory(
+        parameters_bytes=num_parameters * state.parameter,
+        gradients_bytes=num_parameters * state.gradient,
+        optimizer_states_bytes=sharded * state.optimizer,
+        update_temporary_bytes=sharded * state.update_temporary,
+        chunks=chunks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPeak:
+    """The fullest instant of a rank: when, in which action, and what lives then."""
+
+    total_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    time_ps: int
+    moment: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """A change of a rank's live bytes: *activations* stay, *buffers* are a momentary need."""
+
+    time_ps: int
+    moment: str
+    activations_bytes: int
+    buffers_bytes: int
+
+
+def memory_timeline(
+    memory: RankMemory, passes: Iterable[tuple[Action, int, int]], update_ps: int
+) -> list[MemoryEvent]:
+    """Return the live bytes of a rank, beyond its static ones, at each action of a step.
+
+    Args:
+        memory: The rank's sizes.
+        passes: Each action with its start and end in picoseconds, in order.
+        update_ps: When the optimizer starts.
+    """
+    live = 0
+    events: list[MemoryEvent] = []
+    for action, start_ps, end_ps in passes:
+        chunk = memory.chunks[action.chunk]
+        if action.phase is Phase.FORWARD:
+            live += chunk.saved_bytes
+            buffers = chunk.forward_workspace_bytes
+        else:
+            buffers = chunk.backward_workspace_bytes
+        events.append(MemoryEvent(start_ps, str(action), live, buffers))
+        if action.phase is Phase.BACKWARD:
+            live -= chunk.saved_bytes
+        events.append(MemoryEvent(end_ps, f"after {action}", live, 0))
+    events.append(MemoryEvent(update_ps, "optimizer", live, memory.update_temporary_bytes))
+    return events
+
+
+def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
+    """Return the first fullest instant of a timeline."""
+    fullest = max(events, key=lambda event: event.activations_bytes + event.buffers_bytes)
+    return MemoryPeak(
+        total_bytes=memory.static_bytes + fullest.activations_bytes + fullest.buffers_bytes,
+        activations_bytes=fullest.activations_bytes,
+        buffers_bytes=fullest.buffers_bytes,
+        time_ps=fullest.time_ps,
+        moment=fullest.moment,
+    )
+
+
+def reserved_bytes(allocated_bytes: int, stack: StackProfile) -> int:
+    """Return what the allocator holds for *allocated_bytes* of live tensors."""
+    return allocated_bytes + int(allocated_bytes * stack.allocator_fraction)
+
+
+def device_bytes(allocated_bytes: int, stack: StackProfile) -> int:
+    """Return what the device shows as used: reserved memory, context and communicators."""
+    return reserved_bytes(allocated_bytes, stack) + stack.context_bytes
+
+
+def usable_bytes(cluster: Cluster, stack: StackProfile, limit_bytes: int | None) -> int:
+    """Return the most that `device_bytes` may be: a user's limit, or the capacity less a margin."""
+    if limit_bytes is not None:
+        return limit_bytes
+    return int(cluster.device.memory_capacity_bytes * (1 - stack.safety_fraction))

@@ -1,0 +1,148 @@
+"""Ranks and their coordinates; which nodes the group of an axis spans.
+
+Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then data, then
+pipeline (Narayanan et al. 2021, section 3).  Nodes are filled in rank order.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import gcd
+from typing import NamedTuple
+
+
+class Axis(StrEnum):
+    """Axes of the device mesh, fastest first."""
+
+    TP = "tp"
+    DP = "dp"
+    PP = "pp"
+
+
+class Coordinates(NamedTuple):
+    """Position of a rank on each axis."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+
+
+class GroupSpan(NamedTuple):
+    """How a communicator lies over the nodes.
+
+    ``ranks_per_node`` is the smallest number of members that any of its nodes holds: the
+    node through which a ring has the fewest network ports.
+    """
+
+    num_ranks: int
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether some member is on another node."""
+        return self.num_nodes > 1
+
+
+def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpan:
+    """Return the span of ranks ``first, first + stride, ...`` (*size* of them).
+
+    >>> strided_span(0, 1, 8, 8)
+    GroupSpan(num_ranks=8, num_nodes=1, ranks_per_node=8)
+    >>> strided_span(6, 1, 3, 8)
+    GroupSpan(num_ranks=3, num_nodes=2, ranks_per_node=1)
+    """
+    offset = first % node_size
+    if stride >= node_size:
+        return GroupSpan(size, size, 1)
+    end = offset + (size - 1) * stride
+    num_nodes = end // node_size + 1
+    if num_nodes == 1:
+        return GroupSpan(size, 1, size)
+    in_first = -(-(node_size - offset) // stride)
+    in_last = (end % node_size) // stride + 1
+    inner = [node_size // stride] if num_nodes > 2 else []
+    return GroupSpan(size, num_nodes, min(in_first, in_last, *inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The device mesh of a plan on nodes of *node_size* devices."""
+
+    tp: int
+    dp: int
+    pp: int
+    node_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.dp * self.pp
+
+    def stride(self, axis: Axis) -> int:
+        """Return the distance in rank numbers of neighbours on *axis*."""
+        match axis:
+            case Axis.TP:
+                return 1
+            case Axis.DP:
+                return self.tp
+            case Axis.PP:
+                return self.tp * self.dp
+
+    def degree(self, axis: Axis) -> int:
+        """Return the number of ranks along *axis*."""
+        match axis:
+            case Axis.TP:
+                return self.tp
+            case Axis.DP:
+                return self.dp
+            case Axis.PP:
+                return self.pp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the coordinates of *rank*.
+
+        >>> Mesh(tp=8, dp=6, pp=64, node_size=8).coordinates(3071)
+        Coordinates(tp_rank=7, dp_rank=5, pp_rank=63)
+        """
+        return Coordinates(rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp))
+
+    def rank(self, *, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> int:
+        """Return the rank at the given coordinates."""
+        return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
+
+    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
+        """Return the ranks of the communicator of *axis* that *rank* belongs to."""
+        stride, degree = self.stride(axis), self.degree(axis)
+        first = rank - (rank // stride % degree) * stride
+        return tuple(range(first, first + stride * degree, stride))
+
+    def span(self, axis: Axis) -> GroupSpan:
+        """Return the worst span of any communicator of *axis*: most nodes, fewest members."""
+        stride, degree = self.stride(axis), self.degree(axis)
+        spans = [
+            strided_span(first, stride, degree, self.node_size)
+            for first in self._first_ranks(stride, degree)
+        ]
+        return max(spans, key=lambda span: (span.num_nodes, -span.ranks_per_node))
+
+    def _first_ranks(self, stride: int, degree: int) -> list[int]:
+        """Return first members of enough groups to show every alignment with the nodes."""
+        block = stride * degree
+        period = self.node_size // gcd(block, self.node_size)
+        num_blocks = min(self.world_size // block, period)
+        inner = range(min(stride, self.node_size))
+        return [number * block + first for number in range(num_blocks) for first in inner]
+
+    def crosses_nodes(self, pp_rank: int, next_pp_rank: int) -> bool:
+        """Whether any message between two pipeline ranks leaves its node."""
+        size = self.tp * self.dp
+        distance = (next_pp_rank - pp_rank) * size
+        first = pp_rank * size
+        return any(
+            rank // self.node_size != (rank + distance) // self.node_size
+            for rank in range(first, first + min(size, self.node_size))
+        ) or (size > self.node_size and abs(distance) > 0)
+
+    def rank_crosses(self, rank: int, other: int) -> bool:
+        """Whether two ranks sit on different nodes."""
+        return rank // self.node_size != other // self.node_size

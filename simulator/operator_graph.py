@@ -1,0 +1,280 @@
+"""From shapes to operators: what one microbatch runs in an embedding, a layer and a head.
+
+Element-wise traffic is counted per token of width h, 16-bit unless the precision says
+otherwise.  Forward: a norm reads twice and writes (4 values), a residual add with dropout
+moves 3 values and a mask byte.  Backward: a norm moves 5 values, a residual add 3, dropout
+2 and a mask byte, a bias gradient 1.
+"""
+
+from hwprofiles import Attention, CollectiveOp, Recompute
+from simulator.block_shape import BlockShape
+from simulator.mesh import Axis
+from simulator.operators import (
+    BlockOperators,
+    Collective,
+    FlashAttention,
+    Gemm,
+    HostPasses,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+    gemm_backward,
+)
+from simulator.placement import (
+    PairCommunication,
+    Redistribution,
+    Replicate,
+    Split,
+    linear_pair_communication,
+)
+
+# Kernels of an embedding and of a head beside their products: index, add, dropout;
+# norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
+EMBEDDING_KERNELS = 3
+HEAD_KERNELS = 8
+# Bytes a logit moves in the loss: unfused chain of fp32 kernels (cast 2 + 4, maximum 4,
+# subtract 8, exponent 8, sum 4, divide 8; gradient 8 + cast 6) or one fused kernel.
+LOSS_BYTES_UNFUSED = (38, 14)
+LOSS_BYTES_FUSED = (6, 10)
+
+
+def pair_communication(shape: BlockShape) -> PairCommunication:
+    """Return the collectives around each column / row parallel pair, from the placements."""
+    outside = Split(0) if shape.sequence_parallel else Replicate()
+    return linear_pair_communication(activations=outside)
+
+
+def tp_collective(
+    shape: BlockShape, change: Redistribution | None, name: str, hides_under: Gemm | None = None
+) -> tuple[Operator, ...]:
+    """Return the collective that a change of placement on the tp axis costs, if any."""
+    if change is None or change.op is None or shape.tp == 1:
+        return ()
+    size_bytes = shape.num_tokens * shape.model.hidden_size * shape.element_bytes
+    return (Collective(name, change.op, size_bytes, Axis.TP, hides_under),)
+
+
+def layer_operators(shape: BlockShape) -> BlockOperators:
+    """Return the operators of one transformer layer on one rank."""
+    comm = pair_communication(shape)
+    attention_forward, attention_backward = _attention_core(shape)
+    linears = _layer_linears(shape)
+    gather = tp_collective(shape, comm.forward_in, "tp forward gather")
+    reduce = tp_collective(shape, comm.forward_out, "tp forward reduce")
+    products = (*linears, *(item for item in attention_forward if isinstance(item, Gemm)))
+    forward: tuple[Operator, ...] = (
+        *gather,
+        linears[0],
+        *attention_forward,
+        linears[1],
+        *reduce,
+        *gather,
+        linears[2],
+        linears[3],
+        *reduce,
+        *_layer_elementwise(shape, backward=False),
+        KernelLaunches("layer forward", shape.stack.forward_kernels_per_layer + len(products)),
+        HostPasses("layer forward", 1),
+    )
+    return BlockOperators(
+        forward=forward,
+        backward=_layer_backward(shape, comm, linears, attention_backward),
+        recompute=_recomputed(shape, forward, attention_forward),
+    )
+
+
+def _layer_linears(shape: BlockShape) -> tuple[Gemm, Gemm, Gemm, Gemm]:
+    hidden, tokens = shape.model.hidden_size, shape.num_tokens
+    qkv = shape.local_width + 2 * shape.local_kv_width
+    return (
+        Gemm("qkv", m=tokens, n=qkv, k=hidden),
+        Gemm("attention output", m=tokens, n=hidden, k=shape.local_width),
+        Gemm("mlp in", m=tokens, n=shape.mlp_in_width, k=hidden),
+        Gemm("mlp out", m=tokens, n=hidden, k=shape.local_ffn_width),
+    )
+
+
+def _layer_backward(
+    shape: BlockShape,
+    comm: PairCommunication,
+    linears: tuple[Gemm, Gemm, Gemm, Gemm],
+    attention: tuple[Operator, ...],
+) -> tuple[Operator, ...]:
+    qkv, output, mlp_in, mlp_out = linears
+    gemms = [item for item in attention if isinstance(item, Gemm)]
+    num_products = 2 * len(linears) + len(gemms)
+    return (
+        *tp_collective(shape, comm.backward_out, "tp backward gather"),
+        *gemm_backward(mlp_out),
+        *_column_backward(shape, comm, mlp_in),
+        *tp_collective(shape, comm.backward_out, "tp backward gather"),
+        *gemm_backward(output),
+        *attention,
+        *_column_backward(shape, comm, qkv),
+        *_layer_elementwise(shape, backward=True),
+        _accumulation(shape, shape.num_parameters("layer")),
+        KernelLaunches("layer backward", shape.stack.backward_kernels_per_layer + num_products),
+        HostPasses("layer backward", 2),
+    )
+
+
+def _column_backward(
+    shape: BlockShape, comm: PairCommunication, forward: Gemm
+) -> tuple[Operator, ...]:
+    """Return the backward of a column-parallel layer.
+
+    The re-gather of the input may run under the input gradient, the reduction of that
+    gradient under the weight gradient (Megatron-LM's asynchronous linear layer).
+    """
+    input_gradient, weight_gradient = gemm_backward(forward)
+    regather = comm.weight_gradient_regather
+    return (
+        *tp_collective(shape, regather, "tp backward re-gather", input_gradient),
+        input_gradient,
+        *tp_collective(shape, comm.backward_in, "tp backward reduce", weight_gradient),
+        weight_gradient,
+    )
+
+
+def _attention_core(shape: BlockShape) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
+    heads, seq_len, dim = shape.num_local_heads, shape.seq_len, shape.model.head_dim
+    batch = shape.microbatch_size * heads
+    if shape.attention is Attention.FLASH:
+        return (
+            (FlashAttention("attention", batch, seq_len, dim),),
+            (FlashAttention("attention gradient", batch, seq_len, dim, backward=True),),
+        )
+    scores = Gemm("attention scores", m=seq_len, n=seq_len, k=dim, batch=batch)
+    values = Gemm("attention values", m=seq_len, n=dim, k=seq_len, batch=batch)
+    num_scores = batch * seq_len**2
+    width = shape.element_bytes
+    # Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the
+    # probabilities, writes them and a mask byte; backward 2 reads and 3 writes of half rows.
+    softmax = num_scores * 3 * width // 2
+    dropout = num_scores * (2 * width + 1) if shape.model.dropout else 0
+    gradient = num_scores * (5 if shape.model.dropout else 4) * width
+    return (
+        (scores, MemoryBound("softmax and dropout", softmax + dropout), values),
+        (
+            *gemm_backward(values),
+            MemoryBound("softmax and dropout gradient", gradient),
+            *gemm_backward(scores),
+        ),
+    )
+
+
+def _layer_elementwise(shape: BlockShape, *, backward: bool) -> tuple[Operator, ...]:
+    model = shape.model
+    suffix = " gradient" if backward else ""
+    if backward:
+        outside = 2 * (5 + 3 + 2 * model.dropout) + model.output_bias + model.mlp_bias
+    else:
+        outside = 2 * (2 + 3)
+    element = shape.num_local_tokens * model.hidden_size
+    outside_bytes = element * (outside * shape.element_bytes + 2 * model.dropout)
+    inside = _inside_values(shape, backward=backward) * shape.num_tokens * shape.element_bytes
+    return (
+        MemoryBound("norms and residuals" + suffix, outside_bytes),
+        MemoryBound("activation and layout" + suffix, inside),
+    )
+
+
+def _inside_values(shape: BlockShape, *, backward: bool) -> int:
+    """Return the values a token moves in element-wise kernels of the tensor-parallel region.
+
+    The activation function reads and writes the MLP width (backward: the gradient, its
+    inputs, the result); rotary embeddings read and write queries and keys; unfused attention
+    also transposes and adds biases: 8 widths forward, 14 backward.
+    """
+    model = shape.model
+    ffn, width, kv_width = shape.local_ffn_width, shape.local_width, shape.local_kv_width
+    if model.gated_mlp:
+        values = (5 if backward else 3) * ffn
+    else:
+        values = (3 + model.mlp_bias if backward else 2) * ffn
+    if model.positions == "rotary":
+        values += 2 * (width + kv_width)
+    if shape.attention is Attention.UNFUSED:
+        values += (14 if backward else 8) * width
+    elif backward and model.attention_bias:
+        values += width + 2 * kv_width
+    return values
+
+
+def _accumulation(shape: BlockShape, num_parameters: int) -> MemoryBound:
+    """Return the traffic of adding a microbatch's weight gradients to the gradient buffer.
+
+    Fused, it is part of the weight-gradient products.
+    """
+    fused = shape.stack.fused_gradient_accumulation
+    per_parameter = 0 if fused else shape.stack.accumulation_traffic_bytes
+    return MemoryBound("gradient accumulation", num_parameters * per_parameter)
+
+
+def _recomputed(
+    shape: BlockShape, forward: tuple[Operator, ...], attention: tuple[Operator, ...]
+) -> tuple[Operator, ...]:
+    match shape.recompute:
+        case Recompute.NONE:
+            return ()
+        case Recompute.FULL:
+            return forward
+        case Recompute.SELECTIVE:
+            return (*attention, KernelLaunches("attention recompute", len(attention)))
+
+
+def embedding_operators(shape: BlockShape) -> BlockOperators:
+    """Return the operators of the embedding: a vocabulary-parallel look-up.
+
+    Each rank looks up its rows and the results are summed, a partial placement that becomes
+    the placement of the activations.  Backward writes a dense gradient of the whole table.
+    """
+    comm = pair_communication(shape)
+    model = shape.model
+    values = 2 + 2 * (model.positions == "learned") + 2 * model.embedding_norm
+    element = shape.num_local_tokens * model.hidden_size
+    traffic = element * (values * shape.element_bytes + 3 * model.dropout)
+    table = shape.local_vocab_size * model.hidden_size
+    return BlockOperators(
+        forward=(
+            MemoryBound("embedding", traffic),
+            *tp_collective(shape, comm.forward_out, "tp embedding reduce"),
+            KernelLaunches("embedding forward", EMBEDDING_KERNELS),
+        ),
+        backward=(
+            *tp_collective(shape, comm.backward_out, "tp embedding gather"),
+            MemoryBound("embedding gradient", traffic),
+            MemoryBound("embedding table gradient", 8 * table),
+            KernelLaunches("embedding backward", EMBEDDING_KERNELS),
+        ),
+    )
+
+
+def head_operators(shape: BlockShape) -> BlockOperators:
+    """Return the operators of the head: final norm, logits and cross-entropy."""
+    comm = pair_communication(shape)
+    model, tokens = shape.model, shape.num_tokens
+    logits = Gemm("logits", m=tokens, n=shape.local_vocab_size, k=model.hidden_size)
+    loss = LOSS_BYTES_FUSED if shape.stack.fused_loss else LOSS_BYTES_UNFUSED
+    num_logits = tokens * shape.local_vocab_size
+    norm = shape.num_local_tokens * model.hidden_size * shape.element_bytes
+    # Vocabulary-parallel cross-entropy: maximum, target logit and sum, one fp32 a token each.
+    scalar = Collective("tp loss reduce", CollectiveOp.ALL_REDUCE, 4 * tokens, Axis.TP)
+    scalars = (scalar,) * 3 if shape.tp > 1 else ()
+    return BlockOperators(
+        forward=(
+            MemoryBound("final norm", 2 * norm),
+            *tp_collective(shape, comm.forward_in, "tp forward gather"),
+            logits,
+            MemoryBound("loss", num_logits * loss[0]),
+            *scalars,
+            KernelLaunches("head forward", HEAD_KERNELS),
+        ),
+        backward=(
+            MemoryBound("loss gradient", num_logits * loss[1]),
+            *_column_backward(shape, comm, logits),
+            MemoryBound("final norm gradient", 5 * norm),
+            _accumulation(shape, shape.local_vocab_size * model.hidden_size),
+            KernelLaunches("head backward", HEAD_KERNELS),
+        ),
+    )

@@ -1,0 +1,152 @@
+"""What is trained and how it is laid out: the job and the parallel plan."""
+
+from dataclasses import dataclass
+
+from hwprofiles import Attention, Precision, Recompute, StackProfile
+from simulator.errors import PlanError
+from simulator.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingJob:
+    """One training step to lay out: the model, its batch and its number format.
+
+    Args:
+        model: Architecture that is trained.
+        global_batch_size: Sequences of one optimizer step, over all ranks.
+        seq_len: Tokens of a sequence.
+        precision: Number format of parameters and activations.
+    """
+
+    model: ModelSpec
+    global_batch_size: int
+    seq_len: int
+    precision: Precision = Precision.BF16
+
+    def __post_init__(self) -> None:
+        """Refuse a batch or a sequence that no run could have."""
+        for field, limit in (("global_batch_size", 10**9), ("seq_len", 10**8)):
+            value = getattr(self, field)
+            if not 1 <= value <= limit:
+                raise PlanError(f"{field}={value} is out of range; allowed 1 to {limit}")
+        model = self.model
+        if model.positions == "learned" and self.seq_len > model.max_positions:
+            raise PlanError(
+                f"seq_len={self.seq_len} is longer than the {model.max_positions} learned "
+                f"positions of {model.name}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step consumes."""
+        return self.global_batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelPlan:
+    """A complete layout; the product of its degrees is the world size.
+
+    Args:
+        tp: Tensor-parallel degree.
+        pp: Pipeline-parallel degree.
+        dp: Data-parallel degree.
+        num_virtual_stages: Virtual stages a pipeline rank holds (vpp).
+        microbatch_size: Sequences of one forward pass.
+        zero_stage: What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states.
+        sequence_parallel: Activations outside tensor-parallel regions split over the tp axis.
+        recompute: Activation recomputation in the backward pass.
+        attention: Attention kernel.
+        schedule: Name of the pipeline schedule.
+        stages: Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    num_virtual_stages: int = 1
+    microbatch_size: int = 1
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    attention: Attention = Attention.UNFUSED
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that no layout can have."""
+        for field in ("tp", "pp", "dp", "num_virtual_stages", "microbatch_size"):
+            if getattr(self, field) < 1:
+                raise PlanError(f"{field} must be >= 1, got {getattr(self, field)}")
+        if len(self.stages) != self.num_stages:
+            raise PlanError(
+                f"stages lists {len(self.stages)} stages; the plan has "
+                f"pp={self.pp} x vpp={self.num_virtual_stages} = {self.num_stages}"
+            )
+        if any(count < 1 for count in self.stages):
+            raise PlanError(f"every stage needs at least one layer, got {min(self.stages)}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the plan occupies."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages over all pipeline ranks."""
+        return self.pp * self.num_virtual_stages
+
+    def num_microbatches(self, job: TrainingJob) -> int:
+        """Return the microbatches that each data-parallel replica runs in a step."""
+        return job.global_batch_size // (self.dp * self.microbatch_size)
+
+
+def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
+    """Raise PlanError unless *plan* divides the tensors and the batch of *job* evenly.
+
+    Raises:
+        PlanError: Naming the first dimension that does not divide.
+    """
+    model = job.model
+    divisions = [
+        ("num_heads", model.num_heads, "tp", plan.tp),
+        ("ffn_hidden_size", model.ffn_hidden_size, "tp", plan.tp),
+        ("hidden_size", model.hidden_size, "tp", plan.tp),
+        ("global_batch_size", job.global_batch_size, "dp", plan.dp),
+    ]
+    if plan.sequence_parallel:
+        divisions.append(("seq_len", job.seq_len, "tp", plan.tp))
+    for name, value, axis, degree in divisions:
+        if value % degree:
+            raise PlanError(f"{name}={value} is not divisible by {axis}={degree}")
+    if model.num_kv_heads % plan.tp and plan.tp % model.num_kv_heads:
+        raise PlanError(
+            f"num_kv_heads={model.num_kv_heads} and tp={plan.tp}: one must divide the other"
+        )
+    per_replica = job.global_batch_size // plan.dp
+    if per_replica % plan.microbatch_size:
+        raise PlanError(
+            f"global_batch_size={job.global_batch_size} leaves {per_replica} sequences a replica "
+            f"at dp={plan.dp}, not divisible by microbatch_size={plan.microbatch_size}"
+        )
+    if sum(plan.stages) != model.num_layers:
+        raise PlanError(
+            f"stages hold {sum(plan.stages)} layers in all; {model.name} has {model.num_layers}"
+        )
+
+
+def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot run *plan*, or None when it can."""
+    offers: list[tuple[str, object, tuple[object, ...]]] = [
+        ("precision", job.precision, stack.precisions),
+        ("schedule", plan.schedule, stack.schedules),
+        ("attention", plan.attention, stack.attention_kernels),
+        ("zero_stage", plan.zero_stage, stack.zero_stages if plan.dp > 1 else (0, 1)),
+        ("recompute", plan.recompute, stack.recompute_modes),
+    ]
+    if plan.sequence_parallel and plan.tp > 1:
+        offers.append(("sequence_parallel", True, (False, True)[: 1 + stack.sequence_parallel]))
+    for field, value, allowed in offers:
+        if value not in allowed:
+            known = ", ".join(str(item) for item in allowed)
+            return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
+    return None

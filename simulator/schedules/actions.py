@@ -1,0 +1,89 @@
+"""The vocabulary of pipeline schedules."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Phase(StrEnum):
+    """What a pipeline rank does in one action (names as in torch.distributed.pipelining)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class Action(NamedTuple):
+    """One forward or backward pass of a microbatch through one virtual stage.
+
+    ``chunk`` counts the virtual stages of the rank: rank r of p holds the stages
+    ``r, p + r, 2 p + r, ...`` in model order.
+    """
+
+    phase: Phase
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        """Return a short form such as ``F0.3``: phase, chunk, microbatch."""
+        return f"{self.phase}{self.chunk}.{self.microbatch}"
+
+
+ActionLists = list[list[Action]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A pipeline schedule: the action lists and what is known about them in closed form.
+
+    Args:
+        name: Registry key.
+        title: One line for people.
+        source: Where it was published.
+        actions: ``(pp, num_microbatches, vpp) -> `` one ordered action list per pipeline rank.
+        in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the most virtual-stage passes of
+            a rank that wait for their backward at one time.
+        bubble_fraction: ``(pp, num_microbatches, vpp) -> `` idle share for equal stages and
+            free communication.
+        refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
+        interleaves: Whether it takes more than one virtual stage a rank.
+    """
+
+    name: str
+    title: str
+    source: str
+    actions: Callable[[int, int, int], ActionLists]
+    in_flight: Callable[[int, int, int, int], int]
+    bubble_fraction: Callable[[int, int, int], float]
+    refusal: Callable[[int, int, int], str | None]
+    interleaves: bool = False
+
+
+def refuse_virtual_stages(_pp: int, _num_microbatches: int, vpp: int) -> str | None:
+    """Return the refusal of schedules that hold one stage a rank."""
+    if vpp == 1:
+        return None
+    return f"vpp={vpp} needs a schedule with virtual stages, such as interleaved"
+
+
+def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
+    """Return ``(p - 1) / (v m + p - 1)``, the idle share for equal stages.
+
+    Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, give the ratio to the ideal time;
+    this is the share of the whole step.
+
+    >>> plain_bubble_fraction(4, 9, 1)
+    0.25
+    """
+    return (pp - 1) / (vpp * num_microbatches + pp - 1)
+
+
+def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
+    """Return *warmup* forward passes, then one forward and one backward, then the rest."""
+    warmup = min(warmup, len(forward))
+    steady = len(forward) - warmup
+    order = forward[:warmup]
+    for index in range(steady):
+        order.append(forward[warmup + index])
+        order.append(backward[index])
+    return order + backward[steady:]

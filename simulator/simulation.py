@@ -1,0 +1,131 @@
+"""The public function of this package: simulate one step of a plan and account for it."""
+
+from collections.abc import Iterator
+
+from hwprofiles import Cluster, Source, StackProfile
+from simulator.accounting import time_breakdown
+from simulator.activations import saved_tensors
+from simulator.advice import plan_warnings
+from simulator.costs import CostModel
+from simulator.costs.compute import peak_flops_per_s
+from simulator.engine import StepTimes, simulate_folded
+from simulator.errors import PlanError
+from simulator.memory import (
+    MemoryEvent,
+    device_bytes,
+    memory_peak,
+    memory_timeline,
+    reserved_bytes,
+    usable_bytes,
+)
+from simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
+from simulator.result import MemoryResult, StageMemory, StepResult
+from simulator.schedules import get_schedule
+from simulator.step_builder import BuiltStep, build_step
+
+
+def simulate(
+    job: TrainingJob,
+    plan: ParallelPlan,
+    cluster: Cluster,
+    stack: StackProfile,
+    *,
+    memory_limit_bytes: int | None = None,
+    costs: CostModel | None = None,
+) -> StepResult:
+    """Return the simulated training step of *plan*.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        cluster: On what.
+        stack: With what software.
+        memory_limit_bytes: What a device may use; by default its capacity less a margin.
+        costs: A cost model for this cluster, stack and world size to share between plans.
+
+    Raises:
+        PlanError: If the plan can never run: it does not divide the model or the batch, the
+            schedule or the stack cannot express it, or the cluster is too small.
+    """
+    check_plan(job, plan, cluster, stack)
+    costs = costs or CostModel(cluster, stack, plan.world_size)
+    built = build_step(job, plan, costs)
+    return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
+
+
+def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile) -> None:
+    """Raise PlanError when *plan* can never run."""
+    check_sharding(job, plan)
+    peak_flops_per_s(cluster.device, job.precision)
+    schedule = get_schedule(plan.schedule)
+    num_microbatches = plan.num_microbatches(job)
+    refusal = schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages) or stack_refusal(
+        job, plan, stack
+    )
+    if refusal is not None:
+        raise PlanError(refusal)
+    if cluster.num_nodes is not None:
+        most = cluster.num_nodes * cluster.devices_per_node
+        if plan.world_size > most:
+            raise PlanError(f"gpus={plan.world_size} is more than the {most} of {cluster.name}")
+
+
+def account(
+    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None = None
+) -> StepResult:
+    """Return the result of a run: where the time went, and the memory of each rank."""
+    breakdown_ps, source_fractions = time_breakdown(built, times)
+    memory = _memory(built, times, costs, memory_limit_bytes)
+    return StepResult(
+        job=built.job,
+        plan=built.plan,
+        cluster=costs.cluster,
+        stack=costs.stack,
+        step_ps=times.step_ps,
+        breakdown_ps=breakdown_ps,
+        source_fractions=source_fractions,
+        memory=memory,
+        warnings=plan_warnings(built, memory, costs, source_fractions[Source.EXTRAPOLATED]),
+        work=built.work,
+        times=times,
+    )
+
+
+def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[MemoryEvent]:
+    """Return the live bytes over time of a simulated rank, beyond its static ones."""
+    rank = times.ranks[pp_rank]
+    passes = zip(built.work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
+    return memory_timeline(built.memory[pp_rank], passes, rank.update_start_ps)
+
+
+def _memory(
+    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
+) -> MemoryResult:
+    stages = tuple(_stages(built, times))
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    return MemoryResult(
+        peak_bytes=worst.peak_bytes,
+        reserved_bytes=reserved_bytes(worst.peak_bytes, costs.stack),
+        device_bytes=device_bytes(worst.peak_bytes, costs.stack),
+        capacity_bytes=costs.cluster.device.memory_capacity_bytes,
+        usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
+        worst_rank=built.mesh.rank(pp_rank=worst.stage),
+        by_stage=stages,
+    )
+
+
+def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
+    tensor = max(saved_tensors(built.shape), key=lambda item: item.size_bytes)
+    for pp_rank, memory in enumerate(built.memory):
+        peak = memory_peak(memory, rank_timeline(built, times, pp_rank))
+        yield StageMemory(
+            stage=pp_rank,
+            parameters_bytes=memory.parameters_bytes,
+            gradients_bytes=memory.gradients_bytes,
+            optimizer_states_bytes=memory.optimizer_states_bytes,
+            activations_bytes=peak.activations_bytes,
+            buffers_bytes=peak.buffers_bytes,
+            peak_time_ps=peak.time_ps,
+            peak_moment=peak.moment,
+            largest_tensor=tensor.name,
+        )

@@ -1,0 +1,258 @@
+"""From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hwprofiles import CollectiveOp
+from simulator.block_shape import BlockShape
+from simulator.costs import Category, CostModel, PhaseCost
+from simulator.data_parallel import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_parameters,
+    bucket_stages,
+    gather_cost,
+    norm_cost,
+    reduce_cost,
+    sum_parameters,
+    update_cost,
+)
+from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork
+from simulator.memory import RankMemory, StateBytes, chunk_memory, rank_memory
+from simulator.mesh import Axis, GroupSpan, Mesh
+from simulator.plan import ParallelPlan, TrainingJob
+from simulator.schedules import get_schedule
+
+PPM = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """Cost of one forward and one backward pass through a virtual stage."""
+
+    forward: PhaseCost
+    backward: PhaseCost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltStep:
+    """A step ready to simulate, with what its report needs.
+
+    ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank.
+    """
+
+    job: TrainingJob
+    plan: ParallelPlan
+    work: StepWork
+    mesh: Mesh
+    shape: BlockShape
+    chunk_costs: tuple[tuple[ChunkCost, ...], ...]
+    update_costs: tuple[PhaseCost, ...]
+    memory: tuple[RankMemory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What every part of one plan's step is built from."""
+
+    job: TrainingJob
+    plan: ParallelPlan
+    costs: CostModel
+    shape: BlockShape
+    mesh: Mesh
+    wire: Wire
+    replication: Replication
+
+
+def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+    """Return the virtual stages of a pipeline rank: ``r, p + r, 2 p + r, ...``."""
+    last = plan.num_stages - 1
+    return tuple(
+        Stage(plan.stages[index], index == 0, index == last)
+        for index in range(pp_rank, plan.num_stages, plan.pp)
+    )
+
+
+def chunk_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> ChunkCost:
+    """Return the cost of a pass through *stage*."""
+    layer = costs.block_cost(shape, "layer")
+    forward, backward = layer.forward * stage.num_layers, layer.backward * stage.num_layers
+    if stage.has_embedding:
+        embedding = costs.block_cost(shape, "embedding")
+        forward, backward = forward + embedding.forward, backward + embedding.backward
+    if stage.has_head:
+        head = costs.block_cost(shape, "head")
+        forward, backward = forward + head.forward, backward + head.backward
+    return ChunkCost(forward, backward)
+
+
+def message_between(
+    costs: CostModel, shape: BlockShape, *, crosses_nodes: bool
+) -> tuple[Message, PhaseCost]:
+    """Return the message of one microbatch between two stages, and its time on the port.
+
+    With scatter/gather each rank of a tensor-parallel group sends its part, which the
+    receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
+    """
+    size_bytes = shape.message_bytes
+    delay_ps = 0
+    if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
+        span = costs.tp_span(shape.tp)
+        gather = costs.collective(CollectiveOp.ALL_GATHER, size_bytes, span, Axis.TP)
+        delay_ps = gather.time_ps
+        size_bytes = -(-size_bytes // shape.tp)
+    cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
+    message = Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
+    return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
+
+
+def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
+    """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
+    node_size = costs.cluster.devices_per_node
+    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    context = _Context(
+        job=job,
+        plan=plan,
+        costs=costs,
+        shape=BlockShape.of(job, plan, costs.stack),
+        mesh=mesh,
+        wire=Wire.of(costs.stack, job.precision),
+        replication=Replication(plan.dp, plan.zero_stage, mesh.span(Axis.DP)),
+    )
+    held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
+    passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
+    memory = {stages: _memory(context, stages) for stages in dict.fromkeys(held)}
+    return BuiltStep(
+        job=job,
+        plan=plan,
+        work=_step_work(context, held, passes),
+        mesh=mesh,
+        shape=context.shape,
+        chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
+        update_costs=tuple(_update(context, stages) for stages in held),
+        memory=tuple(memory[stages] for stages in held),
+    )
+
+
+def _step_work(
+    context: _Context, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+) -> StepWork:
+    plan, costs, stack = context.plan, context.costs, context.costs.stack
+    schedule = get_schedule(plan.schedule)
+    num_microbatches = plan.num_microbatches(context.job)
+    messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
+    overlaps = stack.overlap_gradient_reduce or stack.overlap_parameter_gather
+    return StepWork(
+        ranks=tuple(
+            _rank_work(context, pp_rank, stages, passes) for pp_rank, stages in enumerate(held)
+        ),
+        actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
+        num_microbatches=num_microbatches,
+        blocking_messages=not stack.overlap_p2p,
+        shared_port=overlaps and context.replication.span.crosses_nodes == messages_cross,
+        norm_ps=norm_cost(costs).time_ps,
+        overhead_per_million=round(stack.step_overhead_fraction * PPM),
+    )
+
+
+def _rank_work(
+    context: _Context,
+    pp_rank: int,
+    stages: tuple[Stage, ...],
+    passes: dict[Stage, ChunkCost],
+) -> RankWork:
+    plan, costs, stack = context.plan, context.costs, context.costs.stack
+    parameters = sum_parameters(context.shape, stages)
+    reduce = reduce_cost(costs, parameters, context.wire, context.replication)
+    gather = gather_cost(costs, parameters, context.wire, context.replication)
+    update = update_cost(costs, parameters, context.wire, context.replication)
+    return RankWork(
+        chunks=tuple(_chunk_work(context, pp_rank, stage, passes[stage]) for stage in stages),
+        reduce_ps=0 if stack.overlap_gradient_reduce else reduce.time_ps,
+        shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
+        optimizer_ps=update.time_ps,
+        gather_ps=0 if stack.overlap_parameter_gather else gather.time_ps,
+    )
+
+
+def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan, mesh: Mesh) -> int:
+    """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
+    if plan.pp == 1 or not shape.model.tied_embeddings:
+        return 0
+    wire = Wire.of(costs.stack, shape.precision)
+    table_bytes = shape.local_vocab_size * shape.model.hidden_size * wire.reduce_bytes
+    crosses = mesh.crosses_nodes(0, plan.pp - 1)
+    span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
+    return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.DP).time_ps
+
+
+def _chunk_work(context: _Context, pp_rank: int, stage: Stage, passed: ChunkCost) -> ChunkWork:
+    plan, stack = context.plan, context.costs.stack
+    forward, backward = (_message(context, pp_rank, (pp_rank + step) % plan.pp) for step in (1, -1))
+    has_replicas = plan.dp > 1
+    gathers = has_replicas and stack.overlap_parameter_gather and plan.zero_stage >= 1
+    reduces = has_replicas and stack.overlap_gradient_reduce
+    return ChunkWork(
+        forward_ps=passed.forward.time_ps,
+        backward_ps=passed.backward.time_ps,
+        forward_message=forward,
+        backward_message=backward,
+        gathers=_gathers(context, stage) if gathers else (),
+        reductions=_reductions(context, stage) if reduces else (),
+    )
+
+
+def _message(context: _Context, pp_rank: int, target: int) -> Message:
+    if pp_rank == target:
+        return Message()
+    crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
+    return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
+
+
+def _gathers(context: _Context, stage: Stage) -> tuple[Segment, ...]:
+    """Return the first forward pass cut at its parameter buckets, in model order."""
+    costs, shape = context.costs, context.shape
+    return tuple(
+        Segment(
+            chunk_cost(costs, shape, part).forward.time_ps,
+            gather_cost(costs, parameters, context.wire, context.replication).time_ps,
+        )
+        for part, parameters in zip(
+            bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True
+        )
+    )
+
+
+def _reductions(context: _Context, stage: Stage) -> tuple[Segment, ...]:
+    """Return the last backward pass cut at its gradient buckets, last layers first."""
+    costs, shape = context.costs, context.shape
+    segments = [
+        Segment(
+            chunk_cost(costs, shape, part).backward.time_ps,
+            reduce_cost(costs, parameters, context.wire, context.replication).time_ps,
+        )
+        for part, parameters in zip(
+            bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True
+        )
+    ]
+    return tuple(reversed(segments))
+
+
+def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
+    parameters = sum_parameters(context.shape, stages)
+    return update_cost(context.costs, parameters, context.wire, context.replication)
+
+
+def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
+    shape = context.shape
+    chunks = tuple(
+        chunk_memory(
+            shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+        )
+        for stage in stages
+    )
+    state = StateBytes.of(context.costs.stack, context.job.precision)
+    return rank_memory(
+        sum_parameters(shape, stages), state, chunks, num_shards=context.replication.num_shards
+    )

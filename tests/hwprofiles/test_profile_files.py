@@ -1,0 +1,110 @@
+"""A user's files: copies, the examples of the cluster page, and names."""
+
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from hwprofiles import (
+    Cluster,
+    CollectiveFact,
+    CollectiveOp,
+    Link,
+    ProfileError,
+    Source,
+    load_cluster,
+    load_device,
+    load_link,
+    load_stack,
+    nearest_names,
+)
+
+Load = Callable[[str | Path], object]
+LOADERS: dict[str, Load] = {
+    "devices/a100-sxm4-80gb": load_device,
+    "links/nvlink3-nvswitch": load_link,
+    "clusters/dgx-a100": load_cluster,
+    "stacks/megatron-core": load_stack,
+}
+DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
+
+
+def built_in_text(name: str) -> str:
+    return (files("hwprofiles") / "data" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(LOADERS))
+def test_a_copied_built_in_file_equals_the_built_in(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "copy.toml"
+    path.write_text(built_in_text(name), encoding="utf-8")
+    built_in_name = name.rpartition("/")[2]
+    assert LOADERS[name](path) == LOADERS[name](built_in_name)
+
+
+def test_an_unknown_name_lists_the_nearest() -> None:
+    with pytest.raises(ProfileError, match="unknown cluster 'dgx-a10'; nearest: dgx-a100, "):
+        load_cluster("dgx-a10")
+    with pytest.raises(ProfileError, match="unknown stack 'megatron'; nearest: megatron-core"):
+        load_stack("megatron")
+    with pytest.raises(ProfileError, match="unknown device ''; known: a100-sxm4-40gb, "):
+        load_device("")
+    with pytest.raises(ProfileError, match=r"unknown link 'IB'; .*; or a path ending in \.toml"):
+        load_link("IB")
+
+
+@given(name=st.text(max_size=30), known=st.lists(st.text(max_size=30), max_size=5))
+def test_nearest_names_are_known_names(name: str, known: list[str]) -> None:
+    nearest = nearest_names(name, known)
+    assert set(nearest) <= set(known)
+    assert len(nearest) <= 3
+
+
+def written_examples(folder: Path) -> Path:
+    for block in re.findall(r"```toml\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL):
+        (folder / block.splitlines()[0].removeprefix("# ")).write_text(block, encoding="utf-8")
+    return folder / "my-cluster.toml"
+
+
+def test_the_example_of_the_cluster_page_loads(tmp_path: Path) -> None:
+    cluster = load_cluster(written_examples(tmp_path))
+    assert cluster.device is load_device("a100-sxm4-80gb")
+    assert cluster.inter_node.bandwidth_bytes_per_s == 25e9
+    assert (cluster.nics_per_node, cluster.num_nodes, cluster.oversubscription) == (2, 16, 2.0)
+    assert cluster.price_usd_per_gpu_hour == 1.8
+
+
+def test_the_error_of_the_cluster_page_is_the_real_one(tmp_path: Path) -> None:
+    path = written_examples(tmp_path)
+    path.write_text(path.read_text("utf-8").replace("nics_per_node", "nics_per_nod"), "utf-8")
+    with pytest.raises(ProfileError) as caught:
+        load_cluster(path)
+    message = str(caught.value).replace(str(path), path.name)
+    assert f"```text\n{message}\n```" in DOCS.read_text(encoding="utf-8")
+
+
+def test_the_cluster_page_names_every_key() -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    for model in (Cluster, Link, CollectiveFact, type(load_device("a100-sxm4-80gb"))):
+        for key in model.file_keys():
+            assert f"`{key}`" in page or f"[{key}]" in page or f"[{key}.NAME]" in page, key
+
+
+def test_records_can_be_made_in_python_with_base_units() -> None:
+    fact = CollectiveFact(
+        op=CollectiveOp.ALL_REDUCE,
+        num_ranks=8,
+        busbw_bytes_per_s=231e9,
+        latency_s=24e-6,
+        kind=Source.MEASURED,
+        source="test",
+    )
+    assert fact.busbw_bytes_per_s == 231e9
+    with pytest.raises(ValidationError):
+        CollectiveFact.model_validate({**fact.model_dump(), "num_ranks": 1})
+    with pytest.raises(ValidationError):
+        fact.latency_s = 1.0  # type: ignore[misc]

@@ -1,0 +1,425 @@
+"""Models by name and by file: what is read, and the one line every mistake gets."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from simulator.errors import PlanError
+from simulator.huggingface import ARCHITECTURES
+from simulator.model_catalog import DATA_FOLDER, list_models, load_model, read_models
+from simulator.model_spec import ModelSpec, parse_model
+from simulator.parameters import count_parameters
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+
+TINY = """
+name = "tiny"
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+vocab_size = 256
+seq_len = 32
+"""
+
+GPT2_CONFIG: dict[str, object] = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": None,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+BLOOM_CONFIG: dict[str, object] = {
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "hidden_dropout": 0.0,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "pretraining_tp": 4,
+    "transformers_version": "4.21.0",
+    "use_cache": True,
+    "vocab_size": 250880,
+}
+LLAMA_CONFIG: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def load_config(folder: Path, config: object) -> ModelSpec:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return load_model(str(file))
+
+
+def load_toml(folder: Path, text: str) -> ModelSpec:
+    file = folder / "model.toml"
+    file.write_text(text, encoding="utf-8")
+    return load_model(str(file))
+
+
+def shapes_of(model: ModelSpec) -> dict[str, object]:
+    return model.model_dump(exclude={"name", "title", "source", "max_positions", "dropout"})
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_built_in_model_has_title_and_source(name: str) -> None:
+    model = load_model(name)
+    assert model.name == name
+    assert model.title not in {"", name}
+    assert re.search(r"\b20[12][0-9]\b", model.source)
+
+
+def test_data_folder_holds_the_built_in_models_each_once() -> None:
+    names = [name for path in DATA_FOLDER.glob("*.toml") for name in read_models(path)]
+    assert sorted(names) == list(list_models())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(GPT2_CONFIG, "gpt2"), (BLOOM_CONFIG, "bloom-176b"), (LLAMA_CONFIG, "llama3-8b")],
+    ids=["gpt2", "bloom", "llama"],
+)
+def test_config_json_describes_the_built_in_model(
+    tmp_path: Path, config: dict[str, object], name: str
+) -> None:
+    model = load_config(tmp_path, config)
+    assert shapes_of(model) == shapes_of(load_model(name))
+    assert count_parameters(model) == count_parameters(load_model(name))
+    assert model.name == tmp_path.name
+
+
+def test_dropout_is_read_from_the_config(tmp_path: Path) -> None:
+    assert load_config(tmp_path, GPT2_CONFIG).dropout
+    none = {"attn_pdrop": 0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    assert not load_config(tmp_path, {**GPT2_CONFIG, **none}).dropout
+    assert not load_config(tmp_path, LLAMA_CONFIG).dropout
+
+
+def test_switches_left_out_take_the_default_of_their_class(tmp_path: Path) -> None:
+    names = ("attention_bias", "mlp_bias", "tie_word_embeddings", "num_key_value_heads")
+    model = load_config(tmp_path, {k: v for k, v in LLAMA_CONFIG.items() if k not in names})
+    assert (model.attention_bias, model.mlp_bias, model.tied_embeddings) == (False, False, False)
+    assert model.num_kv_heads == model.num_heads
+    assert load_config(tmp_path, GPT2_CONFIG).tied_embeddings
+
+
+def test_llama_biases_and_tied_embeddings_are_counted(tmp_path: Path) -> None:
+    changes = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    plain, changed = (
+        count_parameters(load_config(tmp_path, {**LLAMA_CONFIG, **extra}))
+        for extra in ({}, changes)
+    )
+    biases = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096
+    assert changed - plain == 32 * biases - 128256 * 4096
+
+
+def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path) -> None:
+    model = load_config(tmp_path, {**LLAMA_CONFIG, "rope_scaling": None})
+    assert model.seq_len == model.max_positions == 131072
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (LLAMA_CONFIG, {"model_type": "mixtral"},
+         "model_type='mixtral' is not supported; supported: bloom, gpt2, llama"),
+        (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
+        (LLAMA_CONFIG, {"num_local_experts": 8},
+         "'num_local_experts'=8 is not supported for model_type=llama; supported keys: "),
+        (LLAMA_CONFIG, {"sliding_window": 4096}, "'sliding_window'=4096 is not supported"),
+        (LLAMA_CONFIG, {"quantization_config": {"bits": 4}}, "'quantization_config'={'bits': 4}"),
+        (GPT2_CONFIG, {"add_cross_attention": True}, "'add_cross_attention'=True is not"),
+        (BLOOM_CONFIG, {"apply_residual_connection_post_layernorm": True}, "=True is not"),
+        (LLAMA_CONFIG, {"hidden_size": "4096"}, "hidden_size='4096' must be an integer"),
+        (LLAMA_CONFIG, {"hidden_size": 4096.0}, "hidden_size=4096.0 must be an integer"),
+        (LLAMA_CONFIG, {"hidden_size": True}, "hidden_size=True must be an integer"),
+        (LLAMA_CONFIG, {"hidden_size": None}, "hidden_size is missing"),
+        (LLAMA_CONFIG, {"num_hidden_layers": -1}, "num_hidden_layers=-1 must be an integer of at"),
+        (LLAMA_CONFIG, {"num_hidden_layers": 10**12}, "num_layers=1000000000000: input should be"),
+        (LLAMA_CONFIG, {"head_dim": 256}, "head_dim=256 times 32 heads must equal"),
+        (LLAMA_CONFIG, {"num_key_value_heads": 5}, "num_kv_heads=5 does not divide num_heads=32"),
+        (LLAMA_CONFIG, {"mlp_bias": 1}, "mlp_bias=1 must be true or false"),
+        (LLAMA_CONFIG, {"rope_scaling": "llama3"}, "rope_scaling='llama3' must be an object"),
+        (LLAMA_CONFIG, {"rope_scaling": {"original_max_position_embeddings": 0}},
+         "rope_scaling: original_max_position_embeddings=0 must be"),
+        (LLAMA_CONFIG, {"attention_dropout": 2}, "attention_dropout=2 must be a probability"),
+        (GPT2_CONFIG, {"attn_pdrop": "0.1"}, "attn_pdrop='0.1' must be a probability"),
+        (GPT2_CONFIG, {"attn_pdrop": float("nan")}, "attn_pdrop=nan must be a probability"),
+        (GPT2_CONFIG, {"n_head": 7}, "num_heads=7 does not divide hidden_size=768; nearest that"),
+        (BLOOM_CONFIG, {"hidden_size": 64}, "hidden_size=64 disagrees with n_embed"),
+    ],
+)  # fmt: skip
+def test_config_json_at_fault_is_refused(
+    tmp_path: Path, base: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError) as refusal:
+        load_config(tmp_path, {**base, **changes})
+    text = str(refusal.value)
+    assert text.startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_config_json_without_sizes_is_refused(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(PlanError, match="is missing"):
+        load_config(tmp_path, {"model_type": model_type})
+
+
+def test_config_json_keys_that_switch_nothing_on_are_accepted(tmp_path: Path) -> None:
+    extra = {"sliding_window": None, "is_encoder_decoder": False, "pruned_heads": {}, "_x": 1}
+    assert load_config(tmp_path, {**LLAMA_CONFIG, **extra}).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{\n  \"a\": 1,\n}", "is not valid JSON: "),
+        ("", "is not valid JSON: Expecting value (at line 1 column 1)"),
+        ("[1]", "must hold a JSON object, not [1]"),
+        ('{"a": 1, "a": 2}', "is not valid JSON: key 'a' appears twice"),
+        ("[" * 100_000, "is not valid JSON: "),
+        ("{\"a\": 1" + "0" * 5000 + "}", "is not valid JSON: "),
+        ("{}", "model_type=(missing) is not supported"),
+    ],
+    ids=["comma", "empty", "list", "twice", "deep", "digits", "object"],
+)  # fmt: skip
+def test_malformed_json_is_refused_with_its_position(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError) as refusal:
+        load_model(str(file))
+    assert str(refusal.value).startswith(str(file))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_toml_defaults_are_those_of_the_document(tmp_path: Path) -> None:
+    model = load_toml(tmp_path, TINY)
+    table = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", DOCUMENT.read_text("utf-8"), re.MULTILINE))
+    assert list(table) == [*ModelSpec.model_fields]
+    for key, default in table.items():
+        value = getattr(model, key)
+        if default in {"`true`", "`false`"} or default.startswith('`"'):
+            assert json.loads(default.strip("`")) == value
+    derived = (model.title, model.num_kv_heads, model.ffn_hidden_size, model.max_positions)
+    assert derived == ("tiny", 4, 256, 32)
+
+
+def test_example_of_the_document_loads(tmp_path: Path) -> None:
+    found = re.search(r"```toml\n(.+?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    model = load_toml(tmp_path, found[1])
+    assert (model.name, model.num_kv_heads, model.head_dim) == ("my-13b", 8, 128)
+
+
+def test_document_lists_every_built_in_model() -> None:
+    section = DOCUMENT.read_text("utf-8").split("## Built-in models")[1].split("Three choices")[0]
+    assert sorted(re.findall(r"`([\w.-]+)`", section)) == list(list_models())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_layer = 3\n" + TINY, "unknown key 'num_layer'; nearest: num_layers"),
+        ("zzzzqqqq = 3\n" + TINY, "unknown key 'zzzzqqqq'; "),
+        (TINY.replace("num_layers", "num_layer"), "unknown key 'num_layer'; nearest: num_layers"),
+        (TINY.replace("num_layers = 2", ""), "num_layers is missing"),
+        (TINY.replace("num_layers = 2", "num_layers = 0"), "num_layers=0: input should be"),
+        (TINY.replace("= 64", "= '64'"), "hidden_size='64': input should be a valid integer"),
+        (TINY.replace("= 64", "= 64.0"), "hidden_size=64.0: input should be a valid integer"),
+        (TINY.replace("= 64", "= true"), "hidden_size=True: input should be a valid integer"),
+        (TINY.replace("= 4\n", "= 5\n"), "num_heads=5 does not divide hidden_size=64; nearest"),
+        (TINY + "num_kv_heads = 3", "num_kv_heads=3 does not divide num_heads=4; nearest that"),
+        (TINY + "ffn_hidden_size = 0", "ffn_hidden_size=0: input should be greater than"),
+        (TINY + "gated_mlp = true", "ffn_hidden_size is missing; gated_mlp=true has no"),
+        (TINY + "max_positions = 16", "seq_len=32 exceeds max_positions=16"),
+        (TINY + "positions = 'sinus'", "positions='sinus': input should be 'learned', 'rotary'"),
+        (TINY.replace("tiny", r"a\nb"), r"name='a\nb' must be printable"),
+        (TINY + "name = 'again'", "is not valid TOML: "),
+        ("x = ", "is not valid TOML: Invalid value (at "),
+        ("", "name is missing"),
+        ("models = 3", "models=3 must be tables [models.NAME]"),
+        ("[models]", "must be tables"),
+        ("[models]\na = 3", "[models.'a']: 3 must be a table"),
+        ("name = 'x'\n[models.a]", "name must not be given"),
+        (f"[models.a]{TINY}", "name must not be given"),
+        ("seq_len = 8\n[models.a]\n[models.b]", "[models.'a']: num_layers is missing"),
+    ],
+)
+def test_toml_at_fault_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        load_toml(tmp_path, text)
+    assert str(refusal.value).startswith(str(tmp_path / "model.toml"))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_toml_with_several_models_is_refused_where_one_is_wanted() -> None:
+    with pytest.raises(PlanError, match=r"holds 4 models \(gpt2, gpt2-medium, .*must hold one"):
+        load_model(str(DATA_FOLDER / "gpt2.toml"))
+
+
+def test_toml_with_one_model_table_is_that_model(tmp_path: Path) -> None:
+    text = TINY.replace('name = "tiny"', "") + "[models.small]\nnum_layers = 1\n"
+    with pytest.raises(PlanError, match="models"):
+        load_toml(tmp_path, text.replace("num_layers = 1", "num_layers = 0"))
+    model = load_toml(tmp_path, text)
+    assert (model.name, model.num_layers) == ("small", 1)
+
+
+def test_built_in_name_wins_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").write_text("not a model", encoding="utf-8")
+    assert load_model("gpt2").num_layers == 12
+    with pytest.raises(PlanError, match=r"must end in \.json"):
+        load_model("./gpt2")
+
+
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY, encoding="utf-8-sig")
+    assert load_model(str(file)).name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gtp3-175b", "unknown model 'gtp3-175b'; nearest: gpt3-175b"),
+        ("GPT3-175B", "nearest: gpt3-175b"),
+        ("", "unknown model ''; known: bloom-176b, gpt2,"),
+        ("qqqq", "unknown model 'qqqq'; known: bloom-176b, gpt2,"),
+        ("two\nlines", r"unknown model 'two\nlines'"),
+        ("null\0", r"unknown model 'null\x00'"),
+        ("x" * 5000, "unknown model 'xxx"),
+        ("absent.json", "model file 'absent.json' does not exist"),
+        ("nowhere/absent.toml", "model file 'nowhere/absent.toml' does not exist"),
+    ],
+)
+def test_unknown_model_is_refused_with_the_nearest_names(name: str, message: str) -> None:
+    with pytest.raises(PlanError) as refusal:
+        load_model(name)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is a folder; give the config"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["json", "toml"])
+def test_binary_file_is_refused(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"weights.{ending}"
+    file.write_bytes(b"\x80\x02\xff\xfe")
+    with pytest.raises(PlanError, match=r"is not UTF-8 text \(byte 0\)"):
+        load_model(str(file))
+
+
+def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "weights.json"
+    with file.open("wb") as handle:
+        handle.truncate(1_000_001)
+    with pytest.raises(PlanError, match="has 1000001 bytes; a model file has at most 1000000"):
+        load_model(str(file))
+
+
+def test_file_that_vanishes_or_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY, encoding="utf-8")
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PlanError, match="cannot be read: Permission denied"):
+        load_model(str(file))
+
+
+def test_a_model_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_model("gpt2").num_layers = 3
+
+
+def test_file_names_are_shown_on_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "two\nlines.toml"
+    file.write_text("x = ", encoding="utf-8")
+    with pytest.raises(PlanError) as refusal:
+        load_model(str(file))
+    assert str(refusal.value).isprintable()
+    assert r"two\nlines.toml' is not valid TOML" in str(refusal.value)
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**20), 10**20), st.floats(),
+    st.text("ab\n\x00", max_size=300), st.lists(st.integers(), max_size=3),
+)  # fmt: skip
+keys = st.sampled_from([*ModelSpec.model_fields, "num_layer", "line\nbreak"])
+
+
+def outcome(data: dict[str, object]) -> ModelSpec | str:
+    try:
+        return parse_model(data, origin="file")
+    except PlanError as refusal:
+        return str(refusal)
+
+
+@given(changes=st.dictionaries(keys, values, max_size=4))
+def test_any_mapping_is_a_model_or_a_one_line_refusal(changes: dict[str, object]) -> None:
+    tiny = {"name": "tiny", "num_layers": 2, "hidden_size": 64, "num_heads": 4}
+    found = outcome({**tiny, "vocab_size": 256, "seq_len": 32, **changes})
+    if isinstance(found, str):
+        assert found.startswith("file: ")
+        assert found.isprintable()
+    else:
+        assert found.head_dim * found.num_heads == found.hidden_size
+        assert found.name.isprintable()
