@@ -1,11 +1,29 @@
 """The sizes that decide what one rank computes and keeps in a block."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hwprofiles import Attention, Precision, Recompute, StackProfile
 from simulator.model_spec import ModelSpec
 from simulator.parameters import Block, block_parameters, padded_vocab_size
 from simulator.plan import ParallelPlan, TrainingJob
+
+
+class BlockParameters(NamedTuple):
+    """Parameters that one tensor-parallel rank holds of each block, padded vocabulary."""
+
+    embedding: int
+    layer: int
+    head: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, tp: int) -> "BlockParameters":
+        """Return the parameters of a rank of *tp*."""
+        vocab_size = padded_vocab_size(model, tp)
+        blocks: tuple[Block, ...] = ("embedding", "layer", "head")
+        return cls(
+            *(block_parameters(model, block, tp=tp, vocab_size=vocab_size) for block in blocks)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +39,7 @@ class BlockShape:
     recompute: Recompute
     attention: Attention
     stack: StackProfile
+    parameters: BlockParameters
 
     @classmethod
     def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
@@ -35,6 +54,7 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
+            parameters=BlockParameters.of(job.model, plan.tp),
         )
 
     @property
@@ -86,8 +106,3 @@ class BlockShape:
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.element_bytes
-
-    def num_parameters(self, block: Block) -> int:
-        """Return the parameters one rank holds of *block*."""
-        vocab_size = padded_vocab_size(self.model, self.tp)
-        return block_parameters(self.model, block, tp=self.tp, vocab_size=vocab_size)

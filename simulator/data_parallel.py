@@ -24,16 +24,26 @@ class Stage(NamedTuple):
 
 
 class Replication(NamedTuple):
-    """The data-parallel side of a plan: degree, ZeRO stage, and where its groups lie."""
+    """The data-parallel side of a plan: degree, sharding, groups and their collectives."""
 
     dp: int
-    zero_stage: int
+    num_shards: int
     span: GroupSpan
+    reduce_op: CollectiveOp
+    gather_op: CollectiveOp | None
 
-    @property
-    def num_shards(self) -> int:
-        """Ranks that share the optimizer states of a parameter."""
-        return self.dp if self.zero_stage >= 1 else 1
+    @classmethod
+    def of(cls, dp: int, zero_stage: int, span: GroupSpan) -> "Replication":
+        """Return the replication of a plan; its collectives follow from the placements."""
+        communication = zero_communication(zero_stage)
+        assert communication.gradient.op is not None
+        return cls(
+            dp=dp,
+            num_shards=dp if zero_stage >= 1 else 1,
+            span=span,
+            reduce_op=communication.gradient.op,
+            gather_op=communication.parameters and communication.parameters.op,
+        )
 
 
 class Wire(NamedTuple):
@@ -98,18 +108,15 @@ def bucket_parameters(shape: BlockShape, stage: Stage) -> list[int]:
 
 
 def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
-    """Return the time of reducing the gradients of *num_parameters*, from the placements."""
-    change = zero_communication(to.zero_stage).gradient
-    assert change.op is not None
-    return costs.collective(change.op, num_parameters * wire.reduce_bytes, to.span, Axis.DP)
+    """Return the time of reducing the gradients of *num_parameters*."""
+    return costs.collective(to.reduce_op, num_parameters * wire.reduce_bytes, to.span, Axis.DP)
 
 
 def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
     """Return the time of gathering *num_parameters* updated ones; free where all update all."""
-    change = zero_communication(to.zero_stage).parameters
-    if change is None or change.op is None or to.dp == 1:
+    if to.gather_op is None:
         return Cost(0, costs.cluster.inter_node.kind)
-    return costs.collective(change.op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
+    return costs.collective(to.gather_op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
 
 
 def update_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> PhaseCost:

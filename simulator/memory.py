@@ -12,7 +12,6 @@ from simulator.activations import (
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
-from simulator.parameters import Block
 from simulator.schedules import Action, Phase
 
 
@@ -80,7 +79,7 @@ def chunk_memory(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
 ) -> ChunkMemory:
     """Return the memory of one pass through *num_layers* layers and their extras."""
-    forward, backward = layer_workspace_bytes(shape)
+    forward, backward = layer_workspace_bytes(shape) if num_layers else (0, 0)
     saved = num_layers * saved_layer_bytes(shape)
     if has_embedding:
         saved += saved_embedding_bytes(shape)
@@ -99,12 +98,9 @@ def rank_parameters(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
 ) -> int:
     """Return the parameters of one rank; a tied output matrix away from its table is a copy."""
-    counts: list[tuple[int, Block]] = [(num_layers, "layer")]
-    if has_embedding:
-        counts.append((1, "embedding"))
-    if has_head:
-        counts.append((1, "head"))
-    total = sum(count * shape.num_parameters(block) for count, block in counts)
+    parameters = shape.parameters
+    total = num_layers * parameters.layer
+    total += has_embedding * parameters.embedding + has_head * parameters.head
     if has_head and not has_embedding and shape.model.tied_embeddings:
         total += shape.local_vocab_size * shape.model.hidden_size
     return total

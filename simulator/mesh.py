@@ -6,6 +6,7 @@ pipeline (Narayanan et al. 2021, section 3).  Nodes are filled in rank order.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -58,10 +59,13 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     num_nodes = end // node_size + 1
     if num_nodes == 1:
         return GroupSpan(size, 1, size)
-    in_first = -(-(node_size - offset) // stride)
     in_last = (end % node_size) // stride + 1
-    inner = [node_size // stride] if num_nodes > 2 else []
-    return GroupSpan(size, num_nodes, min(in_first, in_last, *inner))
+    # Members before each further node; their pattern repeats after `stride` nodes at the latest.
+    before = [
+        -(-(node * node_size - offset) // stride) for node in range(1, min(num_nodes, stride + 2))
+    ]
+    inner = [later - earlier for earlier, later in pairwise(before)]
+    return GroupSpan(size, num_nodes, min(before[0], in_last, *inner))
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _layer_backward(
         *attention,
         *_column_backward(shape, comm, qkv),
         *_layer_elementwise(shape, backward=True),
-        _accumulation(shape, shape.num_parameters("layer")),
+        _accumulation(shape, shape.parameters.layer),
         KernelLaunches("layer backward", shape.stack.backward_kernels_per_layer + num_products),
         HostPasses("layer backward", 2),
     )

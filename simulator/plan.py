@@ -82,8 +82,11 @@ class ParallelPlan:
                 f"stages lists {len(self.stages)} stages; the plan has "
                 f"pp={self.pp} x vpp={self.num_virtual_stages} = {self.num_stages}"
             )
-        if any(count < 1 for count in self.stages):
-            raise PlanError(f"every stage needs at least one layer, got {min(self.stages)}")
+        if min(self.stages) < 0 or 0 in self.stages[1:-1] or self.stages == (0,):
+            raise PlanError(
+                "every stage needs at least one layer, but for the first and the last one, which "
+                f"hold the embedding and the head; got {min(self.stages)}"
+            )
 
     @property
     def world_size(self) -> int:

@@ -1,23 +1,26 @@
-"""A rank's action list made ready to run: what each action waits for, takes and sends."""
+"""A rank's passes made ready to run: what each waits for, takes and sends."""
 
 from typing import NamedTuple
 
-from simulator.engine.work import ChunkWork, Message, Segment, StepWork
-from simulator.schedules import Action, Phase
+from simulator.engine.work import Message, Segment, StepWork
 
 NOTHING = Message()
 
 
 class Instruction(NamedTuple):
-    """One action of a rank.
+    """What a rank does for one phase of one of its virtual stages.
 
-    ``inbox`` is the slot of the message it waits for (-1: none); ``target_step`` is the
-    distance on the pipeline axis to the receiver of its own message (0: none), ``target_slot``
-    the slot there.
+    Args:
+        inbox: Slot of the message that it waits for (-1: none).
+        compute_ps: Time of the pass.
+        gathers: Segments of microbatch 0, where it waits for parameters.
+        reductions: Segments of the last microbatch, where it hands on gradients.
+        target_step: Distance on the pipeline axis to the receiver of its message (0: none).
+        target_slot: Slot there.
+        message: The message.
     """
 
     inbox: int
-    microbatch: int
     compute_ps: int
     gathers: tuple[Segment, ...]
     reductions: tuple[Segment, ...]
@@ -27,56 +30,42 @@ class Instruction(NamedTuple):
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
-    """Return the instructions of one pipeline rank."""
-    last = work.num_microbatches - 1
-    instructions = []
-    for action in work.actions[pp_rank]:
-        chunk = work.ranks[pp_rank].chunks[action.chunk]
-        if action.phase is Phase.FORWARD:
-            gathers = chunk.gathers if action.microbatch == 0 else ()
-            instructions.append(_forward(work, pp_rank, action, chunk, gathers))
-        else:
-            reductions = chunk.reductions if action.microbatch == last else ()
-            instructions.append(_backward(work, pp_rank, action, chunk, reductions))
-    return instructions
+    """Return the instructions of one pipeline rank: forward of each chunk, then backward."""
+    chunks = range(work.num_virtual_stages)
+    return [
+        *(_forward(work, pp_rank, chunk) for chunk in chunks),
+        *(_backward(work, pp_rank, chunk) for chunk in chunks),
+    ]
 
 
-def slot(work: StepWork, phase: Phase, chunk: int) -> int:
-    """Return the mailbox slot of messages for *phase* of *chunk*."""
-    return chunk + work.num_virtual_stages * (phase is Phase.BACKWARD)
-
-
-def _forward(
-    work: StepWork, pp_rank: int, action: Action, chunk: ChunkWork, gathers: tuple[Segment, ...]
-) -> Instruction:
-    is_first = pp_rank == 0 and action.chunk == 0
+def _forward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
+    is_first = pp_rank == 0 and chunk == 0
     wraps = pp_rank == work.pp - 1
-    is_last = wraps and action.chunk == work.num_virtual_stages - 1
+    is_last = wraps and chunk == work.num_virtual_stages - 1
+    held = work.ranks[pp_rank].chunks[chunk]
     return Instruction(
-        inbox=-1 if is_first else slot(work, Phase.FORWARD, action.chunk),
-        microbatch=action.microbatch,
-        compute_ps=chunk.forward_ps,
-        gathers=gathers,
+        inbox=-1 if is_first else chunk,
+        compute_ps=held.forward_ps,
+        gathers=held.gathers,
         reductions=(),
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
-        target_slot=slot(work, Phase.FORWARD, action.chunk + wraps),
-        message=NOTHING if is_last else chunk.forward_message,
+        target_slot=chunk + wraps,
+        message=NOTHING if is_last else held.forward_message,
     )
 
 
-def _backward(
-    work: StepWork, pp_rank: int, action: Action, chunk: ChunkWork, reductions: tuple[Segment, ...]
-) -> Instruction:
-    is_last = pp_rank == work.pp - 1 and action.chunk == work.num_virtual_stages - 1
+def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
+    slots = work.num_virtual_stages
+    is_last = pp_rank == work.pp - 1 and chunk == slots - 1
     wraps = pp_rank == 0
-    is_first = wraps and action.chunk == 0
+    is_first = wraps and chunk == 0
+    held = work.ranks[pp_rank].chunks[chunk]
     return Instruction(
-        inbox=-1 if is_last else slot(work, Phase.BACKWARD, action.chunk),
-        microbatch=action.microbatch,
-        compute_ps=chunk.backward_ps,
+        inbox=-1 if is_last else slots + chunk,
+        compute_ps=held.backward_ps,
         gathers=(),
-        reductions=reductions,
+        reductions=held.reductions,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
-        target_slot=slot(work, Phase.BACKWARD, action.chunk - wraps),
-        message=NOTHING if is_first else chunk.backward_message,
+        target_slot=slots + chunk - wraps,
+        message=NOTHING if is_first else held.backward_message,
     )

@@ -15,6 +15,7 @@ from simpy import Environment, Event
 from simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from simulator.engine.program import Instruction, compile_rank
 from simulator.engine.work import Segment, StepWork
+from simulator.schedules import Phase
 
 Process = Generator[Event, int, None]
 
@@ -73,11 +74,13 @@ class Run:
 
     def compute_stream(self, place: Place) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        state = self.states[place.index]
+        state, instructions = self.states[place.index], self.programs[place.pp_rank]
         inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
+        chunks, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
         now = 0
-        for instruction in self.programs[place.pp_rank]:
-            slot, microbatch = instruction.inbox, instruction.microbatch
+        for phase, chunk, microbatch in self.work.actions[place.pp_rank]:
+            instruction = instructions[chunk if phase is Phase.FORWARD else chunks + chunk]
+            slot = instruction.inbox
             if slot >= 0:
                 if microbatch not in inbox[slot]:
                     yield self._message(state, slot, microbatch)
@@ -85,15 +88,15 @@ class Run:
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
-            if instruction.gathers:
+            if instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
-            elif instruction.reductions:
+            elif instruction.reductions and microbatch == last:
                 now = _reduced_backward(state, instruction.reductions, now)
             else:
                 now += instruction.compute_ps
             ends.append(now)
             if instruction.target_step:
-                now = self._send(place, instruction, now)
+                now = self._send(place, instruction, microbatch, now)
         yield from self._finish(place, now)
 
     def _message(self, state: RankState, slot: int, microbatch: int) -> Event:
@@ -102,7 +105,7 @@ class Run:
         state.wake = Event(self.env)
         return state.wake
 
-    def _send(self, place: Place, instruction: Instruction, now: int) -> int:
+    def _send(self, place: Place, instruction: Instruction, microbatch: int, now: int) -> int:
         """Put a message on the rank's port; return when the rank may go on."""
         state, message = self.states[place.index], instruction.message
         start_ps = max(now, state.port_free_ps)
@@ -111,7 +114,7 @@ class Run:
         if self.work.shared_port and message.occupy_ps:
             state.messages.append((start_ps, end_ps))
         target = self.states[place.index + instruction.target_step * place.stride]
-        slot, microbatch = instruction.target_slot, instruction.microbatch
+        slot = instruction.target_slot
         target.inbox[slot][microbatch] = end_ps + message.delay_ps
         if target.waits_for == (slot, microbatch) and target.wake is not None:
             target.waits_for = None

@@ -71,7 +71,8 @@ def _check_finished(run: Run) -> None:
     """Raise DeadlockError when the event queue emptied before every rank was done."""
     stuck = [(index, state) for index, state in enumerate(run.states) if state.end_ps < 0]
     if stuck:
-        index, state = stuck[0]
+        # A rank that waits for a message says more than one that waits for that rank.
+        index, state = min(stuck, key=lambda item: item[1].waits_for is None)
         raise DeadlockError(
             f"{len(stuck)} of {len(run.states)} ranks never finished; rank {index} stopped after "
             f"{len(state.ends_ps)} actions, {_waiting(state)}"

@@ -41,6 +41,7 @@ class Schedule:
         title: One line for people.
         source: Where it was published.
         actions: ``(pp, num_microbatches, vpp) -> `` one ordered action list per pipeline rank.
+        rank_actions: ``(pp_rank, pp, num_microbatches, vpp) -> `` the list of one rank.
         in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the most virtual-stage passes of
             a rank that wait for their backward at one time.
         bubble_fraction: ``(pp, num_microbatches, vpp) -> `` idle share for equal stages and
@@ -53,6 +54,7 @@ class Schedule:
     title: str
     source: str
     actions: Callable[[int, int, int], ActionLists]
+    rank_actions: Callable[[int, int, int, int], list[Action]]
     in_flight: Callable[[int, int, int, int], int]
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
@@ -87,3 +89,10 @@ def alternate(forward: list[Action], backward: list[Action], warmup: int) -> lis
         order.append(forward[warmup + index])
         order.append(backward[index])
     return order + backward[steady:]
+
+
+def single_chunk_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:
+    """Return the forward and the backward passes of a rank with one virtual stage."""
+    forward = [Action(Phase.FORWARD, 0, index) for index in range(num_microbatches)]
+    backward = [Action(Phase.BACKWARD, 0, index) for index in range(num_microbatches)]
+    return forward, backward

@@ -3,10 +3,10 @@
 from simulator.schedules.actions import (
     Action,
     ActionLists,
-    Phase,
     Schedule,
     plain_bubble_fraction,
     refuse_virtual_stages,
+    single_chunk_passes,
 )
 
 
@@ -17,9 +17,12 @@ def gpipe(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
     'F0.0 F0.1 B0.0 B0.1'
     """
     assert vpp == 1
-    forward = [Action(Phase.FORWARD, 0, index) for index in range(num_microbatches)]
-    backward = [Action(Phase.BACKWARD, 0, index) for index in range(num_microbatches)]
-    return [forward + backward for _ in range(pp)]
+    return [_rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+
+
+def _rank_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    forward, backward = single_chunk_passes(num_microbatches)
+    return forward + backward
 
 
 def _in_flight(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> int:
@@ -31,6 +34,7 @@ GPIPE = Schedule(
     title="all forward passes, then all backward passes; every microbatch in flight",
     source="Huang et al. 2019, GPipe (arXiv 1811.06965)",
     actions=gpipe,
+    rank_actions=_rank_actions,
     in_flight=_in_flight,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,

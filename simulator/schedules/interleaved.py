@@ -18,12 +18,23 @@ def interleaved(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
     >>> "".join(f"{a.phase}{a.chunk}" for a in interleaved(2, 2, 2)[1])
     'F0F0F1B1F1B1B0B0'
     """
-    total = num_microbatches * vpp
-    forward = [_forward(index, pp, vpp) for index in range(total)]
+    forward, backward = _passes(pp, num_microbatches, vpp)
+    total = len(forward)
+    return [alternate(forward, backward, _warmup(rank, pp, total, vpp)) for rank in range(pp)]
+
+
+def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    forward, backward = _passes(pp, num_microbatches, vpp)
+    return alternate(forward, backward, _warmup(pp_rank, pp, len(forward), vpp))
+
+
+def _passes(pp: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
+    """Return the order of forward and of backward passes, the same on every rank."""
+    forward = [_forward(index, pp, vpp) for index in range(num_microbatches * vpp)]
     backward = [
         Action(Phase.BACKWARD, vpp - 1 - action.chunk, action.microbatch) for action in forward
     ]
-    return [alternate(forward, backward, _warmup(rank, pp, total, vpp)) for rank in range(pp)]
+    return forward, backward
 
 
 def _forward(index: int, pp: int, vpp: int) -> Action:
@@ -54,6 +65,7 @@ INTERLEAVED = Schedule(
     title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
     source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
     actions=interleaved,
+    rank_actions=_rank_actions,
     in_flight=_in_flight,
     bubble_fraction=plain_bubble_fraction,
     refusal=_refusal,

@@ -3,11 +3,11 @@
 from simulator.schedules.actions import (
     Action,
     ActionLists,
-    Phase,
     Schedule,
     alternate,
     plain_bubble_fraction,
     refuse_virtual_stages,
+    single_chunk_passes,
 )
 
 
@@ -18,9 +18,12 @@ def one_f_one_b(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
     ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
     """
     assert vpp == 1
-    forward = [Action(Phase.FORWARD, 0, index) for index in range(num_microbatches)]
-    backward = [Action(Phase.BACKWARD, 0, index) for index in range(num_microbatches)]
+    forward, backward = single_chunk_passes(num_microbatches)
     return [alternate(forward, backward, pp - 1 - rank) for rank in range(pp)]
+
+
+def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    return alternate(*single_chunk_passes(num_microbatches), pp - 1 - pp_rank)
 
 
 def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
@@ -32,6 +35,7 @@ ONE_F_ONE_B = Schedule(
     title="one forward, one backward; at most p - r microbatches in flight on rank r",
     source="Narayanan et al. 2019, PipeDream (SOSP 2019); flushed form: arXiv 2104.04473, sec. 2.2",
     actions=one_f_one_b,
+    rank_actions=_rank_actions,
     in_flight=_in_flight,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,

@@ -1,0 +1,134 @@
+"""The few block shapes that a space has, with their bytes and times as columns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.space import RECOMPUTES, Column, Space
+from simulator import CostModel
+from simulator.activations import (
+    head_workspace_bytes,
+    layer_workspace_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
+from simulator.block_shape import BlockParameters, BlockShape
+from simulator.parameters import Block
+from simulator.step_builder import message_between
+
+BLOCKS: tuple[Block, ...] = ("layer", "embedding", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTable:
+    """Distinct block shapes of a space, and which one each layout has."""
+
+    shapes: tuple[BlockShape, ...]
+    index: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, space: Space) -> "ShapeTable":
+        """Return the shapes of every layout of *space*."""
+        names = ("tp", "microbatch_size", "sequence_parallel", "recompute")
+        columns = np.stack([space.column(name) for name in names], axis=1)
+        distinct, index = np.unique(columns, axis=0, return_inverse=True)
+        return cls(_shapes(space, distinct), index.reshape(-1))
+
+
+def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]:
+    shapes: dict[int, BlockShape] = {}
+    table = []
+    for tp, microbatch_size, sequence_parallel, recompute in distinct.tolist():
+        if tp not in shapes:
+            shapes[tp] = BlockShape(
+                model=space.job.model,
+                seq_len=space.job.seq_len,
+                precision=space.job.precision,
+                microbatch_size=1,
+                tp=tp,
+                sequence_parallel=False,
+                recompute=RECOMPUTES[0],
+                attention=space.attention,
+                stack=space.stack,
+                parameters=BlockParameters.of(space.job.model, tp),
+            )
+        table.append(
+            replace(
+                shapes[tp],
+                microbatch_size=microbatch_size,
+                sequence_parallel=bool(sequence_parallel) and tp > 1,
+                recompute=RECOMPUTES[recompute],
+            )
+        )
+    return tuple(table)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeBytes:
+    """Bytes of each shape: what blocks keep for one microbatch, and their workspaces."""
+
+    saved_layer: Column
+    saved_embedding: Column
+    saved_head: Column
+    layer_workspace: tuple[Column, Column]
+    head_workspace: tuple[Column, Column]
+
+    @classmethod
+    def of(cls, table: ShapeTable) -> "ShapeBytes":
+        """Return the bytes of every shape of *table*."""
+        layers = [layer_workspace_bytes(shape) for shape in table.shapes]
+        heads = [head_workspace_bytes(shape) for shape in table.shapes]
+        return cls(
+            _column(table, saved_layer_bytes),
+            _column(table, saved_embedding_bytes),
+            _column(table, saved_head_bytes),
+            _pair(layers),
+            _pair(heads),
+        )
+
+
+def _column(table: ShapeTable, of: Callable[[BlockShape], int]) -> Column:
+    return np.array([of(shape) for shape in table.shapes], np.int64)
+
+
+def _pair(values: list[tuple[int, int]]) -> tuple[Column, Column]:
+    array = np.array(values, np.int64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTimes:
+    """Picoseconds of each shape, one row a shape.
+
+    ``blocks`` has a column for forward and backward of each of `BLOCKS`; ``messages`` the time
+    on the port and in all of a message between nodes, then the least of any message.
+    """
+
+    blocks: NDArray[np.int64]
+    messages: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, table: ShapeTable, used: Column, costs: CostModel) -> "ShapeTimes":
+        """Return the times of the shapes that *used* indexes; zeros for the others."""
+        blocks = np.zeros((len(table.shapes), 2 * len(BLOCKS)), np.int64)
+        messages = np.zeros((len(table.shapes), 4), np.int64)
+        for index in used.tolist():
+            blocks[index] = _block_times(table.shapes[index], costs)
+            messages[index] = _message_times(table.shapes[index], costs)
+        return cls(blocks, messages)
+
+
+def _block_times(shape: BlockShape, costs: CostModel) -> list[int]:
+    priced = [costs.block_cost(shape, block) for block in BLOCKS]
+    return [part.time_ps for cost in priced for part in (cost.forward, cost.backward)]
+
+
+def _message_times(shape: BlockShape, costs: CostModel) -> list[int]:
+    far, near = (
+        message_between(costs, shape, crosses_nodes=crosses)[0] for crosses in (True, False)
+    )
+    far_ps, near_ps = (each.occupy_ps + each.delay_ps for each in (far, near))
+    return [far.occupy_ps, far_ps, min(far.occupy_ps, near.occupy_ps), min(far_ps, near_ps)]
