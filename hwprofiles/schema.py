@@ -93,6 +93,8 @@ class Link(Profile):
 
     The bandwidth is the line rate of one direction. ``busbw_fraction`` is what a large collective
     or message reaches of it in a benchmark; facts in ``collectives`` go before it.
+    ``latency_s`` is that of one hop, ``collective_latency_s`` what each round of a collective
+    across nodes takes besides its hops.
     """
 
     name: Name
@@ -100,6 +102,7 @@ class Link(Profile):
     bandwidth_bytes_per_s: LinkBandwidth = Field(alias="bandwidth")
     latency_s: Latency = Field(alias="latency")
     busbw_fraction: PositiveFraction
+    collective_latency_s: Latency = Field(default=0.0, alias="collective_latency")
     collectives: tuple[CollectiveFact, ...] = ()
     kind: Source
     source: Text

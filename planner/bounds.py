@@ -25,6 +25,8 @@ from simulator import CostModel
 from simulator.data_parallel import Stage, norm_cost
 from simulator.step_builder import PPM
 
+LONGEST_PS = 2**62
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -86,11 +88,20 @@ class StepBounds:
             vpp=len(group.roles[0].stages),
             num_layers=self._space.job.model.num_layers,
             blocking=not self._costs.stack.overlap_p2p,
-            num_microbatches=self._space.num_microbatches[group.indices],
+            num_microbatches=self._countable(group, times.blocks[shapes]),
             blocks=times.blocks[shapes],
             occupy=np.where(is_far, messages[:, 0], messages[:, 2]),
             travel=np.where(is_far, messages[:, 1], messages[:, 3]),
         )
+
+    def _countable(self, group: Group, blocks: NDArray[np.int64]) -> Column:
+        """Return microbatches, cut where their work would overflow 64 bits (50 days).
+
+        Fewer microbatches take less time, so the bound stays one.
+        """
+        whole = np.array([self._space.job.model.num_layers] * 2 + [1] * 4, np.int64)
+        most = LONGEST_PS // np.maximum(blocks @ whole, 1)
+        return np.minimum(self._space.num_microbatches[group.indices], np.maximum(most, group.pp))
 
     def _group_bounds(self, group: Group, columns: _Group) -> Column:
         replicas = [self._replica_columns(group, role) for role in group.roles]

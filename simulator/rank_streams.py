@@ -77,9 +77,7 @@ def rank_streams(work: StepWork, times: StepTimes, pp_rank: int) -> RankStreams:
     and sends in order; collectives too, since a group runs one at a time and in order.
     """
     rank = times.ranks[pp_rank]
-    program = compile_rank(work, pp_rank)
-    ran = zip(program, work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
-    passes = [_Pass(*each) for each in ran]
+    passes = _ran(work, rank, pp_rank)
     messages = tuple(_messages(passes))
     collectives = (
         *_run_in_order(_collectives(work, passes, messages, pp_rank)),
@@ -90,6 +88,16 @@ def rank_streams(work: StepWork, times: StepTimes, pp_rank: int) -> RankStreams:
         messages=_present(messages),
         data_parallel=_present(collectives),
     )
+
+
+def _ran(work: StepWork, rank: RankTimes, pp_rank: int) -> list[_Pass]:
+    """Return the passes of a rank in order, each with its instruction."""
+    program, chunks = compile_rank(work, pp_rank), work.num_virtual_stages
+    ran = zip(work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
+    return [
+        _Pass(program[action.chunk + chunks * (action.phase is Phase.BACKWARD)], action, start, end)
+        for action, start, end in ran
+    ]
 
 
 def _present(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -127,16 +135,16 @@ def _collectives(
     A gather gives way to the messages sent by then, a reduction to all of the step's.
     """
     port = [(sent.start_ps, sent.end_ps) for sent in messages] if work.shared_port else []
-    num_sent = 0
+    last, num_sent = work.num_microbatches - 1, 0
     for instruction, action, _, _ in passes:
-        for segment in instruction.gathers:
+        for segment in instruction.gathers if action.microbatch == 0 else ():
             kind, sent = SpanKind.PARAMETER_GATHER, port[:num_sent]
             yield _Collective(kind, action.chunk, 0, segment.collective_ps, sent)
         num_sent += instruction.target_step != 0
     kind = SpanKind.GRADIENT_REDUCTION
     for instruction, action, start_ps, _ in passes:
         ready_ps = start_ps
-        for segment in instruction.reductions:
+        for segment in instruction.reductions if action.microbatch == last else ():
             ready_ps += segment.compute_ps
             yield _Collective(kind, action.chunk, ready_ps, segment.collective_ps, port)
     ready_ps = passes[-1].end_ps

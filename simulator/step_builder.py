@@ -122,7 +122,9 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     )
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
-    memory = {stages: _memory(context, stages) for stages in dict.fromkeys(held)}
+    distinct = tuple(dict.fromkeys(held))
+    memory = {stages: _memory(context, stages) for stages in distinct}
+    updates = {stages: _update(context, stages) for stages in distinct}
     return BuiltStep(
         job=job,
         plan=plan,
@@ -130,7 +132,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         mesh=mesh,
         shape=context.shape,
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
-        update_costs=tuple(_update(context, stages) for stages in held),
+        update_costs=tuple(updates[stages] for stages in held),
         memory=tuple(memory[stages] for stages in held),
     )
 
@@ -144,9 +146,7 @@ def _step_work(
     messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = stack.overlap_gradient_reduce or stack.overlap_parameter_gather
     return StepWork(
-        ranks=tuple(
-            _rank_work(context, pp_rank, stages, passes) for pp_rank, stages in enumerate(held)
-        ),
+        ranks=_rank_works(context, held, passes),
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
@@ -156,10 +156,25 @@ def _step_work(
     )
 
 
+def _rank_works(
+    context: _Context, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+) -> tuple[RankWork, ...]:
+    """Return the work of each pipeline rank; equal ranks share one record."""
+    known: dict[tuple[tuple[Stage, ...], tuple[Message, Message]], RankWork] = {}
+    ranks = []
+    for pp_rank, stages in enumerate(held):
+        messages = (_message(context, pp_rank, 1), _message(context, pp_rank, -1))
+        key = (stages, messages)
+        if key not in known:
+            known[key] = _rank_work(context, stages, messages, passes)
+        ranks.append(known[key])
+    return tuple(ranks)
+
+
 def _rank_work(
     context: _Context,
-    pp_rank: int,
     stages: tuple[Stage, ...],
+    messages: tuple[Message, Message],
     passes: dict[Stage, ChunkCost],
 ) -> RankWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
@@ -168,7 +183,7 @@ def _rank_work(
     gather = gather_cost(costs, parameters, context.wire, context.replication)
     update = update_cost(costs, parameters, context.wire, context.replication)
     return RankWork(
-        chunks=tuple(_chunk_work(context, pp_rank, stage, passes[stage]) for stage in stages),
+        chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
         reduce_ps=0 if stack.overlap_gradient_reduce else reduce.time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
@@ -189,26 +204,30 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
     return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP).time_ps
 
 
-def _chunk_work(context: _Context, pp_rank: int, stage: Stage, passed: ChunkCost) -> ChunkWork:
-    plan, stack = context.plan, context.costs.stack
-    forward, backward = (_message(context, pp_rank, (pp_rank + step) % plan.pp) for step in (1, -1))
-    has_replicas = plan.dp > 1
-    shards = context.replication.gather_op is not None
-    gathers = has_replicas and stack.overlap_parameter_gather and shards
-    reduces = has_replicas and stack.overlap_gradient_reduce
+def _chunk_work(
+    context: _Context, stage: Stage, messages: tuple[Message, Message], passed: ChunkCost
+) -> ChunkWork:
+    stack, replication = context.costs.stack, context.replication
+    forward_message, backward_message = messages
+    has_replicas = replication.dp > 1
+    gathers = stack.overlap_parameter_gather and replication.gather_op is not None
     return ChunkWork(
         forward_ps=passed.forward.time_ps,
         backward_ps=passed.backward.time_ps,
-        forward_message=forward,
-        backward_message=backward,
-        gathers=_gathers(context, stage) if gathers else (),
-        reductions=_reductions(context, stage) if reduces else (),
+        forward_message=forward_message,
+        backward_message=backward_message,
+        gathers=_gathers(context, stage) if has_replicas and gathers else (),
+        reductions=(
+            _reductions(context, stage) if has_replicas and stack.overlap_gradient_reduce else ()
+        ),
     )
 
 
-def _message(context: _Context, pp_rank: int, target: int) -> Message:
-    if pp_rank == target:
+def _message(context: _Context, pp_rank: int, step: int) -> Message:
+    """Return the message of a rank to the next one (*step* 1) or the previous one (-1)."""
+    if context.plan.pp == 1:
         return Message()
+    target = (pp_rank + step) % context.plan.pp
     crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
     return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
 

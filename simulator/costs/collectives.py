@@ -74,7 +74,7 @@ def ring_s(call: CollectiveCall) -> float:
     """
     span = call.span
     rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
-    latency_s = _rounds(call.op) * (span.num_nodes - 1) * call.cluster.inter_node.latency_s
+    latency_s = _network_latency_s(call, span.num_nodes - 1)
     if span.ranks_per_node > 1:
         inside = _inside(call, span.ranks_per_node)
         rate = min(rate, inside.busbw_bytes_per_s)
@@ -86,6 +86,12 @@ def _rounds(op: CollectiveOp) -> int:
     return 2 if op is CollectiveOp.ALL_REDUCE else 1
 
 
+def _network_latency_s(call: CollectiveCall, hops: int) -> float:
+    """Return start-up time across nodes: a collective's own, and *hops* between nodes a round."""
+    network = call.cluster.inter_node
+    return _rounds(call.op) * (network.collective_latency_s + hops * network.latency_s)
+
+
 def tree_s(call: CollectiveCall) -> float:
     """Return the seconds of a double binary tree: the buffer goes up and down once.
 
@@ -94,7 +100,7 @@ def tree_s(call: CollectiveCall) -> float:
     span = call.span
     rounds = _rounds(call.op)
     rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
-    latency_s = rounds * ceil(log2(span.num_nodes)) * call.cluster.inter_node.latency_s
+    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
     if span.ranks_per_node > 1:
         inside = _inside(call, span.ranks_per_node)
         rate = min(rate, inside.busbw_bytes_per_s)
@@ -111,7 +117,7 @@ def hierarchical_s(call: CollectiveCall) -> float:
     span = call.span
     local = span.ranks_per_node
     rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
-    latency_s = _rounds(call.op) * ceil(log2(span.num_nodes)) * call.cluster.inter_node.latency_s
+    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
     slice_bytes = call.size_bytes / local
     across_s = latency_s + bus_factor(call.op, span.num_nodes) * slice_bytes / rate
     if local == 1:

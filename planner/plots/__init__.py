@@ -1,0 +1,15 @@
+"""Pictures of results as PNG; importing this package, and only this one, imports matplotlib."""
+
+from planner.plots.breakdown import plot_breakdown
+from planner.plots.canvas import save_figure
+from planner.plots.memory_time import plot_memory_time
+from planner.plots.stage_memory import plot_stage_memory
+from planner.plots.timeline import plot_timeline
+
+__all__ = [
+    "plot_breakdown",
+    "plot_memory_time",
+    "plot_stage_memory",
+    "plot_timeline",
+    "save_figure",
+]

@@ -1,0 +1,51 @@
+"""How fast a search is, start-up included, and that it grows with the space, not with GPUs."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hwprofiles import load_cluster, load_stack
+from planner import search
+from simulator import TrainingJob, load_model
+
+pytestmark = pytest.mark.bench
+
+# model, GPUs, global batch: the main jobs.
+JOBS = [
+    ("gpt3-175b", 3072, 1536),
+    ("megatron-1t", 16_384, 4096),
+    ("megatron-1t", 98_304, 12_288),
+]
+# The same batch on ever more GPUs: the space shrinks a little, GPUs grow thousandfold.
+GPU_COUNTS = [512, 2048, 8192, 32_768, 131_072, 524_288]
+
+
+@pytest.mark.parametrize(("model", "num_gpus", "batch"), JOBS)
+def test_a_whole_search_process(benchmark: Any, model: str, num_gpus: int, batch: int) -> None:
+    """Budget: 3 s of CPU and 200 MB for the first, 5 s for the others."""
+    command = [sys.executable, "-m", "meshwright", "search", model, "--cluster", "dgx-a100"]
+    command += ["--gpus", str(num_gpus), "--global-batch", str(batch), "--json", "-"]
+    usage: list[tuple[float, float]] = []
+
+    def run() -> None:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, spent = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        usage.append((spent.ru_utime + spent.ru_stime, spent.ru_maxrss / 1024))
+
+    benchmark.pedantic(run, rounds=3, warmup_rounds=1)
+    benchmark.extra_info["cpu_s"] = sorted(cpu for cpu, _ in usage)[len(usage) // 2]
+    benchmark.extra_info["peak_mebi"] = max(memory for _, memory in usage)
+
+
+@pytest.mark.parametrize("num_gpus", GPU_COUNTS)
+def test_search_time_against_gpus(benchmark: Any, num_gpus: int) -> None:
+    model = load_model("megatron-1t")
+    job = TrainingJob(model=model, global_batch_size=524_288, seq_len=model.seq_len)
+    cluster, stack = load_cluster("dgx-a100"), load_stack("megatron-core")
+    found = benchmark.pedantic(search, (job, cluster, stack, num_gpus), rounds=1)
+    benchmark.extra_info["space_size"] = found.space_size

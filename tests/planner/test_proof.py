@@ -1,0 +1,177 @@
+"""The proof of a search, over whole spaces: exact memory, valid bounds, the true optimum."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from hwprofiles import GIBI, Precision, load_cluster, load_stack
+from planner import SpaceLimits, enumerate_space, search
+from planner.bounds import StepBounds
+from planner.footprint import device_bytes_column, peak_bytes
+from planner.shapes import ShapeTable
+from simulator import CostModel, ModelSpec, TrainingJob, load_model, simulate
+from simulator.memory import device_bytes
+
+
+class Case(NamedTuple):
+    """A whole space small enough to simulate."""
+
+    model: ModelSpec
+    cluster: str
+    stack: str
+    num_gpus: int
+    batch: int
+    memory_limit_bytes: int | None = None
+    precision: Precision = Precision.BF16
+    limits: SpaceLimits = SpaceLimits()
+
+
+def spec(name: str, **sizes: object) -> ModelSpec:
+    return ModelSpec.model_validate({"name": name, "vocab_size": 50257, "seq_len": 512, **sizes})
+
+
+UNEVEN = spec("uneven", num_layers=7, hidden_size=512, num_heads=8)
+GROUPED = spec(
+    "grouped",
+    num_layers=8,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=4,
+    ffn_hidden_size=2816,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    dropout=False,
+)
+WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
+
+CASES = {
+    "gpt2 on one node": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 8, 16),
+    "gpt2 on a partial node": Case(load_model("gpt2"), "dgx-a100", "megatron-lm-2022", 6, 12),
+    "gpt2 on twelve GPUs": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 12, 24),
+    "uneven layers, blocking messages": Case(UNEVEN, "dgx-a100-40", "megatron-lm-2021", 16, 32),
+    "greedy stages, host cost": Case(UNEVEN, "jean-zay-a100", "megatron-deepspeed-2022", 16, 32),
+    "grouped queries on H100": Case(GROUPED, "dgx-h100", "megatron-core", 16, 16),
+    "shared network cards": Case(GROUPED, "a100-4xhdr200", "megatron-core", 32, 32),
+    "fp16 on V100": Case(GROUPED, "dgx-1v", "megatron-lm-2022", 8, 16, precision=Precision.FP16),
+    "fp32": Case(UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32),
+    "large vocabulary, tight memory": Case(WIDE, "dgx-a100", "megatron-core", 16, 32, 12 * GIBI),
+    "tight memory, no sharding": Case(WIDE, "dgx-a100-40", "megatron-lm-2021", 8, 16, 30 * GIBI),
+    "pinned axes": Case(
+        load_model("gpt2-medium"),
+        "dgx-a100",
+        "megatron-core",
+        32,
+        64,
+        limits=SpaceLimits(pp=(4,), max_tp=4, max_microbatch_size=4),
+    ),
+    "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
+}
+
+
+def job_of(case: Case) -> TrainingJob:
+    return TrainingJob(
+        model=case.model,
+        global_batch_size=case.batch,
+        seq_len=case.model.seq_len,
+        precision=case.precision,
+    )
+
+
+class Brute(NamedTuple):
+    """Every layout of a space that its stack can run, simulated."""
+
+    device_bytes: dict[int, int]
+    step_ps: dict[int, int]
+    bounds_ps: dict[int, int]
+    evaluated_bytes: dict[int, int]
+
+
+@cache
+def brute_force(name: str) -> Brute:
+    case = CASES[name]
+    job, cluster, stack = job_of(case), load_cluster(case.cluster), load_stack(case.stack)
+    space = enumerate_space(job, stack, case.num_gpus, case.limits)
+    table = ShapeTable.of(space)
+    costs = CostModel(cluster, stack, case.num_gpus)
+    needs = device_bytes_column(peak_bytes(space, table), stack)
+    runnable = [index for index in range(len(space)) if _runs(space.plan(index), job, stack)]
+    bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runnable, np.int64))
+    results = {
+        index: simulate(job, space.plan(index), cluster, stack, costs=costs) for index in runnable
+    }
+    return Brute(
+        {index: device_bytes(result.memory.peak_bytes, stack) for index, result in results.items()},
+        {index: result.step_ps for index, result in results.items()},
+        dict(zip(runnable, bounds.tolist(), strict=True)),
+        {index: int(needs[index]) for index in runnable},
+    )
+
+
+def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
+    from simulator.plan import stack_refusal
+
+    return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_evaluator_knows_every_layouts_memory_exactly(name: str) -> None:
+    brute = brute_force(name)
+    assert brute.evaluated_bytes == brute.device_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
+    brute = brute_force(name)
+    above = [i for i, bound in brute.bounds_ps.items() if bound > brute.step_ps[i]]
+    assert above == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_are_sharp_enough_to_be_useful(name: str) -> None:
+    """A bound of nothing would pass the test above: half of the layouts are within 6 %."""
+    brute = brute_force(name)
+    gaps = sorted(brute.step_ps[i] / bound - 1 for i, bound in brute.bounds_ps.items())
+    assert gaps[len(gaps) // 2] < 0.06
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_search_finds_what_brute_force_finds(name: str) -> None:
+    case, brute = CASES[name], brute_force(name)
+    cluster, stack = load_cluster(case.cluster), load_stack(case.stack)
+    found = search(
+        job_of(case),
+        cluster,
+        stack,
+        case.num_gpus,
+        limits=case.limits,
+        memory_limit_bytes=case.memory_limit_bytes,
+    )
+    limit = case.memory_limit_bytes or int(
+        cluster.device.memory_capacity_bytes * (1 - stack.safety_fraction)
+    )
+    fitting = {i: t for i, t in brute.step_ps.items() if brute.device_bytes[i] <= limit}
+    assert found.optimal
+    assert found.feasible == len(fitting)
+    assert found.simulated < found.feasible
+    assert found.plans[0].step_ps == min(fitting.values())
+    assert found.space_size == found.feasible + sum(found.rejections.values())
+    for point in found.frontier:
+        if point.proven:
+            within = [t for i, t in fitting.items() if brute.device_bytes[i] <= point.device_bytes]
+            assert point.step_ps == min(within)
+
+
+def test_the_cases_cover_what_can_go_wrong() -> None:
+    assert len(CASES) >= 10
+    assert len({case.cluster for case in CASES.values()}) >= 6
+    assert {case.stack for case in CASES.values()} == set(
+        ("megatron-core", "megatron-deepspeed-2022", "megatron-lm-2021", "megatron-lm-2022")
+    )
+    assert any(len(brute_force(name).step_ps) > 500 for name in CASES)

@@ -1,0 +1,178 @@
+"""The trace of a step: exact times, no overlap, and nothing that the step did not do."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hwprofiles import PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
+from simulator import (
+    Category,
+    ParallelPlan,
+    StepResult,
+    TrainingJob,
+    load_model,
+    resolve_stages,
+    simulate,
+)
+from simulator.chrome_trace import ChromeTrace, TraceEvent, chrome_trace, write_chrome_trace
+from simulator.rank_streams import Span, SpanKind, rank_streams
+
+# stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
+# collectives hidden and not, a pipeline of one.
+CASES = {
+    "blocking": ("megatron-lm-2021", "dgx-a100", 2, 4, 4, 1, 0),
+    "interleaved": ("megatron-lm-2021", "dgx-a100", 2, 4, 2, 2, 0),
+    "zero": ("megatron-deepspeed-2022", "jean-zay-a100", 2, 4, 8, 1, 1),
+    "overlapped": ("megatron-core", "dgx-h100", 2, 4, 16, 1, 1),
+    "overlapped-interleaved": ("megatron-core", "dgx-h100", 8, 4, 4, 3, 1),
+    "no-pipeline": ("megatron-core", "dgx-h100", 1, 1, 8, 1, 1),
+}
+
+
+def step(case: str) -> StepResult:
+    stack_name, cluster, tp, pp, dp, vpp, zero_stage = CASES[case]
+    model = load_model("megatron-1.7b")
+    stack = load_stack(stack_name)
+    job = TrainingJob(
+        model=model, global_batch_size=16 * dp, seq_len=2048, precision=stack.precisions[-1]
+    )
+    plan = ParallelPlan(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        num_virtual_stages=vpp,
+        zero_stage=zero_stage,
+        recompute=Recompute.FULL,
+        attention=stack.attention,
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        stages=resolve_stages(model, 2048, pp * vpp, StageSplit.BALANCED),
+    )
+    return simulate(job, plan, load_cluster(cluster), stack)
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def result(request: pytest.FixtureRequest) -> StepResult:
+    return step(request.param)
+
+
+def events(trace: ChromeTrace, kind: str) -> list[TraceEvent]:
+    return [event for event in trace["traceEvents"] if event["ph"] == kind]
+
+
+def total_ps(spans: tuple[Span, ...], *kinds: SpanKind) -> int:
+    return sum(span.end_ps - span.start_ps for span in spans if not kinds or span.kind in kinds)
+
+
+def test_times_in_the_file_are_exact_to_the_picosecond(result: StepResult) -> None:
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    text = json.dumps(chrome_trace(result))
+    for event in events(json.loads(text), "X"):
+        tracks[event["pid"], event["tid"]].append(
+            (round(event["ts"] * 1e6), round((event["dur"]) * 1e6))
+        )
+    for pp_rank in range(result.plan.pp):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        for tid, spans in enumerate((streams.compute, streams.messages, streams.data_parallel)):
+            expected = [(span.start_ps, span.end_ps - span.start_ps) for span in spans]
+            assert tracks[pp_rank, tid] == expected
+
+
+def test_spans_of_a_track_never_overlap_and_end_with_the_step(result: StepResult) -> None:
+    for pp_rank, rank in enumerate(result.times.ranks):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        for spans in (streams.compute, streams.messages, streams.data_parallel):
+            assert all(a.end_ps <= b.start_ps for a, b in pairwise(spans))
+            assert all(0 <= span.start_ps < span.end_ps <= rank.end_ps for span in spans)
+
+
+def test_durations_add_up_to_the_busy_time_of_the_step(result: StepResult) -> None:
+    """Computation, messages that block it and collectives that it waits for are all but idle."""
+    busy_ps = 0
+    for pp_rank, rank in enumerate(result.times.ranks):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        busy_ps += total_ps(streams.compute) + rank.reduce_wait_ps
+        busy_ps += result.work.norm_ps + result.work.ranks[pp_rank].gather_ps
+        busy_ps += total_ps(streams.messages) if result.work.blocking_messages else 0
+    end_ps = max(rank.end_ps for rank in result.times.ranks)
+    idle_ps = result.breakdown_ps[Category.BUBBLE]
+    assert end_ps - busy_ps // result.plan.pp == idle_ps
+
+
+def test_replayed_collectives_end_when_the_engine_says(result: StepResult) -> None:
+    for pp_rank, rank in enumerate(result.times.ranks):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        reductions = (SpanKind.GRADIENT_REDUCTION, SpanKind.SHARED_EMBEDDING)
+        ends = [span.end_ps for span in streams.data_parallel if span.kind in reductions]
+        last_pass_ps = rank.reduce_end_ps - rank.reduce_wait_ps
+        assert max([last_pass_ps, *ends]) == rank.reduce_end_ps
+
+
+def test_replayed_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:
+    for pp_rank, rank in enumerate(result.times.ranks):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        gathered: dict[int, list[int]] = defaultdict(list)
+        for span in streams.data_parallel:
+            if span.kind is SpanKind.PARAMETER_GATHER and span.chunk >= 0:
+                gathered[span.chunk].append(span.end_ps)
+        waited_ps = 0
+        for span in streams.compute:
+            if span.kind is SpanKind.FORWARD and span.microbatch == 0 and span.chunk in gathered:
+                segments = result.work.ranks[pp_rank].chunks[span.chunk].gathers
+                now = span.start_ps
+                for segment, ready_ps in zip(segments, gathered[span.chunk], strict=True):
+                    waited_ps += max(0, ready_ps - now)
+                    now = max(now, ready_ps) + segment.compute_ps
+                assert now == span.end_ps
+        assert waited_ps == rank.gather_wait_ps
+
+
+def test_memory_counter_peaks_at_the_reported_peak(result: StepResult) -> None:
+    live: dict[int, list[int]] = defaultdict(list)
+    for event in events(chrome_trace(result), "C"):
+        live[event["pid"]].append(event["args"]["live_bytes"])
+    for stage in result.memory.by_stage:
+        assert max(live[stage.stage]) == stage.peak_bytes
+        static = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_states_bytes
+        assert live[stage.stage][-1] == static
+
+
+def test_every_pass_and_every_track_is_named(result: StepResult) -> None:
+    trace = chrome_trace(result)
+    passes = [
+        (event["pid"], event["args"]["phase"], event["args"]["chunk"], event["args"]["microbatch"])
+        for event in events(trace, "X")
+        if event["tid"] == 0 and event["args"]["phase"] != "optimizer"
+    ]
+    plan = result.plan
+    assert len(set(passes)) == len(passes) == 2 * plan.num_stages * result.num_microbatches
+    named = {event["pid"] for event in events(trace, "M") if event["name"] == "process_name"}
+    assert named == set(range(plan.pp))
+    per_process = [e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"]
+    assert per_process == ["compute", "messages", "data parallel"] * plan.pp
+
+
+def test_events_are_sorted_by_time(result: StepResult) -> None:
+    times = [event["ts"] for event in chrome_trace(result)["traceEvents"] if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert chrome_trace(result)["otherData"]["step_time_us"] * 1e6 == pytest.approx(
+        result.step_time_s * PS_PER_S, abs=1
+    )
+
+
+def test_same_step_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        write_chrome_trace(step("overlapped-interleaved"), tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert json.loads((tmp_path / "a.json").read_text())["displayTimeUnit"] == "ms"
+
+
+def test_shared_port_cases_really_share_it() -> None:
+    """Otherwise the replay of paused collectives would be tested on nothing."""
+    work = step("overlapped").work
+    assert work.shared_port
+    assert work.ranks[1].chunks[0].gathers
+    assert work.ranks[1].chunks[0].reductions
+    assert step("no-pipeline").times.ranks[0].gather_wait_ps > 0

@@ -1,0 +1,159 @@
+"""What replicas add to a step: buckets, reductions, gathers, the update and the norm."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import (
+    CollectiveOp,
+    Precision,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
+from simulator.block_shape import BlockShape
+from simulator.costs import Category, CostModel
+from simulator.data_parallel import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_layers,
+    bucket_parameters,
+    bucket_stages,
+    gather_cost,
+    norm_cost,
+    reduce_cost,
+    spread,
+    stage_parameters,
+    sum_parameters,
+    update_cost,
+)
+from simulator.mesh import Axis, GroupSpan
+from simulator.model_catalog import load_model
+from simulator.plan import ParallelPlan, TrainingJob
+
+RELAXED = settings(deadline=None, max_examples=60)
+CLUSTER = load_cluster("dgx-a100")
+CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
+PARAMETERS = st.integers(1, 10**11)
+SPANS = st.sampled_from(
+    [GroupSpan(2, 1, 2), GroupSpan(8, 1, 8), GroupSpan(6, 6, 1), GroupSpan(64, 8, 8)]
+)
+
+
+def block_shape(name: str = "gpt2-xl", *, stack: StackProfile = CORE) -> BlockShape:
+    job = TrainingJob(model=load_model(name), global_batch_size=1, seq_len=1024)
+    return BlockShape.of(job, ParallelPlan(stages=(1,)), stack)
+
+
+INNER = Stage(num_layers=5, has_embedding=False, has_head=False)
+STAGES = st.builds(
+    Stage, num_layers=st.integers(1, 48), has_embedding=st.booleans(), has_head=st.booleans()
+)
+
+
+def cost_model(stack: StackProfile = CORE, world_size: int = 64) -> CostModel:
+    return CostModel(CLUSTER, stack, world_size)
+
+
+@given(total=st.integers(0, 10**4), num_parts=st.integers(1, 500))
+def test_a_spread_is_whole_even_and_complete(total: int, num_parts: int) -> None:
+    parts = spread(total, num_parts)
+    assert len(parts) == num_parts
+    assert sum(parts) == total
+    assert max(parts) - min(parts) <= 1
+    assert parts == sorted(parts, reverse=True)
+
+
+@RELAXED
+@given(
+    name=st.sampled_from(["gpt2-xl", "llama2-7b"]),  # a tied and an untied table
+    stage=STAGES,
+    bucket=st.integers(10**6, 10**9),
+)
+def test_buckets_are_whole_layers_and_add_up_to_the_stage(
+    name: str, stage: Stage, bucket: int
+) -> None:
+    stack = CORE.model_copy(update={"gradient_bucket_parameters": bucket})
+    shape = block_shape(name, stack=stack)
+    layers, parts = bucket_layers(shape, stage), bucket_stages(shape, stage)
+    assert sum(layers) == stage.num_layers
+    assert min(layers) >= 1
+    assert len(layers) == min(stage.num_layers, -(-stage_parameters(shape, stage) // bucket))
+    assert [part.num_layers for part in parts] == layers
+    assert [part.has_embedding for part in parts].count(True) == stage.has_embedding
+    assert parts[0].has_embedding == stage.has_embedding
+    assert [part.has_head for part in parts].count(True) == stage.has_head
+    assert parts[-1].has_head == stage.has_head
+    parameters = bucket_parameters(shape, stage)
+    assert sum(parameters) == stage_parameters(shape, stage)
+    assert min(parameters) >= 1
+
+
+def test_a_stack_without_buckets_reduces_a_stage_in_one() -> None:
+    assert bucket_layers(block_shape(stack=OLD), INNER) == [5]
+
+
+def test_a_stage_without_layers_is_one_bucket() -> None:
+    table = Stage(num_layers=0, has_embedding=True, has_head=False)
+    assert bucket_layers(block_shape(), table) == [0]
+    assert bucket_parameters(block_shape(), table) == [stage_parameters(block_shape(), table)]
+
+
+def test_parameters_of_a_rank_are_those_of_its_stages() -> None:
+    shape = block_shape()
+    stages = [INNER._replace(has_embedding=True), INNER, INNER._replace(has_head=True)]
+    assert sum_parameters(shape, stages) == sum(stage_parameters(shape, each) for each in stages)
+
+
+@RELAXED
+@given(n=PARAMETERS, span=SPANS)
+def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupSpan) -> None:
+    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    assert (wire.reduce_bytes, wire.gather_bytes) == (4, 2)
+    plain, sharded = (Replication.of(span.num_ranks, stage, span) for stage in (0, 1))
+
+    def expected(op: CollectiveOp, size_bytes: int) -> int:
+        return costs.collective(op, size_bytes, span, Axis.DP).time_ps
+
+    assert reduce_cost(costs, n, wire, plain).time_ps == expected(CollectiveOp.ALL_REDUCE, 4 * n)
+    assert gather_cost(costs, n, wire, plain).time_ps == 0
+    scatter, gather = reduce_cost(costs, n, wire, sharded), gather_cost(costs, n, wire, sharded)
+    assert scatter.time_ps == expected(CollectiveOp.REDUCE_SCATTER, 4 * n)
+    assert gather.time_ps == expected(CollectiveOp.ALL_GATHER, 2 * n)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
+    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    alone = Replication.of(1, zero_stage, GroupSpan(1, 1, 1))
+    assert reduce_cost(costs, 10**9, wire, alone).time_ps == 0
+    assert gather_cost(costs, 10**9, wire, alone).time_ps == 0
+
+
+@RELAXED
+@given(n=PARAMETERS, dp=st.integers(1, 4096))
+def test_the_update_moves_the_share_of_a_rank_once(n: int, dp: int) -> None:
+    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    span = GroupSpan(dp, dp, 1)
+    for zero_stage, share in ((0, n), (1, -(-n // dp))):
+        cost = update_cost(costs, n, wire, Replication.of(dp, zero_stage, span))
+        expected = costs.memory_traffic(share * CORE.optimizer_traffic_bytes)
+        assert cost.time_ps == cost.category_ps(Category.OPTIMIZER) == expected.time_ps
+        assert cost.source_ps(expected.source) == expected.time_ps
+
+
+def test_fp32_reduces_gathers_and_updates_fp32() -> None:
+    wire = Wire.of(CORE, Precision.FP32)
+    # Adam reads weight, gradient and two moments and writes all but the gradient: 7 x 4 bytes.
+    assert wire == Wire(reduce_bytes=4, gather_bytes=4, update_traffic_bytes=28)
+
+
+def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
+    for world_size, span in ((1, None), (8, GroupSpan(8, 1, 8)), (12, GroupSpan(12, 2, 4))):
+        costs = cost_model(world_size=world_size)
+        if span is None:
+            assert norm_cost(costs).time_ps == 0
+        else:
+            same = costs.collective(CollectiveOp.ALL_REDUCE, 4, span, Axis.DP)
+            assert norm_cost(costs) == same

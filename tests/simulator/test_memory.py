@@ -1,0 +1,375 @@
+"""Memory of a rank: published closed forms, model states, and the peak over time."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import Attention, Precision, Recompute, StackProfile, load_cluster, load_stack
+from simulator.activations import (
+    SavedTensor,
+    attention_core_tensors,
+    head_workspace_bytes,
+    layer_tensors,
+    layer_workspace_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+    saved_tensors,
+)
+from simulator.block_shape import BlockShape
+from simulator.memory import (
+    ChunkMemory,
+    RankMemory,
+    StateBytes,
+    chunk_memory,
+    device_bytes,
+    memory_peak,
+    memory_timeline,
+    rank_memory,
+    rank_parameters,
+    reserved_bytes,
+    usable_bytes,
+)
+from simulator.model_catalog import load_model
+from simulator.model_spec import ModelSpec
+from simulator.parameters import count_parameters
+from simulator.plan import ParallelPlan, TrainingJob
+from simulator.schedules import SCHEDULES, get_schedule
+
+RELAXED = settings(deadline=None, max_examples=100)
+STACK = load_stack("megatron-lm-2022")
+FUSED = load_stack("megatron-core")
+BYTES = st.integers(0, 10**12)
+
+
+def gpt(num_heads: int = 16, head_dim: int = 64) -> ModelSpec:
+    """Return a model of the family that the closed forms were written for."""
+    return ModelSpec(
+        name="gpt",
+        num_layers=4,
+        hidden_size=num_heads * head_dim,
+        num_heads=num_heads,
+        vocab_size=50_000,
+        seq_len=1024,
+        max_positions=65_536,
+    )
+
+
+def block_shape(
+    model: ModelSpec,
+    *,
+    seq_len: int = 1024,
+    microbatch_size: int = 1,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: Recompute = Recompute.NONE,
+    attention: Attention = Attention.UNFUSED,
+    precision: Precision = Precision.BF16,
+    stack: StackProfile = STACK,
+) -> BlockShape:
+    job = TrainingJob(
+        model=model, global_batch_size=microbatch_size, seq_len=seq_len, precision=precision
+    )
+    plan = ParallelPlan(
+        tp=tp,
+        microbatch_size=microbatch_size,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        attention=attention,
+        stages=(model.num_layers,),
+    )
+    return BlockShape.of(job, plan, stack)
+
+
+def without_statistics(tensors: tuple[SavedTensor, ...]) -> int:
+    """Return the bytes of *tensors* that the published formulas count."""
+    return sum(tensor.size_bytes for tensor in tensors if "statistics" not in tensor.name)
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "tp": st.sampled_from([1, 2, 4, 8]),
+        "heads_per_rank": st.integers(1, 6),
+        "head_dim": st.sampled_from([8, 64, 96, 128]),
+        "chunks_of_sequence": st.integers(1, 40),
+        "microbatch_size": st.integers(1, 5),
+    }
+)
+
+
+@RELAXED
+@given(sizes=SIZES)
+def test_activations_of_a_layer_are_korthikantis_closed_forms(sizes: dict[str, int]) -> None:
+    t, b = sizes["tp"], sizes["microbatch_size"]
+    a, s = t * sizes["heads_per_rank"], 8 * sizes["chunks_of_sequence"]
+    model = gpt(a, sizes["head_dim"])
+    h = model.hidden_size
+    sbh, scores = s * b * h, 5 * a * s * s * b  # 5 a s / h times s b h
+
+    def kept(*, tp: int = 1, sequence: bool = False, recompute: Recompute = Recompute.NONE) -> int:
+        shape = block_shape(
+            model,
+            seq_len=s,
+            microbatch_size=b,
+            tp=tp,
+            sequence_parallel=sequence,
+            recompute=recompute,
+        )
+        return without_statistics(saved_tensors(shape))
+
+    assert kept() == 34 * sbh + scores
+    assert kept(tp=t) == 10 * sbh + (24 * sbh + scores) // t
+    assert kept(tp=t, sequence=True) == (34 * sbh + scores) // t
+    assert kept(tp=t, sequence=True, recompute=Recompute.SELECTIVE) == 34 * sbh // t
+    assert kept(tp=t, recompute=Recompute.SELECTIVE) == 10 * sbh + 24 * sbh // t
+    assert kept(tp=t, recompute=Recompute.FULL) == 2 * sbh
+    assert kept(tp=t, sequence=True, recompute=Recompute.FULL) == 2 * sbh // t
+
+
+def test_norm_statistics_are_two_fp32_numbers_a_token_and_norm() -> None:
+    for sequence_parallel, tokens in ((False, 3 * 1024), (True, 3 * 1024 // 4)):
+        shape = block_shape(gpt(), microbatch_size=3, tp=4, sequence_parallel=sequence_parallel)
+        tensors = layer_tensors(shape)
+        statistics = sum(each.size_bytes for each in tensors) - without_statistics(tensors)
+        assert statistics == 2 * 2 * 4 * tokens
+
+
+def test_selective_recomputation_saves_70_percent_of_gpt3s_activations() -> None:
+    # 5 a s / h = 80 against 34 (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    gpt3 = load_model("gpt3-175b")
+    none, selective = (
+        without_statistics(saved_tensors(block_shape(gpt3, seq_len=2048, recompute=mode)))
+        for mode in (Recompute.NONE, Recompute.SELECTIVE)
+    )
+    assert none == 2048 * 12288 * (34 + 80)
+    assert selective == 2048 * 12288 * 34
+    assert (none - selective) / none == pytest.approx(0.70, abs=0.005)
+
+
+def test_a_llama_layer_keeps_what_counting_its_tensors_gives() -> None:
+    model = load_model("llama3-70b")
+    h, g, f, s, tp = 8192, 1024, 28_672, 4096, 4
+    shape = block_shape(model, seq_len=s, tp=tp, attention=Attention.FLASH, stack=FUSED)
+    inside = (h + 2 * g) + (h + g) + h + 2 * f + f  # qkv, rotated, output, gate and value, product
+    lse = model.num_heads * s * 4
+    assert without_statistics(saved_tensors(shape)) == 2 * s * (4 * h + inside // tp) + lse // tp
+    statistics = [each for each in saved_tensors(shape) if "statistics" in each.name]
+    assert [each.size_bytes for each in statistics] == [4 * s, 4 * s]  # rms norm keeps one number
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_selective_recomputation_drops_exactly_the_attention_core(attention: Attention) -> None:
+    none, selective = (
+        block_shape(gpt(), tp=2, attention=attention, recompute=mode, stack=FUSED)
+        for mode in (Recompute.NONE, Recompute.SELECTIVE)
+    )
+    core = sum(each.size_bytes for each in attention_core_tensors(none))
+    assert saved_layer_bytes(none) - saved_layer_bytes(selective) == core
+    heads, s = 8, 1024
+    expected = {Attention.UNFUSED: 5 * heads * s * s, Attention.FLASH: 4 * heads * s}
+    assert core == expected[attention]
+
+
+def test_a_model_without_dropout_keeps_no_masks() -> None:
+    plain = gpt().model_copy(update={"dropout": False})
+    sbh, a, s = 1024 * 1024, 16, 1024
+    kept = without_statistics(saved_tensors(block_shape(plain)))
+    assert kept == 32 * sbh + 2 * a * s * s
+
+
+def test_fp32_activations_are_twice_as_large_but_for_the_masks() -> None:
+    sbh, a, s = 1024 * 1024, 16, 1024
+    kept = without_statistics(saved_tensors(block_shape(gpt(), precision=Precision.FP32)))
+    assert kept == 2 * 32 * sbh + 2 * sbh + (2 * 4 + 1) * a * s * s
+
+
+def test_embedding_and_head_keep_ids_masks_norm_and_probabilities() -> None:
+    s, h, vocab = 1024, 1024, 50_048  # padded to a multiple of 128
+    assert saved_embedding_bytes(block_shape(gpt())) == 8 * s + s * h
+    assert saved_head_bytes(block_shape(gpt())) == 4 * s * h + 4 * s * vocab
+    assert saved_head_bytes(block_shape(gpt(), stack=FUSED)) == 4 * s * h + 2 * s * vocab
+    split = block_shape(gpt(), tp=4, sequence_parallel=True)
+    assert saved_embedding_bytes(split) == 8 * s + s * h // 4
+    wider = 50_176  # padded to a multiple of 4 x 128
+    assert saved_head_bytes(split) == (4 * s * h + 4 * s * wider) // 4
+
+
+def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
+    s, h, f, a = 1024, 1024, 4096, 16
+    forward, backward = layer_workspace_bytes(block_shape(gpt()))
+    assert forward == 2 * a * s * s
+    assert backward == max(2 * s * (f + f), 2 * 2 * a * s * s) + 2 * s * h
+    full = block_shape(gpt(), recompute=Recompute.FULL)
+    again = sum(each.size_bytes for each in layer_tensors(full)) - 2 * s * h
+    assert layer_workspace_bytes(full) == (2 * 2 * a * s * s, again + backward)
+    vocab = 50_048
+    assert head_workspace_bytes(block_shape(gpt())) == (8 * s * vocab, 2 * s * vocab)
+    assert head_workspace_bytes(block_shape(gpt(), stack=FUSED)) == (2 * s * vocab, 2 * s * vocab)
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "gigabytes"), [(0, "120"), (1, "31.40625")], ids=["zero 0", "zero 1"]
+)
+def test_zero_leaves_the_published_gigabytes_of_7_5_billion_parameters(
+    zero_stage: int, gigabytes: str
+) -> None:
+    state = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
+    size = state.model_state_bytes(7_500_000_000, dp=64, zero_stage=zero_stage)
+    assert size == int(float(gigabytes) * 1000**3)
+
+
+@given(n=st.integers(1, 10**12), dp=st.integers(1, 10**4), zero_stage=st.sampled_from([0, 1]))
+def test_model_states_and_rank_memory_agree(n: int, dp: int, zero_stage: int) -> None:
+    state = StateBytes.of(FUSED, Precision.BF16)
+    assert (state.parameter, state.gradient, state.optimizer) == (2, 4, 12)
+    num_shards = dp if zero_stage else 1
+    memory = rank_memory(n, state, (), num_shards=num_shards)
+    assert memory.static_bytes == state.model_state_bytes(n, dp=dp, zero_stage=zero_stage)
+    sharded = -(-n // num_shards)
+    assert memory.static_bytes == 6 * n + 12 * sharded
+
+
+def test_fp32_training_needs_16_bytes_a_parameter() -> None:
+    state = StateBytes.of(STACK, Precision.FP32)
+    assert state.model_state_bytes(1000, dp=8, zero_stage=0) == 16_000
+    assert state.model_state_bytes(1000, dp=8, zero_stage=1) == 8_000 + 8 * 125
+
+
+def test_stages_hold_the_model_and_a_copied_table() -> None:
+    model = load_model("gpt2").model_copy(update={"vocab_size": 50_304})  # needs no padding
+    shape = block_shape(model)
+    whole = rank_parameters(shape, 12, has_embedding=True, has_head=True)
+    assert whole == count_parameters(model)
+    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
+    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    assert first + last == whole + 50_304 * 768
+    untied = model.model_copy(update={"tied_embeddings": False})
+    shape = block_shape(untied)
+    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
+    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    assert first + last == count_parameters(untied) == whole + 50_304 * 768
+
+
+def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
+    shape = block_shape(gpt())
+    layer, head = layer_workspace_bytes(shape), head_workspace_bytes(shape)
+    inner = chunk_memory(shape, 3, has_embedding=False, has_head=False)
+    assert inner.saved_bytes == 3 * saved_layer_bytes(shape)
+    assert (inner.forward_workspace_bytes, inner.backward_workspace_bytes) == layer
+    ends = chunk_memory(shape, 3, has_embedding=True, has_head=True)
+    extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
+    assert ends.saved_bytes - inner.saved_bytes == extra
+    assert ends.forward_workspace_bytes == max(layer[0], head[0])
+    assert ends.backward_workspace_bytes == max(layer[1], head[1])
+
+
+def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
+    shape = block_shape(gpt(), recompute=Recompute.FULL)
+    embedding = chunk_memory(shape, 0, has_embedding=True, has_head=False)
+    assert embedding == ChunkMemory(
+        saved_bytes=saved_embedding_bytes(shape),
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=0,
+    )
+    head = chunk_memory(shape, 0, has_embedding=False, has_head=True)
+    workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)
+    assert workspaces == head_workspace_bytes(shape)
+
+
+def chunk_bytes() -> st.SearchStrategy[ChunkMemory]:
+    return st.builds(
+        ChunkMemory,
+        saved_bytes=BYTES,
+        forward_workspace_bytes=BYTES,
+        backward_workspace_bytes=BYTES,
+    )
+
+
+def static_rank(chunks: tuple[ChunkMemory, ...], update_temporary_bytes: int = 0) -> RankMemory:
+    return RankMemory(
+        parameters_bytes=1000,
+        gradients_bytes=2000,
+        optimizer_states_bytes=6000,
+        update_temporary_bytes=update_temporary_bytes,
+        chunks=chunks,
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@RELAXED
+@given(
+    chunk=chunk_bytes(),
+    update_bytes=BYTES,
+    pp=st.integers(1, 8),
+    num_microbatches=st.integers(1, 24),
+    data=st.data(),
+)
+def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
+    name: str,
+    chunk: ChunkMemory,
+    update_bytes: int,
+    pp: int,
+    num_microbatches: int,
+    data: st.DataObject,
+) -> None:
+    pp_rank = data.draw(st.integers(0, pp - 1))
+    schedule = get_schedule(name)
+    actions = schedule.rank_actions(pp_rank, pp, num_microbatches, 1)
+    memory = static_rank((chunk,), update_bytes)
+    passes = [(action, 10 * i, 10 * i + 7) for i, action in enumerate(actions)]
+    events = memory_timeline(memory, passes, 10 * len(actions))
+    in_flight = schedule.in_flight(pp_rank, pp, num_microbatches, 1)
+    workspace = max(chunk.forward_workspace_bytes, chunk.backward_workspace_bytes)
+    expected = max(in_flight * chunk.saved_bytes + workspace, update_bytes)
+    peak = memory_peak(memory, events)
+    assert peak.total_bytes == 9000 + expected
+    assert peak.activations_bytes + peak.buffers_bytes == expected
+    fullest = [e for e in events if e.activations_bytes + e.buffers_bytes == expected]
+    assert (peak.time_ps, peak.moment) == (fullest[0].time_ps, fullest[0].moment)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@RELAXED
+@given(chunks=st.lists(chunk_bytes(), min_size=3, max_size=3), multiple=st.integers(1, 4))
+def test_no_activation_outlives_the_last_backward(
+    name: str, chunks: list[ChunkMemory], multiple: int
+) -> None:
+    schedule = SCHEDULES[name]
+    vpp = 3 if schedule.interleaves else 1
+    for pp_rank in range(4):
+        actions = schedule.rank_actions(pp_rank, 4, 4 * multiple, vpp)
+        passes = [(action, i, i + 1) for i, action in enumerate(actions)]
+        events = memory_timeline(static_rank(tuple(chunks)), passes, len(actions))
+        assert [event.time_ps for event in events] == sorted(event.time_ps for event in events)
+        assert min(event.activations_bytes for event in events) >= 0
+        assert (events[-1].activations_bytes, events[-1].moment) == (0, "optimizer")
+
+
+def test_a_timeline_names_each_moment() -> None:
+    chunk = ChunkMemory(saved_bytes=100, forward_workspace_bytes=7, backward_workspace_bytes=30)
+    actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
+    passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
+    events = memory_timeline(static_rank((chunk,), 64), passes, 99)
+    assert [(e.time_ps, e.moment, e.activations_bytes, e.buffers_bytes) for e in events] == [
+        (0, "F0.0", 100, 7),
+        (5, "after F0.0", 100, 0),
+        (10, "F0.1", 200, 7),
+        (15, "after F0.1", 200, 0),
+        (20, "B0.0", 200, 30),
+        (25, "after B0.0", 100, 0),
+        (30, "B0.1", 100, 30),
+        (35, "after B0.1", 0, 0),
+        (99, "optimizer", 0, 64),
+    ]
+    peak = memory_peak(static_rank((chunk,), 64), events)
+    assert (peak.total_bytes, peak.time_ps, peak.moment) == (9230, 20, "B0.0")
+
+
+def test_a_device_shows_the_allocators_rounding_and_the_context() -> None:
+    stack = STACK.model_copy(update={"allocator_fraction": 0.25, "context_bytes": 17})
+    assert reserved_bytes(1000, stack) == 1250
+    assert device_bytes(1000, stack) == 1267
+    cluster = load_cluster("dgx-a100")
+    capacity = 80 * 1024**3
+    assert usable_bytes(cluster, stack, None) == int(capacity * (1 - stack.safety_fraction))
+    assert usable_bytes(cluster, stack, 123) == 123

@@ -1,0 +1,435 @@
+"""A simulated step as a whole: what is refused, how its time adds up, and what it reports."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import (
+    Attention,
+    Cluster,
+    Precision,
+    Recompute,
+    Source,
+    StackProfile,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
+from simulator import (
+    COMMUNICATION,
+    Category,
+    CostModel,
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    StepResult,
+    TrainingJob,
+    build_step,
+    check_plan,
+    hardware_flops,
+    load_model,
+    model_flops,
+    rank_timeline,
+    resolve_stages,
+    simulate,
+    simulate_folded,
+)
+from simulator.accounting import time_breakdown
+from simulator.engine import ChunkWork, RankWork
+from simulator.schedules import Action, Phase
+
+RELAXED = settings(deadline=None, max_examples=25)
+CLUSTER = load_cluster("dgx-a100")
+CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
+GPT2 = load_model("gpt2")
+
+
+NEEDS_A_LAYER = (
+    "every stage needs at least one layer, but for the first and the last one, which hold the "
+    "embedding and the head"
+)
+
+
+def make_plan(model: ModelSpec = GPT2, **fields: object) -> ParallelPlan:
+    """Return a plan with even stages and the attention that every stack knows."""
+    pp, vpp = (int(str(fields.pop(name, 1))) for name in ("pp", "num_virtual_stages"))
+    stages = resolve_stages(model, model.seq_len, pp * vpp, StageSplit.EVEN)
+    settled = {"attention": Attention.UNFUSED, **fields}
+    plan = ParallelPlan(**settled, stages=(1,))
+    return replace(plan, pp=pp, num_virtual_stages=vpp, stages=stages)
+
+
+def make_job(global_batch_size: int = 16, model: ModelSpec = GPT2) -> TrainingJob:
+    return TrainingJob(model=model, global_batch_size=global_batch_size, seq_len=1024)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[ParallelPlan, StackProfile]:
+    """Draw a plan for GPT-2 that a stack can run with 48 sequences."""
+    stack = draw(st.sampled_from([CORE, OLD]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    interleaves = schedule == "interleaved"
+    tp = draw(st.sampled_from([1, 2, 4]))
+    plan = make_plan(
+        tp=tp,
+        dp=draw(st.sampled_from([1, 2, 4])),
+        pp=draw(st.sampled_from([2, 4] if interleaves else [1, 2, 3, 4])),
+        num_virtual_stages=draw(st.sampled_from([2, 3])) if interleaves else 1,
+        microbatch_size=draw(st.sampled_from([1, 3])),
+        zero_stage=draw(st.sampled_from(stack.zero_stages)),
+        sequence_parallel=stack.sequence_parallel and tp > 1 and draw(st.booleans()),
+        recompute=draw(st.sampled_from(stack.recompute_modes)),
+        attention=draw(st.sampled_from(stack.attention_kernels)),
+        schedule=schedule,
+    )
+    return plan, stack
+
+
+@RELAXED
+@given(case=plans())
+def test_the_breakdown_adds_up_to_the_step(case: tuple[ParallelPlan, StackProfile]) -> None:
+    plan, stack = case
+    result = simulate(make_job(48), plan, CLUSTER, stack)
+    assert set(result.breakdown_ps) == set(Category)
+    assert all(time_ps >= 0 for time_ps in result.breakdown_ps.values())
+    # Each category is rounded down once.
+    assert 0 <= result.step_ps - sum(result.breakdown_ps.values()) < len(Category)
+    assert sum(result.source_fractions.values()) == pytest.approx(1, rel=1e-12)
+    assert set(result.source_fractions) == set(Source)
+    exposed_ps = sum(result.breakdown_ps[each] for each in COMMUNICATION)
+    assert result.exposed_comm_s == exposed_ps / 10**12
+
+
+def sending_ps(result: StepResult, pp_rank: int, action: Action) -> int:
+    """Return for how long a pass's message keeps its rank from computing."""
+    work = result.work
+    chunk = work.ranks[pp_rank].chunks[action.chunk]
+    stage, last = action.chunk * work.pp + pp_rank, work.pp * work.num_virtual_stages - 1
+    if not work.blocking_messages:
+        return 0
+    if action.phase is Phase.FORWARD:
+        return chunk.forward_message.occupy_ps if stage < last else 0
+    return chunk.backward_message.occupy_ps if stage > 0 else 0
+
+
+def idle_ps(result: StepResult, pp_rank: int) -> int:
+    """Return the time a rank neither computes nor communicates, gap by gap."""
+    rank, work = result.times.ranks[pp_rank], result.work
+    actions = work.actions[pp_rank]
+    total, free_ps = 0, 0
+    for action, start_ps, end_ps in zip(actions, rank.starts_ps, rank.ends_ps, strict=True):
+        assert start_ps >= free_ps
+        total += start_ps - free_ps
+        free_ps = end_ps + sending_ps(result, pp_rank, action)
+    assert rank.reduce_end_ps == free_ps + rank.reduce_wait_ps
+    assert rank.update_start_ps >= rank.reduce_end_ps + work.norm_ps
+    total += rank.update_start_ps - work.norm_ps - rank.reduce_end_ps
+    held = work.ranks[pp_rank]
+    assert rank.end_ps == rank.update_start_ps + held.optimizer_ps + held.gather_ps
+    return total + max(each.end_ps for each in result.times.ranks) - rank.end_ps
+
+
+@RELAXED
+@given(case=plans())
+def test_the_bubble_is_the_mean_of_the_gaps_on_every_rank(
+    case: tuple[ParallelPlan, StackProfile],
+) -> None:
+    plan, stack = case
+    result = simulate(make_job(48), plan, CLUSTER, stack)
+    idle = sum(idle_ps(result, pp_rank) for pp_rank in range(plan.pp))
+    assert result.breakdown_ps[Category.BUBBLE] == -(-idle // plan.pp)
+
+
+@RELAXED
+@given(case=plans())
+def test_communication_of_stages_and_replicas_is_what_keeps_ranks_waiting(
+    case: tuple[ParallelPlan, StackProfile],
+) -> None:
+    plan, stack = case
+    result = simulate(make_job(48), plan, CLUSTER, stack)
+    sent_ps = sum(
+        sending_ps(result, pp_rank, action)
+        for pp_rank in range(plan.pp)
+        for action in result.work.actions[pp_rank]
+    )
+    assert result.breakdown_ps[Category.PP_COMM] == sent_ps // plan.pp
+    waited_ps = sum(
+        rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps + result.work.norm_ps
+        for rank, work in zip(result.times.ranks, result.work.ranks, strict=True)
+    )
+    assert result.breakdown_ps[Category.DP_COMM] == waited_ps // plan.pp
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp"),
+    [("gpipe", 1, 1), ("gpipe", 4, 1), ("1f1b", 3, 1), ("1f1b", 4, 1), ("interleaved", 4, 3)],
+)
+def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communication(
+    schedule: str, pp: int, vpp: int
+) -> None:
+    plan = make_plan(pp=pp, num_virtual_stages=vpp, schedule=schedule)
+    costs = CostModel(CLUSTER, CORE, plan.world_size)
+    built = build_step(make_job(8), plan, costs)
+    inner = built.chunk_costs[pp // 2][0]  # alike on all ranks: layers only where pp > 2
+    chunk = ChunkWork(forward_ps=inner.forward.time_ps, backward_ps=inner.backward.time_ps)
+    work = replace(
+        built.work,
+        ranks=(RankWork(chunks=(chunk,) * vpp),) * pp,
+        norm_ps=0,
+        overhead_per_million=0,
+    )
+    nothing = inner.forward * 0
+    equal = replace(
+        built,
+        work=work,
+        chunk_costs=((inner,) * vpp,) * pp,
+        update_costs=(nothing,) * pp,
+    )
+    times = simulate_folded(work)
+    parts, _ = time_breakdown(equal, times)
+    passes_ps = chunk.forward_ps + chunk.backward_ps
+    assert times.step_ps == (8 * vpp + pp - 1) * passes_ps
+    assert parts[Category.BUBBLE] == (pp - 1) * passes_ps
+    closed = simulate(make_job(8), plan, CLUSTER, CORE).schedule_bubble_fraction
+    assert parts[Category.BUBBLE] / times.step_ps == closed == (pp - 1) / (8 * vpp + pp - 1)
+
+
+def test_embedding_and_head_may_have_stages_of_their_own() -> None:
+    plan = replace(make_plan(pp=4), stages=(0, 6, 6, 0), dp=2, zero_stage=1)
+    result = simulate(make_job(16), plan, CLUSTER, CORE)
+    assert 0 <= result.step_ps - sum(result.breakdown_ps.values()) < len(Category)
+    first, inner = result.memory.by_stage[0], result.memory.by_stage[1]
+    assert first.parameters_bytes == 2 * 768 * (50_304 + 1024)  # padded table and positions
+    assert inner.parameters_bytes == 2 * 6 * (12 * 768**2 + 13 * 768)
+
+
+def test_one_rank_is_never_idle() -> None:
+    result = simulate(make_job(8), make_plan(), CLUSTER, CORE)
+    assert result.breakdown_ps[Category.BUBBLE] == 0
+    assert result.bubble_fraction == result.schedule_bubble_fraction == 0
+    assert all(result.breakdown_ps[each] == 0 for each in COMMUNICATION)
+
+
+@RELAXED
+@given(case=plans())
+def test_the_same_plan_gives_the_same_bytes_with_a_fresh_or_a_shared_cost_model(
+    case: tuple[ParallelPlan, StackProfile],
+) -> None:
+    plan, stack = case
+    shared = CostModel(CLUSTER, stack, plan.world_size)
+    runs = [simulate(make_job(48), plan, CLUSTER, stack, costs=costs) for costs in (shared, None)]
+    again = simulate(make_job(48), plan, CLUSTER, stack, costs=shared)
+    assert repr(runs[0]) == repr(runs[1]) == repr(again)
+
+
+PRINT_A_STEP = """
+from hwprofiles import Attention, load_cluster, load_stack
+from simulator import ParallelPlan, TrainingJob, load_model, simulate
+
+plan = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
+job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
+print(repr(simulate(job, plan, load_cluster("dgx-a100"), load_stack("megatron-core"))))
+"""
+
+
+def test_another_process_with_another_hash_seed_prints_the_same_bytes() -> None:
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", PRINT_A_STEP],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+@RELAXED
+@given(case=plans())
+def test_memory_of_each_rank_is_static_plus_the_fullest_moment(
+    case: tuple[ParallelPlan, StackProfile],
+) -> None:
+    plan, stack = case
+    result = simulate(make_job(48), plan, CLUSTER, stack)
+    built = build_step(make_job(48), plan, CostModel(CLUSTER, stack, plan.world_size))
+    for stage, memory in zip(result.memory.by_stage, built.memory, strict=True):
+        events = rank_timeline(built, result.times, stage.stage)
+        live = max(event.activations_bytes + event.buffers_bytes for event in events)
+        assert stage.peak_bytes == memory.static_bytes + live
+        assert events[-1].activations_bytes == 0
+        assert stage.parameters_bytes == memory.parameters_bytes
+    assert result.memory.peak_bytes == max(each.peak_bytes for each in result.memory.by_stage)
+    worst = result.memory.worst_stage
+    assert result.memory.worst_rank == worst.stage * plan.tp * plan.dp
+
+
+def test_a_plan_fits_exactly_while_the_device_holds_it() -> None:
+    job, plan = make_job(), make_plan(pp=2)
+    need = simulate(job, plan, CLUSTER, CORE).memory.device_bytes
+    tight = simulate(job, plan, CLUSTER, CORE, memory_limit_bytes=need)
+    short = simulate(job, plan, CLUSTER, CORE, memory_limit_bytes=need - 1)
+    assert tight.memory.fits
+    assert not short.memory.fits
+    assert tight.step_ps == short.step_ps
+    assert any("runs this full tend to be slower" in warning for warning in tight.warnings)
+    assert any(warning.startswith("does not fit: rank 0 needs ") for warning in short.warnings)
+
+
+def test_rates_follow_from_the_step_time() -> None:
+    job, plan = make_job(64), make_plan(tp=2, dp=4, recompute=Recompute.FULL)
+    result = simulate(job, plan, CLUSTER, CORE)
+    assert result.num_microbatches == 16
+    seconds = result.step_ps / 10**12
+    assert result.step_time_s == seconds
+    assert result.tokens_per_s == 64 * 1024 / seconds
+    assert result.tokens_per_s_per_gpu == 64 * 1024 / seconds / 8
+    assert result.mfu_fraction == pytest.approx(model_flops(job) / (seconds * 8 * 312e12))
+    ratio = hardware_flops(job, plan) / model_flops(job)
+    assert result.hfu_fraction / result.mfu_fraction == pytest.approx(ratio)
+    assert 0 < result.mfu_fraction < result.hfu_fraction < 1
+
+
+def test_model_flops_are_the_published_formula() -> None:
+    gpt3 = load_model("gpt3-175b").model_copy(update={"vocab_size": 51_200})
+    job = TrainingJob(model=gpt3, global_batch_size=1536, seq_len=2048)
+    b, s, layers, h, v = 1536, 2048, 96, 12_288, 51_200
+    # 72 B s l h^2 (1 + s / 6h + V / 12 l h), multiplied out.
+    expected = 72 * b * s * layers * h * h + 12 * b * s * s * layers * h + 6 * b * s * h * v
+    assert model_flops(job) == expected
+    plan = make_plan(gpt3, recompute=Recompute.FULL)
+    # 96 B s l h^2 (1 + s / 6h + V / 16 l h) (Narayanan et al. 2021).
+    full = 96 * b * s * layers * h * h + 16 * b * s * s * layers * h + 6 * b * s * h * v
+    assert hardware_flops(job, plan) == full
+    selective = replace(plan, recompute=Recompute.SELECTIVE)
+    assert hardware_flops(job, selective) == expected + 4 * b * s * s * layers * h
+
+
+def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
+    result = simulate(make_job(), make_plan(dp=2), CLUSTER, CORE)
+    end_ps = max(rank.end_ps for rank in result.times.ranks)
+    assert result.breakdown_ps[Category.STEP_OVERHEAD] == end_ps * 4_000 // 1_000_000
+    assert result.step_ps == end_ps + end_ps * 4_000 // 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "stack", "message"),
+    [
+        ({"tp": 5}, CORE, "num_heads=12 is not divisible by tp=5"),
+        ({"dp": 5}, CORE, "global_batch_size=16 is not divisible by dp=5"),
+        (
+            {"dp": 4, "microbatch_size": 3},
+            CORE,
+            (
+                "global_batch_size=16 leaves 4 sequences a replica at dp=4, "
+                "not divisible by microbatch_size=3"
+            ),
+        ),
+        (
+            {"stages": (11,)},
+            CORE,
+            "stages hold 11 layers in all; gpt2 has 12",
+        ),
+        (
+            {"pp": 3, "num_virtual_stages": 2, "schedule": "interleaved"},
+            CORE,
+            "interleaved needs num_microbatches=16 to be a multiple of pp=3",
+        ),
+        (
+            {"attention": Attention.FLASH},
+            OLD,
+            "attention=flash is not offered by stack megatron-lm-2021; allowed: unfused",
+        ),
+        (
+            {"dp": 2, "zero_stage": 2},
+            CORE,
+            "zero_stage=2 is not offered by stack megatron-core; allowed: 0, 1",
+        ),
+    ],
+)
+def test_a_plan_that_can_never_run_is_refused_with_the_field_and_what_is_allowed(
+    fields: dict[str, object], stack: StackProfile, message: str
+) -> None:
+    stages = fields.pop("stages", None)
+    plan = make_plan(**fields)
+    if stages is not None:
+        plan = replace(plan, stages=stages)
+    with pytest.raises(PlanError) as caught:
+        simulate(make_job(), plan, CLUSTER, stack)
+    assert str(caught.value) == message
+
+
+def test_a_plan_larger_than_its_cluster_is_refused() -> None:
+    small = CLUSTER.model_copy(update={"num_nodes": 1})
+    check_plan(make_job(), make_plan(dp=8), small, CORE)
+    with pytest.raises(PlanError, match=r"^gpus=16 is more than the 8 of dgx-a100$"):
+        check_plan(make_job(), make_plan(dp=16), small, CORE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "tp must be >= 1, got 0"),
+        ({"pp": 2}, "stages lists 1 stages; the plan has pp=2 x vpp=1 = 2"),
+        ({"stages": (0,)}, f"{NEEDS_A_LAYER}; got 0"),
+        ({"pp": 3, "stages": (6, 0, 6)}, f"{NEEDS_A_LAYER}; got 0"),
+        ({"pp": 2, "stages": (-1, 13)}, f"{NEEDS_A_LAYER}; got -1"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_cannot_be_made(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        ParallelPlan(**{"stages": (12,), **fields})
+    assert str(caught.value) == message
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        TrainingJob(model=GPT2, global_batch_size=1, seq_len=1025)
+    assert str(caught.value) == "seq_len=1025 is longer than the 1024 learned positions of gpt2"
+    rotary = load_model("llama3-8b")
+    assert TrainingJob(model=rotary, global_batch_size=1, seq_len=10**6).tokens_per_step == 10**6
+
+
+def warnings_of(cluster: Cluster = CLUSTER, **fields: object) -> tuple[str, ...]:
+    return simulate(make_job(48), make_plan(**fields), cluster, CORE).warnings
+
+
+def test_a_plain_plan_has_no_warnings() -> None:
+    assert warnings_of() == ()
+
+
+def test_switches_without_effect_are_named() -> None:
+    assert "sequence_parallel has no effect at tp=1" in warnings_of(sequence_parallel=True)
+    assert "zero_stage=1 has no effect at dp=1" in warnings_of(zero_stage=1)
+
+
+def test_tensor_parallelism_over_nodes_is_named() -> None:
+    assert "tp=3 crosses nodes of 8 devices" in warnings_of(tp=3, dp=4)
+    assert "tp=12 crosses nodes of 8 devices" in warnings_of(tp=12)
+
+
+def test_misaligned_matrices_are_named_in_16_bit_alone() -> None:
+    odd = GPT2.model_copy(update={"hidden_size": 12 * 60})
+    job = TrainingJob(model=odd, global_batch_size=8, seq_len=1024)
+    expected = "head dim = 60 is not a multiple of 8: its matrix products run slowly"
+    plan = make_plan(odd)
+    assert expected in simulate(job, plan, CLUSTER, CORE).warnings
+    fp32 = replace(job, precision=Precision.FP32)
+    assert expected not in simulate(fp32, plan, CLUSTER, CORE).warnings
+
+
+def test_extrapolated_evidence_is_named() -> None:
+    link = CLUSTER.intra_node
+    facts = tuple(
+        fact.model_copy(update={"kind": Source.EXTRAPOLATED}) for fact in link.collectives
+    )
+    guessed = link.model_copy(update={"collectives": facts})
+    cluster = CLUSTER.model_copy(update={"intra_node": guessed})
+    warnings = warnings_of(cluster, tp=4)
+    assert any(each.endswith("of the busy time rests on extrapolation") for each in warnings)

@@ -1,0 +1,389 @@
+"""From a plan to the work of a step: FLOPs, collectives, messages and collectives of replicas."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import (
+    Attention,
+    Cluster,
+    CollectiveOp,
+    Precision,
+    Recompute,
+    StackProfile,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
+from simulator.block_shape import BlockShape
+from simulator.costs import Category, CostModel, PhaseCost
+from simulator.data_parallel import Stage
+from simulator.engine import Message
+from simulator.mesh import Axis, GroupSpan, Mesh
+from simulator.model_catalog import load_model
+from simulator.model_flops import hardware_flops, model_flops
+from simulator.model_spec import ModelSpec
+from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operators import Collective, Gemm, Operator, sum_flops
+from simulator.parameters import padded_vocab_size
+from simulator.partition import resolve_stages
+from simulator.plan import ParallelPlan, TrainingJob
+from simulator.step_builder import (
+    BuiltStep,
+    build_step,
+    chunk_cost,
+    message_between,
+    rank_stages,
+    shared_embedding_ps,
+)
+
+RELAXED = settings(deadline=None, max_examples=40)
+CLUSTER = load_cluster("dgx-a100")
+CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
+MODELS = ["gpt2", "gpt3-175b", "megatron-1t", "llama2-7b", "llama3-8b", "llama3-70b"]
+
+
+def make_plan(model: ModelSpec, **fields: object) -> ParallelPlan:
+    """Return a plan with even stages."""
+    plan = ParallelPlan(**{**fields, "pp": 1, "num_virtual_stages": 1}, stages=(1,))
+    pp, vpp = (int(str(fields.get(name, 1))) for name in ("pp", "num_virtual_stages"))
+    stages = resolve_stages(model, model.seq_len, pp * vpp, StageSplit.EVEN)
+    return replace(plan, pp=pp, num_virtual_stages=vpp, stages=stages)
+
+
+def make_job(
+    model: ModelSpec, global_batch_size: int, precision: Precision = Precision.BF16
+) -> TrainingJob:
+    return TrainingJob(
+        model=model,
+        global_batch_size=global_batch_size,
+        seq_len=min(model.seq_len, 2048),
+        precision=precision,
+    )
+
+
+def built_step(
+    job: TrainingJob,
+    plan: ParallelPlan,
+    *,
+    stack: StackProfile = CORE,
+    cluster: Cluster = CLUSTER,
+) -> BuiltStep:
+    return build_step(job, plan, CostModel(cluster, stack, plan.world_size))
+
+
+def changed_model(name: str, **changes: object) -> ModelSpec:
+    return load_model(name).model_copy(update=changes)
+
+
+def step_flops(job: TrainingJob, plan: ParallelPlan) -> int:
+    """Return the FLOPs of every operator that any rank runs in a step."""
+    shape = BlockShape.of(job, plan, CORE)
+    num_layers = job.model.num_layers
+    total = 0
+    for count, block in (
+        (1, embedding_operators(shape)),
+        (num_layers, layer_operators(shape)),
+        (1, head_operators(shape)),
+    ):
+        total += count * sum_flops(block.forward + block.recompute + block.backward)
+    return total * plan.num_microbatches(job) * plan.dp * plan.tp
+
+
+@st.composite
+def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
+    model = load_model(draw(st.sampled_from(MODELS)))
+    degrees = [tp for tp in (1, 2, 4, 8, 12) if model.num_heads % tp == 0]
+    tp = draw(st.sampled_from([tp for tp in degrees if model.num_kv_heads % tp == 0]))
+    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, tp)})
+    dp, microbatch_size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    job = make_job(padded, dp * microbatch_size * draw(st.integers(1, 5)))
+    plan = make_plan(
+        padded,
+        tp=tp,
+        dp=dp,
+        microbatch_size=microbatch_size,
+        sequence_parallel=draw(st.booleans()) and tp > 1,
+        recompute=draw(st.sampled_from(Recompute)),
+    )
+    return job, plan
+
+
+@RELAXED
+@given(case=flops_cases())
+def test_operators_add_up_to_the_hardware_flops(case: tuple[TrainingJob, ParallelPlan]) -> None:
+    job, plan = case
+    assert step_flops(job, plan) == hardware_flops(job, plan)
+    assert step_flops(job, replace(plan, recompute=Recompute.NONE)) == model_flops(job)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flash_attention_halves_the_core_and_repeats_its_scores(name: str) -> None:
+    model = load_model(name)
+    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, 1)})
+    job, plan = make_job(padded, 8), make_plan(padded)
+    core = 4 * job.tokens_per_step * job.seq_len * model.hidden_size * model.num_layers
+    # Half of forward and backward (3 x), and half of one more product (a quarter of the core).
+    expected = model_flops(job) - 3 * core + (3 * core) // 2 + core // 4
+    assert step_flops(job, replace(plan, attention=Attention.FLASH)) == expected
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b"])
+def test_full_recomputation_adds_exactly_one_forward_of_the_layers(name: str, tp: int) -> None:
+    model = load_model(name)
+    job = make_job(model, 4)
+    shape = BlockShape.of(job, make_plan(model, tp=tp, recompute=Recompute.FULL), CORE)
+    layer = layer_operators(shape)
+    assert layer.recompute == layer.forward
+    assert layer_operators(replace(shape, recompute=Recompute.NONE)).recompute == ()
+    for block in (embedding_operators(shape), head_operators(shape)):
+        assert block.recompute == ()
+    gemms = [each for each in layer.forward if isinstance(each, Gemm)]
+    assert sum_flops(layer.backward) == 2 * sum(each.flops for each in gemms)
+
+
+def collectives(operators: tuple[Operator, ...]) -> list[Collective]:
+    return [each for each in operators if isinstance(each, Collective)]
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "llama3-70b"])
+def test_a_layer_communicates_2_plus_2_times_or_4_plus_6_with_sequence_parallelism(
+    name: str,
+) -> None:
+    model = load_model(name)
+    job = make_job(model, 3)
+    plan = make_plan(model, tp=4, microbatch_size=3)
+    plain = layer_operators(BlockShape.of(job, plan, CORE))
+    split_plan = replace(plan, sequence_parallel=True)
+    split = layer_operators(BlockShape.of(job, split_plan, CORE))
+
+    def ops(operators: tuple[Operator, ...]) -> Counter[CollectiveOp]:
+        return Counter(each.op for each in collectives(operators))
+
+    reduce, gather, scatter = (
+        CollectiveOp.ALL_REDUCE,
+        CollectiveOp.ALL_GATHER,
+        CollectiveOp.REDUCE_SCATTER,
+    )
+    assert ops(plain.forward) == ops(plain.backward) == {reduce: 2}
+    assert ops(split.forward) == {gather: 2, scatter: 2}
+    assert ops(split.backward) == {gather: 4, scatter: 2}
+    sbh_bytes = job.seq_len * 3 * model.hidden_size * 2
+    for layer in (plain, split):
+        for each in collectives(layer.forward + layer.backward):
+            assert (each.size_bytes, each.axis) == (sbh_bytes, Axis.TP)
+
+
+def test_without_tensor_parallelism_no_block_communicates() -> None:
+    model = load_model("gpt2")
+    shape = BlockShape.of(make_job(model, 1), make_plan(model), CORE)
+    for block in (embedding_operators(shape), layer_operators(shape), head_operators(shape)):
+        assert collectives(block.forward + block.backward + block.recompute) == []
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_embedding_and_head_communicate_what_vocabulary_parallelism_needs(
+    *, sequence_parallel: bool
+) -> None:
+    model = load_model("gpt3-175b")
+    job = make_job(model, 2)
+    plan = make_plan(model, tp=8, microbatch_size=2, sequence_parallel=sequence_parallel)
+    shape = BlockShape.of(job, plan, CORE)
+    tokens = 2 * job.seq_len
+    activations, loss = tokens * model.hidden_size * 2, tokens * 4
+
+    def listed(operators: tuple[Operator, ...]) -> list[tuple[str, int]]:
+        return [(each.op.value, each.size_bytes) for each in collectives(operators)]
+
+    losses = [("all_reduce", loss)] * 3
+    head, embedding = head_operators(shape), embedding_operators(shape)
+    if sequence_parallel:
+        assert listed(embedding.forward) == [("reduce_scatter", activations)]
+        assert listed(embedding.backward) == [("all_gather", activations)]
+        assert listed(head.forward) == [("all_gather", activations), *losses]
+        assert sorted(listed(head.backward)) == [
+            ("all_gather", activations),
+            ("reduce_scatter", activations),
+        ]
+    else:
+        assert listed(embedding.forward) == [("all_reduce", activations)]
+        assert listed(embedding.backward) == []
+        assert listed(head.forward) == losses
+        assert listed(head.backward) == [("all_reduce", activations)]
+
+
+@RELAXED
+@given(
+    name=st.sampled_from(["gpt2", "llama3-8b"]),
+    pp=st.integers(1, 4),
+    vpp=st.integers(1, 3),
+    num_microbatches=st.integers(1, 3),
+)
+def test_virtual_stages_hold_the_model_in_order(
+    name: str, pp: int, vpp: int, num_microbatches: int
+) -> None:
+    model = load_model(name)
+    plan = make_plan(model, pp=pp, num_virtual_stages=vpp)
+    held = [rank_stages(plan, rank) for rank in range(pp)]
+    order = [held[index % pp][index // pp] for index in range(pp * vpp)]
+    assert [stage.num_layers for stage in order] == list(plan.stages)
+    assert [stage.has_embedding for stage in order] == [i == 0 for i in range(pp * vpp)]
+    assert [stage.has_head for stage in order] == [i == pp * vpp - 1 for i in range(pp * vpp)]
+
+
+def test_a_pass_costs_its_layers_and_the_ends_of_the_model() -> None:
+    model = load_model("gpt2")
+    shape = BlockShape.of(make_job(model, 1), make_plan(model, tp=2), CORE)
+    costs = CostModel(CLUSTER, CORE, 2)
+    embedding, layer, head = (
+        costs.block_cost(shape, each) for each in ("embedding", "layer", "head")
+    )
+    inside = Stage(num_layers=5, has_embedding=False, has_head=False)
+    both_ends = Stage(num_layers=5, has_embedding=True, has_head=True)
+    whole = chunk_cost(costs, shape, both_ends)
+    assert whole.forward == layer.forward * 5 + embedding.forward + head.forward
+    assert whole.backward == layer.backward * 5 + embedding.backward + head.backward
+    inner = chunk_cost(costs, shape, inside)
+    assert inner.forward == layer.forward * 5
+
+
+def test_recomputed_work_is_marked_as_such() -> None:
+    model = load_model("gpt2")
+    shape = BlockShape.of(make_job(model, 1), make_plan(model, recompute=Recompute.FULL), CORE)
+    costs = CostModel(CLUSTER, CORE, 1)
+    full = costs.block_cost(shape, "layer")
+    none = costs.block_cost(replace(shape, recompute=Recompute.NONE), "layer")
+    assert full.forward == none.forward
+    assert full.backward.time_ps - none.backward.time_ps == full.forward.time_ps
+    assert full.backward.category_ps(Category.RECOMPUTE) == full.forward.time_ps
+
+
+@pytest.mark.parametrize("crosses_nodes", [False, True])
+def test_scatter_gather_sends_a_part_and_gathers_it_inside_the_node(*, crosses_nodes: bool) -> None:
+    model = load_model("gpt3-175b")
+    job = make_job(model, 1)
+    shape = BlockShape.of(job, make_plan(model, tp=8), CORE)
+    whole_bytes = job.seq_len * model.hidden_size * 2
+    whole_stack = CORE.model_copy(update={"scatter_gather_p2p": False})
+    parts, whole = CostModel(CLUSTER, CORE, 64), CostModel(CLUSTER, whole_stack, 64)
+
+    def expected(costs: CostModel, size_bytes: int, gather_ps: int) -> Message:
+        cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
+        return Message(cost.transfer.time_ps, cost.latency.time_ps + gather_ps)
+
+    span = GroupSpan(8, 1, 8)
+    gather = parts.collective(CollectiveOp.ALL_GATHER, whole_bytes, span, Axis.TP)
+    message, cost = message_between(parts, shape, crosses_nodes=crosses_nodes)
+    assert message == expected(parts, whole_bytes // 8, gather.time_ps)
+    assert cost.category_ps(Category.PP_COMM) == cost.time_ps == message.occupy_ps
+    plain = message_between(whole, replace(shape, stack=whole_stack), crosses_nodes=crosses_nodes)
+    assert plain[0] == expected(whole, whole_bytes, 0)
+    # Sequence parallelism keeps activations split, so a part is all there is to send.
+    split = replace(shape, sequence_parallel=True)
+    message, _ = message_between(parts, split, crosses_nodes=crosses_nodes)
+    assert message == expected(parts, whole_bytes // 8, 0)
+
+
+def test_messages_cross_nodes_exactly_where_stages_do() -> None:
+    model = load_model("gpt2")
+    plan = make_plan(model, tp=4, pp=4, num_virtual_stages=1)
+    ranks = built_step(make_job(model, 8), plan).work.ranks
+    costs = CostModel(CLUSTER, CORE, 16)
+    shape = BlockShape.of(make_job(model, 8), plan, CORE)
+    near, far = (message_between(costs, shape, crosses_nodes=each)[0] for each in (False, True))
+    assert near != far
+    # Two stages of 4 ranks share a node: 0 1 | 2 3.
+    forward = [rank.chunks[0].forward_message for rank in ranks]
+    backward = [rank.chunks[0].backward_message for rank in ranks]
+    assert forward == [near, far, near, far]  # the last would wrap around to the first
+    assert backward == [far, near, far, near]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("stack", [CORE, OLD], ids=lambda stack: stack.name)
+def test_overlap_moves_collectives_into_passes_and_changes_no_compute(
+    stack: StackProfile, zero_stage: int
+) -> None:
+    model = load_model("gpt2-xl")
+    plan = make_plan(model, pp=2, dp=8, zero_stage=zero_stage)
+    work = built_step(make_job(model, 16), plan, stack=stack).work
+    overlaps = stack.overlap_gradient_reduce
+    assert overlaps == stack.overlap_parameter_gather
+    for rank in work.ranks:
+        chunk = rank.chunks[0]
+        assert bool(chunk.reductions) == overlaps
+        assert bool(chunk.gathers) == (overlaps and zero_stage == 1)
+        if chunk.gathers:
+            assert sum(each.compute_ps for each in chunk.gathers) == chunk.forward_ps
+        if chunk.reductions:
+            assert sum(each.compute_ps for each in chunk.reductions) == chunk.backward_ps
+        assert (rank.reduce_ps == 0) == overlaps
+        assert (rank.gather_ps == 0) == (overlaps or zero_stage == 0)
+
+
+def test_one_replica_has_no_collectives_of_its_own() -> None:
+    model = load_model("gpt2")
+    for stack in (CORE, OLD):
+        work = built_step(make_job(model, 4), make_plan(model, pp=2), stack=stack).work
+        for rank in work.ranks:
+            assert (rank.reduce_ps, rank.gather_ps) == (0, 0)
+            assert all(not chunk.gathers and not chunk.reductions for chunk in rank.chunks)
+
+
+def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
+    tied = load_model("gpt2")
+    untied = changed_model("gpt2", tied_embeddings=False)
+    costs = CostModel(CLUSTER, CORE, 16)
+
+    def shared_ps(model: ModelSpec, pp: int, dp: int) -> int:
+        plan = make_plan(model, pp=pp, dp=dp)
+        shape = BlockShape.of(make_job(model, dp), plan, CORE)
+        mesh = Mesh(tp=1, dp=dp, pp=pp, node_size=8)
+        return shared_embedding_ps(costs, shape, plan, mesh)
+
+    assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
+    table_bytes = padded_vocab_size(tied, 1) * 768 * 4
+    for dp, span in ((2, GroupSpan(2, 1, 2)), (8, GroupSpan(2, 2, 1))):
+        expected = costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP)
+        assert shared_ps(tied, 2, dp) == expected.time_ps
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "shared"),
+    [
+        (2, 8, True),  # both over the network
+        (2, 4, False),  # 8 ranks: replicas and stages inside one node use NVLink
+        (8, 2, False),  # replicas are neighbours, the stages cross
+    ],
+)
+def test_a_port_is_shared_where_messages_and_collectives_use_the_same_links(
+    pp: int, dp: int, *, shared: bool
+) -> None:
+    model = load_model("gpt2")
+    plan = make_plan(model, tp=2 if (pp, dp) == (2, 8) else 1, pp=pp, dp=dp)
+    mesh = built_step(make_job(model, dp), plan).mesh
+    same = mesh.span(Axis.DP).crosses_nodes == mesh.crosses_nodes(0, pp - 1)
+    work = built_step(make_job(model, dp), plan).work
+    assert work.shared_port == same
+    assert (mesh.span(Axis.DP).crosses_nodes and same) == shared
+    assert not built_step(make_job(model, dp), plan, stack=OLD).work.shared_port
+
+
+def test_chunks_and_updates_report_what_the_engine_runs() -> None:
+    model = load_model("gpt2")
+    plan = make_plan(model, tp=2, pp=2, dp=2, num_virtual_stages=3, schedule="interleaved")
+    built = built_step(make_job(model, 8), plan)
+    for pp_rank, rank in enumerate(built.work.ranks):
+        for chunk, cost in zip(rank.chunks, built.chunk_costs[pp_rank], strict=True):
+            assert chunk.forward_ps == cost.forward.time_ps
+            assert chunk.backward_ps == cost.backward.time_ps
+        assert rank.optimizer_ps == built.update_costs[pp_rank].time_ps
+        update: PhaseCost = built.update_costs[pp_rank]
+        assert update.category_ps(Category.OPTIMIZER) == update.time_ps
+    assert built.work.overhead_per_million == 4_000
+    assert built.work.num_microbatches == 4
+    assert not built.work.blocking_messages

@@ -1,0 +1,244 @@
+"""The rules of the house that no type checker sees: who imports whom, and what lives where."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("hwprofiles", "simulator", "planner", "validate")  # each may import those before it
+FRONT_DOOR = "meshwright"
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+BINARY_OR_DECIMAL_GIANTS = {10**9, 10**12, 2**30, 2**40}
+Value = int | float
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")) + [
+    path for path in [ROOT / f"{FRONT_DOOR}.py"] if path.exists()
+]
+PACKAGES = [path.parent for path in SOURCES if path.name == "__init__.py"]
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def every_source() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", SOURCES, ids=shown)
+
+
+def every_package() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("folder", PACKAGES, ids=shown)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the full name of each module that a file imports, wherever the import stands."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{shown(path)}:{node.lineno} is a relative import"
+            assert node.module is not None
+            yield node.module
+
+
+def imported_packages(path: Path) -> set[str]:
+    return {module.partition(".")[0] for module in imported_modules(path)}
+
+
+def test_all_four_packages_are_looked_at() -> None:
+    assert {layer_of(path) for path in SOURCES} >= {"hwprofiles", "simulator"}
+    assert set(LAYERS) == {path.name for path in ROOT.iterdir() if (path / "py.typed").exists()}
+
+
+@every_source()
+def test_imports_point_down_only(path: Path) -> None:
+    layer = layer_of(path)
+    if layer == FRONT_DOOR:
+        return
+    above = {*LAYERS[LAYERS.index(layer) + 1 :], FRONT_DOOR}
+    assert imported_packages(path) & above == set()
+
+
+@every_source()
+def test_only_the_engine_knows_simpy(path: Path) -> None:
+    in_engine = path.is_relative_to(ROOT / "simulator" / "engine")
+    assert in_engine or "simpy" not in imported_packages(path)
+
+
+@every_source()
+def test_only_validate_knows_torch(path: Path) -> None:
+    assert layer_of(path) == "validate" or "torch" not in imported_packages(path)
+
+
+@every_source()
+def test_modules_are_named_for_what_they_hold(path: Path) -> None:
+    name = path.stem if path.name != "__init__.py" else path.parent.name
+    assert name not in VAGUE_NAMES
+    if name != "__main__":
+        assert name not in sys.stdlib_module_names
+
+
+def exported_names(path: Path) -> list[str] | None:
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+            assert isinstance(names, list)
+            return names
+    return None
+
+
+def export_order(name: str) -> tuple[int, str]:
+    """Return the order of a list of exports: constants, classes, functions."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+@every_package()
+def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
+    path = folder / "__init__.py"
+    names = exported_names(path)
+    bound = {
+        alias.asname or alias.name
+        for node in tree_of(path).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    if names is None:
+        assert bound == set(), "what a package imports for others stands in its __all__"
+        return
+    assert names == sorted(set(names), key=export_order)
+    if layer_of(path) == "validate":
+        pytest.importorskip("torch")
+    module = importlib.import_module(".".join(folder.relative_to(ROOT).parts))
+    assert [name for name in names if not hasattr(module, name)] == []
+    local = {name for name in names if name not in bound}
+    own = {
+        node.name for node in tree_of(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    constants = {name for name in local if name.isupper()}
+    assert local <= own | constants
+    private = {name for name in bound if name.startswith("_")}
+    assert private == set()
+
+
+@every_source()
+def test_nothing_is_imported_with_a_wildcard(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert [alias.name for alias in node.names] != ["*"]
+
+
+def docstrings(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes of constants that document something; they may show an example."""
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, holders) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+
+
+def words_of_code(path: Path) -> Iterator[str]:
+    """Yield every identifier and every text of a file, but not its documentation."""
+    tree = tree_of(path)
+    documentation = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node not in documentation:
+                yield node.value
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def device_names() -> list[str]:
+    folder = ROOT / "hwprofiles" / "data" / "devices"
+    return sorted(path.stem.lower() for path in folder.glob("*.toml"))
+
+
+def test_there_are_devices_to_look_for() -> None:
+    assert "a100-sxm4-80gb" in device_names()
+
+
+@every_source()
+def test_no_code_names_a_device(path: Path) -> None:
+    names = device_names()
+    families = {name.partition("-")[0] for name in names} - {"localhost", "cpu", "gpu"}
+    for word in words_of_code(path):
+        text = word.lower()
+        found = [name for name in names if name in text and name not in {"cpu", "gpu"}]
+        found += [name for name in families if text == name]
+        assert found == [], word
+
+
+def constant_value(node: ast.AST) -> Value | None:
+    """Return the number that a constant expression of the form a, a ** b or a << b stands for."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.LShift):
+        left, right = constant_value(node.left), constant_value(node.right)
+        if left is None or right is None or right > 100:
+            return None
+        return left**right if isinstance(node.op, ast.Pow) else int(left) << int(right)
+    return None
+
+
+def unit_conversions(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield giants that convert units: as floats, as powers of two, in products and quotients.
+
+    A whole power of ten that stands alone is a limit or a count.
+    """
+    for node in ast.walk(tree):
+        value = constant_value(node)
+        if value in BINARY_OR_DECIMAL_GIANTS and (isinstance(value, float) or value % 10):
+            yield node
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+            sides = {constant_value(node.left), constant_value(node.right)}
+            if sides & BINARY_OR_DECIMAL_GIANTS:
+                yield node
+
+
+@every_source()
+def test_only_units_knows_what_a_giga_is(path: Path) -> None:
+    found = [f"{node.lineno}: {ast.unparse(node)}" for node in unit_conversions(tree_of(path))]
+    if shown(path) == "hwprofiles/units.py":
+        assert found != []
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("x = y * 1e9", True),
+        ("x = 2**30", True),
+        ("x = y / 10**12", True),
+        ("x = y >> 3; z = 1 << 30", True),
+        ("x = 1024**3", True),
+        ("LIMIT = 10**9", False),
+        ("x = y / 1e6", False),
+    ],
+)
+def test_the_search_for_conversions_finds_them(code: str, *, found: bool) -> None:
+    assert any(unit_conversions(ast.parse(code))) == found
+
+
+@every_source()
+def test_code_is_plain_ascii(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").isascii()

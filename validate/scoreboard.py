@@ -1,0 +1,206 @@
+"""Predictions against published runs: errors row by row and by source."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+
+from hwprofiles import GIBI, PS_PER_S, load_cluster, load_stack
+from simulator import CostModel, ParallelPlan, StepResult, TrainingJob, simulate
+from simulator.block_shape import BlockShape
+from validate.published import (
+    ExcludedRun,
+    MemoryKind,
+    Phase,
+    PublishedLayer,
+    PublishedRun,
+    load_excluded_runs,
+    load_published_layers,
+    load_published_runs,
+)
+
+
+class Quantity(StrEnum):
+    """What is compared: seconds of a step or of a layer, bytes of memory."""
+
+    STEP_TIME = "step time"
+    LAYER_TIME = "layer time"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One published figure and its prediction, in seconds or bytes."""
+
+    id: str
+    source: str
+    quantity: Quantity
+    published: float
+    predicted: float
+    rel_tol: float
+
+    @property
+    def error_fraction(self) -> float:
+        """Prediction over publication, less one: negative is too fast or too small."""
+        return self.predicted / self.published - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A run that is printed as out of memory, and what the simulator says it needs."""
+
+    id: str
+    source: str
+    device_bytes: int
+    capacity_bytes: int
+
+    @property
+    def is_called_right(self) -> bool:
+        """Whether the prediction exceeds the device, too."""
+        return self.device_bytes > self.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSummary:
+    """Errors of one quantity over the rows of one source; *worst* has the largest."""
+
+    source: str
+    quantity: Quantity
+    num_rows: int
+    mean_abs_fraction: float
+    median_abs_fraction: float
+    bias_fraction: float
+    worst: Comparison
+
+    @classmethod
+    def of(cls, rows: Sequence[Comparison]) -> "SourceSummary":
+        """Return the summary of rows of one source and quantity."""
+        errors = [row.error_fraction for row in rows]
+        sizes = [abs(error) for error in errors]
+        return cls(
+            source=rows[0].source,
+            quantity=rows[0].quantity,
+            num_rows=len(rows),
+            mean_abs_fraction=fmean(sizes),
+            median_abs_fraction=median(sizes),
+            bias_fraction=fmean(errors),
+            worst=max(rows, key=lambda row: abs(row.error_fraction)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scoreboard:
+    """All comparisons, the verdicts on runs that did not fit, and the rows left out."""
+
+    comparisons: tuple[Comparison, ...]
+    verdicts: tuple[Verdict, ...]
+    excluded: tuple[ExcludedRun, ...]
+
+    @property
+    def summaries(self) -> tuple[SourceSummary, ...]:
+        """Errors by quantity and source, in the order of the tables."""
+        groups: dict[tuple[Quantity, str], list[Comparison]] = {}
+        for quantity in Quantity:
+            for row in self.comparisons:
+                if row.quantity is quantity:
+                    groups.setdefault((quantity, row.source), []).append(row)
+        return tuple(SourceSummary.of(rows) for rows in groups.values())
+
+
+def scoreboard(
+    runs: Iterable[PublishedRun] | None = None,
+    layers: Iterable[PublishedLayer] | None = None,
+    excluded: Iterable[ExcludedRun] | None = None,
+) -> Scoreboard:
+    """Return predictions of published runs and layers beside what was printed.
+
+    Args:
+        runs: Runs to simulate, by default the built-in table.
+        layers: Layer times to predict, by default the built-in table.
+        excluded: Rows to list as left out, by default the built-in table.
+    """
+    runs = load_published_runs() if runs is None else tuple(runs)
+    layers = load_published_layers() if layers is None else layers
+    comparisons: list[Comparison] = []
+    verdicts: list[Verdict] = []
+    for run in runs:
+        result = simulate_run(run)
+        comparisons += _run_comparisons(run, result)
+        if run.out_of_memory:
+            verdicts.append(_verdict(run, result))
+    comparisons += [_layer_comparison(layer) for layer in layers]
+    return Scoreboard(
+        comparisons=tuple(comparisons),
+        verdicts=tuple(verdicts),
+        excluded=load_excluded_runs() if excluded is None else tuple(excluded),
+    )
+
+
+def simulate_run(run: PublishedRun) -> StepResult:
+    """Return the simulated step of a published run."""
+    return simulate(run.job, run.plan, load_cluster(run.cluster), load_stack(run.stack))
+
+
+def layer_time_s(layer: PublishedLayer) -> float:
+    """Return the predicted seconds of one pass through one layer."""
+    stack = load_stack(layer.stack)
+    job = TrainingJob(
+        model=layer.model,
+        global_batch_size=layer.microbatch_size,
+        seq_len=layer.seq_len,
+        precision=layer.precision,
+    )
+    plan = ParallelPlan(
+        tp=layer.tp,
+        microbatch_size=layer.microbatch_size,
+        sequence_parallel=layer.sequence_parallel,
+        recompute=layer.recompute,
+        attention=layer.attention,
+        stages=(layer.num_layers,),
+    )
+    costs = CostModel(load_cluster(layer.cluster), stack, plan.world_size)
+    cost = costs.block_cost(BlockShape.of(job, plan, stack), "layer")
+    phase = cost.forward if layer.phase is Phase.FORWARD else cost.backward
+    return phase.time_ps / PS_PER_S
+
+
+def _layer_comparison(layer: PublishedLayer) -> Comparison:
+    return Comparison(
+        id=layer.id,
+        source=layer.source,
+        quantity=Quantity.LAYER_TIME,
+        published=layer.time_s,
+        predicted=layer_time_s(layer),
+        rel_tol=layer.rel_tol,
+    )
+
+
+def _run_comparisons(run: PublishedRun, result: StepResult) -> Iterator[Comparison]:
+    figures: list[tuple[Quantity, float | None, float]] = [
+        (Quantity.STEP_TIME, run.step_time_s, result.step_time_s)
+    ]
+    if run.peak_memory_gib is not None:
+        is_device = run.memory_kind is MemoryKind.DEVICE
+        predicted = result.memory.device_bytes if is_device else result.memory.peak_bytes
+        figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, predicted))
+    for quantity, published, predicted in figures:
+        if published is not None:
+            yield Comparison(
+                id=run.id,
+                source=run.source,
+                quantity=quantity,
+                published=published,
+                predicted=predicted,
+                rel_tol=run.rel_tol,
+            )
+
+
+def _verdict(run: PublishedRun, result: StepResult) -> Verdict:
+    memory = result.memory
+    return Verdict(
+        id=run.id,
+        source=run.source,
+        device_bytes=memory.device_bytes,
+        capacity_bytes=memory.capacity_bytes,
+    )
