@@ -124,12 +124,21 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     if step.work.blocking_messages:
         for span in streams.messages:
             yield MESSAGES, span.start_ps, span.end_ps, -1
-    yield DATA_PARALLEL, rank.reduce_end_ps - rank.reduce_wait_ps, rank.reduce_end_ps, -1
+    shared_ps = _shared_embedding_ps(step, pp_rank)
+    own_ps = rank.reduce_wait_ps - shared_ps
+    yield DATA_PARALLEL, rank.passes_end_ps, rank.passes_end_ps + own_ps, -1
+    yield DATA_PARALLEL, rank.reduce_end_ps - shared_ps, rank.reduce_end_ps, -1
     yield DATA_PARALLEL, rank.update_start_ps - step.work.norm_ps, rank.update_start_ps, -1
     gather_ps = step.work.ranks[pp_rank].gather_ps
     yield DATA_PARALLEL, rank.end_ps - gather_ps, rank.end_ps, -1
     end_ps = max(each.end_ps for each in step.times.ranks)
     yield OVERHEAD, end_ps, step.step_ps, -1
+
+
+def _shared_embedding_ps(step: StepResult, pp_rank: int) -> int:
+    """Return the time of a tied table's reduction, on the two ranks that take part."""
+    is_end = pp_rank in (0, step.work.pp - 1)
+    return step.work.ranks[pp_rank].shared_embedding_ps if is_end else 0
 
 
 def _pass_name(kind: SpanKind, chunk: int, num_virtual_stages: int) -> str:
@@ -234,8 +243,9 @@ def column_shares(
     """
     edges_s = np.linspace(window.start_s, window.end_s, num_columns + 1)
     shares = np.zeros((pp, num_columns))
+    rows = np.array(boxes)
     for rank in range(pp):
-        times_s = np.array([box[1:3] for box in boxes if box.rank == rank])
+        times_s = rows[rows[:, 0] == rank, 1:3]
         if times_s.size:
             ends_s = np.cumsum(times_s[:, 1] - times_s[:, 0])
             busy_s = np.stack((ends_s - (times_s[:, 1] - times_s[:, 0]), ends_s), axis=1)

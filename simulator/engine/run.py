@@ -57,6 +57,7 @@ class RankState:
     gather_wait_ps: int = 0
     reduce_end_ps: int = 0
     reduce_wait_ps: int = 0
+    passes_end_ps: int = 0
     update_start_ps: int = 0
     end_ps: int = -1
 
@@ -136,15 +137,18 @@ class Run:
     def _finish(self, place: Place, now: int) -> Process:
         """Reduce what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
-        actions_end_ps = now
+        state.passes_end_ps = now
         if rank.reduce_ps:
             state.reductions.append((now, rank.reduce_ps))
         if state.reductions:
             reduced_ps = yield place.dp_group.arrive(Submission(state.reductions, state.messages))
             now = max(now, reduced_ps)
+        state.reduce_wait_ps = now - state.passes_end_ps
         if place.embedding_group is not None:
+            # The end that comes first is idle until the other one is there.
             now = (yield place.embedding_group.arrive(now)) + rank.shared_embedding_ps
-        state.reduce_end_ps, state.reduce_wait_ps = now, now - actions_end_ps
+            state.reduce_wait_ps += rank.shared_embedding_ps
+        state.reduce_end_ps = now
         state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
         state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
 

@@ -116,8 +116,10 @@ class RankTimes:
         starts_ps: Start of each action, in the order of the rank's list.
         ends_ps: End of each action, before its message leaves.
         gather_wait_ps: Time forward passes waited for parameters.
+        passes_end_ps: End of the last action, a blocking message included.
         reduce_end_ps: When gradients are reduced, tied table included.
-        reduce_wait_ps: Time from the last action to then.
+        reduce_wait_ps: Time that its reductions kept the rank from going on; waiting for the
+            other end of the pipeline before a tied table's reduction is not in it.
         update_start_ps: Start of the optimizer, the same on all ranks.
         end_ps: End of the rank's step.
     """
@@ -125,6 +127,7 @@ class RankTimes:
     starts_ps: list[int]
     ends_ps: list[int]
     gather_wait_ps: int
+    passes_end_ps: int
     reduce_end_ps: int
     reduce_wait_ps: int
     update_start_ps: int

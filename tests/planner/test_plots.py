@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from hwprofiles import GIBI, PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
@@ -24,7 +24,7 @@ from planner.plots import (
     plot_timeline,
     save_figure,
 )
-from planner.plots.timeline import timeline_layers
+from planner.plots.timeline import Window, column_shares, timeline_layers
 from planner.result import FrontierPoint, SearchResult, SimulatedPlan
 from simulator import (
     Category,
@@ -160,7 +160,8 @@ def test_every_axis_is_labelled_with_its_unit_and_every_figure_titled(name: str)
     for axes in figure.axes:
         assert "(s)" in axes.get_xlabel() + axes.get_ylabel() or "(GiB)" in axes.get_ylabel()
     assert figure.axes[0].get_title(loc="left")
-    words = " ".join(text.get_text() for text in texts(figure))
+    named = [*texts(figure), *figure.axes[0].get_yticklabels()]
+    words = " ".join(text.get_text() for text in named)
     assert "dgx-a100" in words
     assert "GPUs" in words
 
@@ -176,7 +177,7 @@ def test_no_text_leaves_the_picture_and_titles_do_not_overlap(name: str) -> None
         assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()
     axes = figure.axes[0]
     headline = next(t for t in texts(figure) if t.get_text() == axes.get_title(loc="left"))
-    details = axes.texts[[t.get_va() for t in axes.texts].index("bottom")]
+    details = axes.texts[[t.get_verticalalignment() for t in axes.texts].index("bottom")]
     others = [headline, *(t for legend in figure.legends for t in legend.get_texts())]
     assert not any(details.get_window_extent().overlaps(t.get_window_extent()) for t in others)
 
@@ -210,7 +211,7 @@ def test_breakdown_widths_are_the_categories_without_the_zero_ones() -> None:
     shown = [category for category in Category if any(s.breakdown_ps[category] for s in steps)]
     assert len(shown) < len(Category)
     for category, parts in zip(shown, bars(figure.axes[0]), strict=True):
-        widths_ps = [cast("Rectangle", patch).get_width() * PS_PER_S for patch in parts.patches]
+        widths_ps = [patch.get_width() * PS_PER_S for patch in parts.patches]
         assert widths_ps == pytest.approx([each.breakdown_ps[category] for each in steps])
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[0] == "matrix products"
@@ -247,6 +248,20 @@ def test_timeline_draws_every_pass_once_with_one_collection_a_colour() -> None:
     assert set(numbers) <= {str(index) for index in range(result.num_microbatches)}
 
 
+def test_image_of_tiny_passes_keeps_every_second() -> None:
+    result = step(batch=2048)
+    window = Window(0.0, result.step_time_s)
+    shares = sum(
+        column_shares(layer.boxes, window, result.plan.pp, 1000)
+        for layer in timeline_layers(result)
+    )
+    assert np.max(shares) == pytest.approx(1.0)
+    assert 1 - np.mean(shares) == pytest.approx(result.bubble_fraction, abs=1e-9)
+    pixels = plot_timeline(result).axes[0].images[0].get_array()
+    assert pixels is not None
+    assert pixels.shape[2] == 3
+
+
 def test_long_timeline_also_shows_both_ends_enlarged() -> None:
     result = step(batch=2048)
     whole, start, end = plot_timeline(result).axes
@@ -264,7 +279,9 @@ def test_memory_time_shows_every_layout_and_tells_proven_points_apart() -> None:
     counts = [len(each.get_offsets()) for each in clouds]  # type: ignore[arg-type]
     assert sum(counts) == len(result.evaluated) + len(result.frontier)
     assert sorted(counts[-2:]) == [1, 1]
-    assert clouds[-2].get_facecolor().tolist() != clouds[-1].get_facecolor().tolist()
+    hollow, filled = (np.asarray(each.get_facecolor())[0, :3] for each in clouds[-1:-3:-1])
+    assert hollow.tolist() == [1, 1, 1]
+    assert filled.max() < 0.2
     note = next(text.get_text() for text in axes.texts if text.get_text().startswith("best:"))
     plan = result.plans[0].plan
     assert f"tp{plan.tp} pp{plan.pp} dp{plan.dp} vpp1 mb1" in note

@@ -106,8 +106,7 @@ def test_replayed_collectives_end_when_the_engine_says(result: StepResult) -> No
         streams = rank_streams(result.work, result.times, pp_rank)
         reductions = (SpanKind.GRADIENT_REDUCTION, SpanKind.SHARED_EMBEDDING)
         ends = [span.end_ps for span in streams.data_parallel if span.kind in reductions]
-        last_pass_ps = rank.reduce_end_ps - rank.reduce_wait_ps
-        assert max([last_pass_ps, *ends]) == rank.reduce_end_ps
+        assert max([rank.passes_end_ps, *ends]) == rank.reduce_end_ps
 
 
 def test_replayed_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:

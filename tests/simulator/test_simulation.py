@@ -125,7 +125,8 @@ def idle_ps(result: StepResult, pp_rank: int) -> int:
         assert start_ps >= free_ps
         total += start_ps - free_ps
         free_ps = end_ps + sending_ps(result, pp_rank, action)
-    assert rank.reduce_end_ps == free_ps + rank.reduce_wait_ps
+    assert rank.passes_end_ps == free_ps
+    total += rank.reduce_end_ps - free_ps - rank.reduce_wait_ps
     assert rank.update_start_ps >= rank.reduce_end_ps + work.norm_ps
     total += rank.update_start_ps - work.norm_ps - rank.reduce_end_ps
     held = work.ranks[pp_rank]

@@ -20,8 +20,16 @@ from hwprofiles import (
 )
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, CostModel, PhaseCost
-from simulator.data_parallel import Stage
-from simulator.engine import Message
+from simulator.data_parallel import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_parameters,
+    bucket_stages,
+    gather_cost,
+    reduce_cost,
+)
+from simulator.engine import Message, Segment
 from simulator.mesh import Axis, GroupSpan, Mesh
 from simulator.model_catalog import load_model
 from simulator.model_flops import hardware_flops, model_flops
@@ -323,6 +331,33 @@ def test_overlap_moves_collectives_into_passes_and_changes_no_compute(
             assert sum(each.compute_ps for each in chunk.reductions) == chunk.backward_ps
         assert (rank.reduce_ps == 0) == overlaps
         assert (rank.gather_ps == 0) == (overlaps or zero_stage == 0)
+
+
+def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> None:
+    model = load_model("gpt2-xl")
+    plan = make_plan(model, pp=2, dp=8, zero_stage=1)
+    job, costs = make_job(model, 16), CostModel(CLUSTER, CORE, 16)
+    shape, wire = BlockShape.of(job, plan, CORE), Wire.of(CORE, Precision.BF16)
+    chunks = [rank.chunks[0] for rank in build_step(job, plan, costs).work.ranks]
+    replicas = Replication.of(8, 1, Mesh(tp=1, dp=8, pp=2, node_size=8).span(Axis.DP))
+    for pp_rank, chunk in enumerate(chunks):
+        (stage,) = rank_stages(plan, pp_rank)
+        parts = list(zip(bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True))
+        assert len(parts) > 10
+        passes = [chunk_cost(costs, shape, part) for part, _ in parts]
+        reduces = [reduce_cost(costs, count, wire, replicas).time_ps for _, count in parts]
+        gathers = [gather_cost(costs, count, wire, replicas).time_ps for _, count in parts]
+        assert list(chunk.gathers) == [
+            Segment(each.forward.time_ps, time_ps)
+            for each, time_ps in zip(passes, gathers, strict=True)
+        ]
+        assert list(chunk.reductions) == [
+            Segment(each.backward.time_ps, time_ps)
+            for each, time_ps in list(zip(passes, reduces, strict=True))[::-1]
+        ]
+    # The embedding is gathered first; the head's table is reduced first.
+    assert chunks[0].gathers[0].collective_ps == max(s.collective_ps for s in chunks[0].gathers)
+    assert chunks[1].reductions[0].compute_ps == max(s.compute_ps for s in chunks[1].reductions)
 
 
 def test_one_replica_has_no_collectives_of_its_own() -> None:
