@@ -8,6 +8,9 @@ from simulator.engine.work import (
     Segment,
     StepTimes,
     StepWork,
+    Unit,
+    UnitCollective,
+    UnitPart,
     with_overhead,
 )
 from simulator.engine.world import simulate_folded, simulate_unfolded
@@ -20,6 +23,9 @@ __all__ = [
     "Segment",
     "StepTimes",
     "StepWork",
+    "Unit",
+    "UnitCollective",
+    "UnitPart",
     "simulate_folded",
     "simulate_unfolded",
     "with_overhead",

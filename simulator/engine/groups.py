@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 from simpy import Environment, Event
 
+from simulator.engine.work import UnitCollective
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -69,9 +71,11 @@ class CollectiveStream:
 
     def __init__(self) -> None:
         self._free_ps = 0
+        self.start_ps = 0
+        self.record: list[UnitCollective] = []
 
     def run(self, ready_ps: int, work_ps: int, messages: Sequence[Intervals]) -> int:
         """Return the end of the next collective, given the messages of each member."""
-        start_ps = max(self._free_ps, ready_ps)
+        self.start_ps = start_ps = max(self._free_ps, ready_ps)
         self._free_ps = max(busy_end_ps(start_ps, work_ps, each) for each in messages)
         return self._free_ps

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from simulator.engine.work import Message, Segment, StepWork
+from simulator.engine.work import Message, Segment, StepWork, Unit
 
 NOTHING = Message()
 
@@ -15,6 +15,8 @@ class Instruction(NamedTuple):
         compute_ps: Time of the pass.
         gathers: Segments of microbatch 0, where it waits for parameters.
         reductions: Segments of the last microbatch, where it hands on gradients.
+        units: Units of every microbatch, where parameters are sharded.
+        reduces_always: Units reduce in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
         message: The message.
@@ -24,6 +26,8 @@ class Instruction(NamedTuple):
     compute_ps: int
     gathers: tuple[Segment, ...]
     reductions: tuple[Segment, ...]
+    units: tuple[Unit, ...]
+    reduces_always: bool
     target_step: int
     target_slot: int
     message: Message
@@ -48,6 +52,8 @@ def _forward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
         compute_ps=held.forward_ps,
         gathers=held.gathers,
         reductions=(),
+        units=held.forward_units,
+        reduces_always=False,
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
         target_slot=chunk + wraps,
         message=NOTHING if is_last else held.forward_message,
@@ -65,6 +71,8 @@ def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
         compute_ps=held.backward_ps,
         gathers=(),
         reductions=held.reductions,
+        units=held.backward_units,
+        reduces_always=held.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
         target_slot=slots + chunk - wraps,
         message=NOTHING if is_first else held.backward_message,

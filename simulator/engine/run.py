@@ -14,16 +14,24 @@ from simpy import Environment, Event
 
 from simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from simulator.engine.program import Instruction, compile_rank
-from simulator.engine.work import Segment, StepWork
+from simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
 from simulator.schedules import Phase
 
 Process = Generator[Event, int, None]
 
 
+class Queued(NamedTuple):
+    """A collective that a rank has issued: when it is ready, its port time, its kind in a unit."""
+
+    ready_ps: int
+    work_ps: int
+    unit: UnitPart | None = None
+
+
 class Submission(NamedTuple):
     """What a rank brings to its data-parallel group: collectives and its own messages."""
 
-    collectives: list[tuple[int, int]]  # (ready, port time), in order
+    collectives: list[Queued]
     messages: Intervals
 
 
@@ -39,6 +47,7 @@ class Place:
     stride: int
     tp_group: Meeting[int, int] | None
     dp_group: Meeting[Submission, int]
+    dp_stream: CollectiveStream
     embedding_group: Meeting[int, int] | None
 
 
@@ -51,7 +60,7 @@ class RankState:
     wake: Event | None = None
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
-    reductions: list[tuple[int, int]] = field(default_factory=list)
+    queue: list[Queued] = field(default_factory=list)
     messages: Intervals = field(default_factory=list)
     port_free_ps: int = 0
     gather_wait_ps: int = 0
@@ -89,7 +98,10 @@ class Run:
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
-            if instruction.gathers and microbatch == 0:
+            if instruction.units:
+                reduces = instruction.reduces_always or microbatch == last
+                now = yield from self._sharded_pass(place, instruction.units, now, reduces)
+            elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
             elif instruction.reductions and microbatch == last:
                 now = _reduced_backward(state, instruction.reductions, now)
@@ -128,20 +140,60 @@ class Run:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
         for segment in segments:
-            submission = Submission([(0, segment.collective_ps)], state.messages)
+            submission = Submission([Queued(0, segment.collective_ps)], state.messages)
             gathered_ps = yield place.dp_group.arrive(submission)
             state.gather_wait_ps += max(0, gathered_ps - now)
             now = max(now, gathered_ps) + segment.compute_ps
         return now
+
+    def _sharded_pass(
+        self,
+        place: Place,
+        units: tuple[Unit, ...],
+        now: int,
+        reduces: bool,  # noqa: FBT001
+    ) -> Generator[Event, int, int]:
+        """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
+        state, prefetches = self.states[place.index], self.work.prefetches
+        gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
+        if units[0].gather_ps:
+            state.queue.append(Queued(now, units[0].gather_ps, UnitPart.GATHER))
+        for unit, next_ps in zip(units, gathers_after_ps, strict=True):
+            if unit.gather_ps:
+                now = yield from self._wait_for_gather(place, now)
+            if next_ps and prefetches:
+                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+            now += unit.compute_ps
+            if reduces and unit.reduce_ps:
+                state.queue.append(Queued(now, unit.reduce_ps, UnitPart.REDUCTION))
+                if not prefetches:
+                    now = yield from self._wait_for(place, len(state.queue), now)
+            if next_ps and not prefetches:
+                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+        return now
+
+    def _wait_for_gather(self, place: Place, now: int) -> Generator[Event, int, int]:
+        """Wait for the first gather in the queue, and what was issued before it."""
+        queue = self.states[place.index].queue
+        count = next(index for index, item in enumerate(queue) if item.unit is UnitPart.GATHER) + 1
+        return (yield from self._wait_for(place, count, now))
+
+    def _wait_for(self, place: Place, count: int, now: int) -> Generator[Event, int, int]:
+        """Wait for the first *count* collectives of the queue."""
+        state = self.states[place.index]
+        due, state.queue = state.queue[:count], state.queue[count:]
+        end_ps = yield place.dp_group.arrive(Submission(due, state.messages))
+        state.gather_wait_ps += max(0, end_ps - now)
+        return max(now, end_ps)
 
     def _finish(self, place: Place, now: int) -> Process:
         """Reduce what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
         if rank.reduce_ps:
-            state.reductions.append((now, rank.reduce_ps))
-        if state.reductions:
-            reduced_ps = yield place.dp_group.arrive(Submission(state.reductions, state.messages))
+            state.queue.append(Queued(now, rank.reduce_ps))
+        if state.queue:
+            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
             now = max(now, reduced_ps)
         state.reduce_wait_ps = now - state.passes_end_ps
         if place.embedding_group is not None:
@@ -157,19 +209,23 @@ def _reduced_backward(state: RankState, segments: tuple[Segment, ...], now: int)
     """Run a backward pass whose segments hand their gradients to the reduction."""
     for segment in segments:
         now += segment.compute_ps
-        state.reductions.append((now, segment.collective_ps))
+        state.queue.append(Queued(now, segment.collective_ps))
     return now
 
 
-def collective_meeting(env: Environment, size: int) -> Meeting[Submission, int]:
+def collective_meeting(
+    env: Environment, size: int, stream: CollectiveStream
+) -> Meeting[Submission, int]:
     """Return the meeting of a data-parallel group; its result is the last collective's end."""
-    stream = CollectiveStream()
 
     def resolve(submissions: Sequence[Submission]) -> int:
         messages = [each.messages for each in submissions]
         end_ps = 0
         for entries in zip(*(each.collectives for each in submissions), strict=True):
-            end_ps = stream.run(max(ready for ready, _ in entries), entries[0][1], messages)
+            ready_ps = max(entry.ready_ps for entry in entries)
+            end_ps = stream.run(ready_ps, entries[0].work_ps, messages)
+            if entries[0].unit is not None:
+                stream.record.append(UnitCollective(entries[0].unit, stream.start_ps, end_ps))
         return end_ps
 
     return Meeting(env, size, resolve)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from simulator.schedules import Action
 
@@ -16,6 +18,18 @@ class Segment:
 
     compute_ps: int
     collective_ps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of every pass whose parameters are sharded: gather, compute, reduce.
+
+    The gather must end before the unit computes; the reduction may start when it has.
+    """
+
+    compute_ps: int
+    gather_ps: int = 0
+    reduce_ps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,9 @@ class ChunkWork:
         backward_message: To the previous virtual stage.
         gathers: Segments of the first forward pass, where parameters are gathered under it.
         reductions: Segments of the last backward pass, where gradients are reduced under it.
+        forward_units: Units of each forward pass, where parameters are sharded.
+        backward_units: Units of each backward pass, last layers first.
+        reduces_each_pass: Units reduce in every backward pass, not in the last one alone.
     """
 
     forward_ps: int
@@ -45,6 +62,9 @@ class ChunkWork:
     backward_message: Message = Message()
     gathers: tuple[Segment, ...] = ()
     reductions: tuple[Segment, ...] = ()
+    forward_units: tuple[Unit, ...] = ()
+    backward_units: tuple[Unit, ...] = ()
+    reduces_each_pass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +96,8 @@ class StepWork:
         num_microbatches: Microbatches of the step.
         blocking_messages: The sender computes nothing while its message leaves.
         shared_port: Messages and data-parallel collectives leave through the same port.
+        prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
+            computation waits for each gather and each reduction.
         norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
         overhead_per_million: Time outside the model of a step, per million of its time.
     """
@@ -85,6 +107,7 @@ class StepWork:
     num_microbatches: int
     blocking_messages: bool = False
     shared_port: bool = False
+    prefetches: bool = True
     norm_ps: int = 0
     overhead_per_million: int = 0
 
@@ -97,6 +120,21 @@ class StepWork:
     def num_virtual_stages(self) -> int:
         """Virtual stages a rank."""
         return len(self.ranks[0].chunks)
+
+
+class UnitPart(StrEnum):
+    """The two collectives of a sharded unit."""
+
+    GATHER = "gather"
+    REDUCTION = "reduction"
+
+
+class UnitCollective(NamedTuple):
+    """A collective of a sharded unit, from start to end."""
+
+    part: UnitPart
+    start_ps: int
+    end_ps: int
 
 
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:
@@ -122,6 +160,7 @@ class RankTimes:
             other end of the pipeline before a tied table's reduction is not in it.
         update_start_ps: Start of the optimizer, the same on all ranks.
         end_ps: End of the rank's step.
+        collectives: Collectives of sharded units that the rank took part in, in order.
     """
 
     starts_ps: list[int]
@@ -132,6 +171,7 @@ class RankTimes:
     reduce_wait_ps: int
     update_start_ps: int
     end_ps: int
+    collectives: list[UnitCollective]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

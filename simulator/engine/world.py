@@ -2,7 +2,7 @@
 
 from simpy import Environment
 
-from simulator.engine.groups import Meeting
+from simulator.engine.groups import CollectiveStream, Meeting
 from simulator.engine.run import Place, RankState, Run, collective_meeting
 from simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
 from simulator.errors import DeadlockError
@@ -29,11 +29,14 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
 def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
     env = Environment()
     run = Run(work, env, mesh.world_size)
-    for place in _places(env, work, mesh):
+    places = _places(env, work, mesh)
+    for place in places:
         env.process(run.compute_stream(place))
     env.run()
     _check_finished(run)
-    ranks = tuple(_rank_times(state) for state in run.states)
+    ranks = tuple(
+        _rank_times(state, place) for state, place in zip(run.states, places, strict=True)
+    )
     end_ps = max(rank.end_ps for rank in ranks)
     return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
 
@@ -50,7 +53,8 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
         if mesh.tp > 1 and (Axis.TP, tp_first) not in meetings:
             meetings[Axis.TP, tp_first] = Meeting(env, mesh.tp, max)
         if dp_first not in streams:
-            streams[dp_first] = collective_meeting(env, mesh.dp)
+            stream = CollectiveStream()
+            streams[dp_first] = stream, collective_meeting(env, mesh.dp, stream)
         if ties and (Axis.PP, pp_first) not in meetings:
             meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
         is_end = pp_rank in (0, work.pp - 1)
@@ -60,7 +64,8 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
                 pp_rank=pp_rank,
                 stride=mesh.stride(Axis.PP),
                 tp_group=meetings.get((Axis.TP, tp_first)),
-                dp_group=streams[dp_first],
+                dp_group=streams[dp_first][1],
+                dp_stream=streams[dp_first][0],
                 embedding_group=meetings.get((Axis.PP, pp_first)) if is_end else None,
             )
         )
@@ -88,7 +93,7 @@ def _waiting(state: RankState) -> str:
     return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % chunks}"
 
 
-def _rank_times(state: RankState) -> RankTimes:
+def _rank_times(state: RankState, place: Place) -> RankTimes:
     return RankTimes(
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,
@@ -98,4 +103,5 @@ def _rank_times(state: RankState) -> RankTimes:
         reduce_wait_ps=state.reduce_wait_ps,
         update_start_ps=state.update_start_ps,
         end_ps=state.end_ps,
+        collectives=place.dp_stream.record,
     )

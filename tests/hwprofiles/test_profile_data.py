@@ -114,6 +114,8 @@ def test_the_lists_hold_what_the_command_line_promises() -> None:
     assert list_stacks() == (
         "megatron-core",
         "megatron-deepspeed-2022",
+        "megatron-deepspeed-2022-02",
+        "megatron-deepspeed-2022-bf16",
         "megatron-lm-2021",
         "megatron-lm-2022",
     )
@@ -137,8 +139,8 @@ def test_stacks_differ_as_their_dates_say() -> None:
     assert newer.gradient_bytes + newer.optimizer_bytes + 2 == 18  # Megatron mixed precision
     assert bloom.stage_split is StageSplit.GREEDY
     assert bloom.host_per_layer_pass_s == pytest.approx(1.1e-3)
-    assert bloom.p2p_bandwidth_fraction == pytest.approx(0.60 * 0.78, abs=0.005)
-    assert bloom.dp_bandwidth_fraction == pytest.approx(0.60 * 0.33, abs=0.005)
+    for field in ("p2p_bandwidth_fraction", "dp_bandwidth_fraction"):  # Omni-Path reaches half
+        assert getattr(bloom, field) == pytest.approx(getattr(old, field) / 2, rel=0.05)
     assert (core.attention, core.zero_stage, core.flash_kernel) == (Attention.FLASH, 1, "te-cudnn")
     assert core.overlap_gradient_reduce
     assert core.overlap_parameter_gather

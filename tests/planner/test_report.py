@@ -1,0 +1,130 @@
+"""Results as text."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from hwprofiles import Attention, load_cluster, load_stack
+from planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
+from planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
+from planner.money import Budget
+from planner.report import WIDTH, format_stages, step_report
+from planner.search_report import MAX_FRONTIER_LINES, proof_text, search_report
+from simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
+
+CLUSTER = load_cluster("dgx-a100")
+STACK = load_stack("megatron-core")
+JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
+PLAN = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
+
+
+@pytest.fixture(scope="module")
+def found() -> SearchResult:
+    return search(JOB, CLUSTER, STACK, 8, limits=SpaceLimits(max_tp=2), top=3)
+
+
+def text_of(report: RenderableType, width: int = WIDTH) -> str:
+    console = Console(width=width, markup=False, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(report)
+    return capture.get()
+
+
+def test_step_report_holds_the_figures_of_the_result() -> None:
+    result = simulate(JOB, PLAN, CLUSTER, STACK)
+    text = text_of(step_report(result, Budget(tokens=1e9, price_usd_per_gpu_hour=2.0)))
+    assert f"MFU {result.mfu_fraction:.1%}" in text
+    assert f"{result.bubble_fraction:.1%} measured idle" in text
+    assert f"{result.schedule_bubble_fraction:.1%} closed form" in text
+    assert f"{result.memory.device_bytes / 2**30:,.2f}" in text
+    assert "1 B tokens" in text
+    assert "USD" in text
+    for warning in result.warnings:
+        assert f"warning: {warning}" in " ".join(text.split())
+
+
+def test_step_report_of_long_stage_lists_stays_within_its_width() -> None:
+    plan = replace(PLAN, pp=12, dp=1, tp=1, stages=(1,) * 12)
+    text = text_of(step_report(simulate(JOB, plan, CLUSTER, STACK)))
+    assert "12 x 1 layers" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ((12,), "12"),
+        ((3, 3, 2), "3 3 2"),
+        ((1,) * 31 + (2,) * 32 + (1,), "31 x 1, 32 x 2, 1 x 1"),
+    ],
+)
+def test_stages_are_grouped_in_order(stages: tuple[int, ...], expected: str) -> None:
+    assert format_stages(stages) == expected
+
+
+def test_markup_in_names_is_printed_as_it_is() -> None:
+    model = JOB.model.model_copy(update={"name": "[bold]x[/bold]"})
+    result = simulate(replace(JOB, model=model), PLAN, CLUSTER, STACK)
+    assert "[bold]x[/bold]" in text_of(step_report(result))
+
+
+def test_search_report_has_a_row_a_plan_and_the_proof(found: SearchResult) -> None:
+    text = text_of(search_report(found, Budget(tokens=1e12, price_usd_per_gpu_hour=2.0)), 130)
+    assert proof_text(found) in text
+    assert "cost USD" in text
+    for plan in found.plans:
+        assert f"{plan.step_time_s:.4g}" in text
+    for reason, count in found.rejections.items():
+        assert f"{count:,} {reason}" in text
+
+
+def test_proof_says_how_far_the_optimum_may_be(found: SearchResult) -> None:
+    assert "proven optimal over" in proof_text(found)
+    gap = replace(found, optimal=False, bound_gap_fraction=0.023)
+    assert proof_text(gap).startswith("within 2.3% of the optimum")
+
+
+def test_search_report_without_a_plan_says_what_is_nearest(found: SearchResult) -> None:
+    nearest = Nearest(plan=PLAN, lacks_bytes=3 * 2**30, changes=("16 GPUs hold it",))
+    empty = replace(found, plans=(), frontier=(), optimal=False, nearest=nearest)
+    text = text_of(search_report(empty), 130)
+    assert "none of" in text
+    assert "tp=2 pp=2 dp=2" in text
+    assert "3 GiB" in text
+    assert "16 GPUs hold it" in text
+
+
+def test_frontier_is_shown_in_short_with_both_ends(found: SearchResult) -> None:
+    points = tuple(
+        FrontierPoint(plan=PLAN, step_ps=(100 - n) * 10**12, device_bytes=n * 2**30, proven=n == 1)
+        for n in range(1, 41)
+    )
+    text = text_of(search_report(replace(found, frontier=points)), 130)
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if "memory against time" in line)
+    shown = [line.split() for line in lines[start + 2 : start + 2 + MAX_FRONTIER_LINES]]
+    assert shown[0][:2] == ["1.0", "99"]
+    assert shown[0][-1] == "yes"
+    assert shown[-1][:2] == ["40.0", "60"]
+    assert shown[-1][-1] == "no"
+
+
+def test_facts_of_a_cluster_have_units_and_the_sources_of_its_parts() -> None:
+    text = text_of(clusters_table("dgx-a100"))
+    assert "312 TFLOP/s" in text
+    assert "80 GiB" in text
+    assert "300 GB/s" in text
+    for part in ("device.gemm.source", "intra_node.source", "inter_node.source"):
+        assert part in text
+
+
+def test_facts_of_a_model_a_stack_and_a_schedule() -> None:
+    assert "124,439,808" in text_of(models_table("gpt2"))
+    assert "fitted_source" in text_of(stacks_table("megatron-core"))
+    assert "2104.04473" in text_of(schedules_table("interleaved"))
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(PlanError, match="nearest: gpt2"):
+        models_table("gtp2")

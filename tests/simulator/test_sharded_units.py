@@ -1,0 +1,106 @@
+"""Passes whose parameters are gathered unit by unit (ZeRO-3, FSDP): closed forms and folding."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
+from simulator.engine import ChunkWork, RankWork, Unit, UnitPart
+
+TIMES = st.integers(1, 50)
+
+
+def work_of(
+    forward: tuple[Unit, ...],
+    backward: tuple[Unit, ...],
+    *,
+    num_microbatches: int = 1,
+    pp: int = 1,
+    prefetches: bool = True,
+    reduces_each_pass: bool = True,
+) -> StepWork:
+    chunk = ChunkWork(
+        forward_ps=sum(unit.compute_ps for unit in forward),
+        backward_ps=sum(unit.compute_ps for unit in backward),
+        forward_units=forward,
+        backward_units=backward,
+        reduces_each_pass=reduces_each_pass,
+    )
+    return StepWork(
+        ranks=(RankWork(chunks=(chunk,)),) * pp,
+        actions=SCHEDULES["1f1b"].actions(pp, num_microbatches, 1),
+        num_microbatches=num_microbatches,
+        prefetches=prefetches,
+    )
+
+
+@given(
+    units=st.integers(1, 8),
+    compute=TIMES,
+    gather=TIMES,
+    reduce=TIMES,
+    microbatches=st.integers(1, 3),
+)
+def test_without_prefetch_everything_adds_up(
+    units: int, compute: int, gather: int, reduce: int, microbatches: int
+) -> None:
+    forward = (Unit(compute, gather),) * units
+    backward = (Unit(2 * compute, gather, reduce),) * units
+    work = work_of(forward, backward, num_microbatches=microbatches, prefetches=False)
+    expected = microbatches * units * (3 * compute + 2 * gather + reduce)
+    assert simulate_folded(work).step_ps == expected
+
+
+@given(units=st.integers(1, 8), compute=TIMES, gather=TIMES)
+def test_a_gather_one_ahead_costs_what_computation_does_not_hide(
+    units: int, compute: int, gather: int
+) -> None:
+    """First gather exposed, then the longer of gather and unit, the last unit alone."""
+    forward = (Unit(compute, gather),) * units
+    work = work_of(forward, (Unit(1),))
+    end_ps = simulate_folded(work).ranks[0].ends_ps[0]
+    assert end_ps == gather + (units - 1) * max(compute, gather) + compute
+
+
+def test_a_backward_unit_gathers_ahead_of_the_reduction_behind_it() -> None:
+    backward = (Unit(10, 4, 7), Unit(10, 4, 7), Unit(10, 4, 7))
+    times = simulate_folded(work_of((Unit(1),), backward))
+    record = [(each.part, each.start_ps, each.end_ps) for each in times.ranks[0].collectives]
+    gather, reduction = UnitPart.GATHER, UnitPart.REDUCTION
+    assert record == [
+        (gather, 1, 5),
+        (gather, 5, 9),
+        (reduction, 15, 22),
+        (gather, 22, 26),
+        (reduction, 26, 33),
+        (reduction, 36, 43),
+    ]
+
+
+def test_a_reduction_once_a_step_waits_for_the_last_microbatch() -> None:
+    units = (Unit(10, 0, 7),)
+    each = simulate_folded(work_of((Unit(5),), units, num_microbatches=4)).ranks[0]
+    once = simulate_folded(
+        work_of((Unit(5),), units, num_microbatches=4, reduces_each_pass=False)
+    ).ranks[0]
+    assert len(each.collectives) == 4
+    assert [item.start_ps for item in once.collectives] == [60]
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+@pytest.mark.parametrize("reduces_each_pass", [True, False])
+def test_folded_equals_unfolded(*, prefetches: bool, reduces_each_pass: bool) -> None:
+    forward = (Unit(10, 3), Unit(20, 9))
+    backward = (Unit(41, 9, 17), Unit(19, 3, 5))
+    work = work_of(
+        forward,
+        backward,
+        num_microbatches=6,
+        pp=4,
+        prefetches=prefetches,
+        reduces_each_pass=reduces_each_pass,
+    )
+    folded = simulate_folded(work)
+    unfolded = simulate_unfolded(work, Mesh(tp=2, dp=3, pp=4, node_size=8))
+    assert unfolded.step_ps == folded.step_ps
+    assert unfolded.ranks[-1].collectives == folded.ranks[-1].collectives
