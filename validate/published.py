@@ -1,11 +1,11 @@
 """Published runs as typed rows: what was run, and the step time and memory that were printed."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,7 @@ from simulator import (
     parse_stages,
     resolve_stages,
 )
+from simulator.model_spec import parse_model
 
 RUNS_FILE = "published_runs.csv"
 LAYERS_FILE = "published_layers.csv"
@@ -118,9 +119,8 @@ class _ModelRow(_Row):
                 "seq_len",
             )
         }
-        return ModelSpec.model_validate(
-            {"name": self.id, "source": self.source, **sizes, **_SWITCHES[self.family]}
-        )
+        data = {"name": self.id, "source": self.source, **sizes, **_SWITCHES[self.family]}
+        return parse_model(data, origin=self.id)
 
 
 class PublishedRun(_ModelRow):
@@ -207,7 +207,6 @@ class ExcludedRun(_Row):
 
 
 R = TypeVar("R", bound=_Row)
-Table = Literal["published_runs.csv", "published_layers.csv", "published_excluded.csv"]
 
 
 def load_published_runs(path: Path | None = None) -> tuple[PublishedRun, ...]:
@@ -261,8 +260,8 @@ def load_excluded_runs(path: Path | None = None) -> tuple[ExcludedRun, ...]:
 def _check_layout(run: PublishedRun, file: str) -> None:
     try:
         run.plan  # noqa: B018 - builds and checks model, plan and stages
-    except (PlanError, ValidationError) as error:
-        text = " ".join(str(error).split())
+    except PlanError as error:
+        text = str(error).removeprefix(f"{run.id}: ")
         raise ProfileError(f"{file}: {run.id}: {text}") from None
 
 
@@ -291,12 +290,11 @@ def _text(path: Path | None, built_in: str) -> str:
         raise ProfileError(f"{source}: cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _check_columns(row_type: type[_Row], columns: "tuple[str, ...] | object", file: str) -> None:
+def _check_columns(row_type: type[_Row], names: Sequence[str], file: str) -> None:
     known = list(row_type.model_fields)
-    names = list(columns) if isinstance(columns, (list, tuple)) else []
     for name in names:
         if name not in known:
-            near = ", ".join(nearest_names(name, known)) or ", ".join(known)
+            near = ", ".join(nearest_names(name, known) or known)
             raise ProfileError(f"{file}: column {name!r} is unknown; nearest: {near}")
     for name in known:
         if name not in names:

@@ -1,6 +1,5 @@
 """Predictions against published runs: errors row by row and by source."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -182,8 +181,8 @@ def _run_comparisons(run: PublishedRun, result: StepResult) -> Iterator[Comparis
     ]
     if run.peak_memory_gib is not None:
         is_device = run.memory_kind is MemoryKind.DEVICE
-        predicted = result.memory.device_bytes if is_device else result.memory.peak_bytes
-        figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, predicted))
+        size_bytes = result.memory.device_bytes if is_device else result.memory.peak_bytes
+        figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, size_bytes))
     for quantity, published, predicted in figures:
         if published is not None:
             yield Comparison(

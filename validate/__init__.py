@@ -1,0 +1,49 @@
+"""Check the simulator against what was published."""
+
+from validate.published import (
+    ExcludedRun,
+    MemoryKind,
+    PublishedLayer,
+    PublishedRun,
+    load_excluded_runs,
+    load_published_layers,
+    load_published_runs,
+)
+from validate.score_report import (
+    TableStyle,
+    format_comparisons,
+    format_scoreboard,
+    scoreboard_json,
+)
+from validate.scoreboard import (
+    Comparison,
+    Quantity,
+    Scoreboard,
+    SourceSummary,
+    Verdict,
+    layer_time_s,
+    scoreboard,
+    simulate_run,
+)
+
+__all__ = [
+    "Comparison",
+    "ExcludedRun",
+    "MemoryKind",
+    "PublishedLayer",
+    "PublishedRun",
+    "Quantity",
+    "Scoreboard",
+    "SourceSummary",
+    "TableStyle",
+    "Verdict",
+    "format_comparisons",
+    "format_scoreboard",
+    "layer_time_s",
+    "load_excluded_runs",
+    "load_published_layers",
+    "load_published_runs",
+    "scoreboard",
+    "scoreboard_json",
+    "simulate_run",
+]
