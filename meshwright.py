@@ -193,7 +193,7 @@ def _search(
     setting = read_setting(job)
     pins = read_limits(setting, layout, limits)
     budget = read_budget(money, setting.cluster)
-    _check_outputs(output)
+    folder = _check_outputs(output)
     with _progress_bar() as progress:
         result = search(
             setting.job,
@@ -205,8 +205,8 @@ def _search(
             top=limits.top,
             progress=progress,
         )
-    if output.out is not None:
-        write_search(result, Path(output.out), budget)
+    if folder is not None:
+        write_search(result, folder, budget)
     _show(output.json, search_document(result, budget), search_report(result, budget), SEARCH_WIDTH)
     return 0 if result.plans else NOTHING_FITS
 
@@ -230,17 +230,16 @@ def _simulate(
     setting = read_setting(job, files.plan)
     plan = resolve_plan(setting, layout)
     budget = read_budget(money, setting.cluster)
-    _check_outputs(output)
-    if files.trace is not None:
-        check_file("--trace", Path(files.trace))
+    folder = _check_outputs(output)
+    trace = None if files.trace is None else check_file("--trace", files.trace)
     limit_bytes = setting.memory_limit_bytes
     result = simulate(
         setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
     )
-    if output.out is not None:
-        write_step(result, Path(output.out), budget)
-    if files.trace is not None:
-        with new_file(Path(files.trace)) as path:
+    if folder is not None:
+        write_step(result, folder, budget)
+    if trace is not None:
+        with new_file(trace) as path:
             write_chrome_trace(result, path)
     _show(output.json, step_document(result, budget), step_report(result, budget), STEP_WIDTH)
     return 0
@@ -274,14 +273,17 @@ def _schedules(options: "NameOptions") -> int:
     return _print(schedules_table(options.name), STEP_WIDTH)
 
 
-def _check_outputs(output: "OutputOptions") -> None:
-    """Raise PlanError when a result could not be written in the end."""
+def _check_outputs(output: "OutputOptions") -> Path | None:
+    """Return the folder of ``--out``, once it is sure that the results can be written.
+
+    Raises:
+        PlanError: If they cannot.
+    """
     from planner.output_folder import check_file, check_folder
 
     if output.json is not None and output.json != "-":
-        check_file("--json", Path(output.json))
-    if output.out is not None:
-        check_folder(Path(output.out), force=output.force)
+        check_file("--json", output.json)
+    return None if output.out is None else check_folder(output.out, force=output.force)
 
 
 def _show(

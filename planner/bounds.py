@@ -101,7 +101,8 @@ class StepBounds:
         """
         whole = np.array([self._space.job.model.num_layers] * 2 + [1] * 4, np.int64)
         most = LONGEST_PS // np.maximum(blocks @ whole, 1)
-        return np.minimum(self._space.num_microbatches[group.indices], np.maximum(most, group.pp))
+        count = self._space.num_microbatches[group.indices]
+        return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
 
     def _group_bounds(self, group: Group, columns: _Group) -> Column:
         replicas = [self._replica_columns(group, role) for role in group.roles]
@@ -159,7 +160,7 @@ def _rank_end(columns: _Group, role: Role, delay: Column, in_flight: Column) -> 
     longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
     left = np.maximum(count * forward - in_flight * longest, 0)
     fill = returns + left + count * (backward + sends * sent_backward)
-    return np.maximum(work, fill)
+    return _largest(work, fill)
 
 
 def _before(role: Role) -> Stage:

@@ -95,9 +95,7 @@ class LayoutOptions:
         str | None,
         typer.Option(metavar="NAME", help="Pipeline schedule [1f1b; interleaved with --vpp]."),
     ] = None
-    zero: Annotated[int | None, typer.Option(metavar="0|1", help="ZeRO stage [the stack's].")] = (
-        None
-    )
+    zero: Annotated[int | None, typer.Option(metavar="N", help="ZeRO stage [the stack's].")] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(

@@ -15,8 +15,24 @@ NUMBERED_PLANS = "plan-[0-9]*.json"
 FOLDER_MODE = 0o755
 
 
-def check_file(option: str, path: Path) -> None:
-    """Raise PlanError when *path* could not be written: before the work, not after it."""
+def output_path(option: str, text: str) -> Path:
+    """Return the path that an option gives.
+
+    Raises:
+        PlanError: If *text* can be no path.
+    """
+    if not text.strip() or "\0" in text:
+        raise PlanError(f"{option} {text!r} is no path; allowed: the name of a file or folder")
+    return Path(text)
+
+
+def check_file(option: str, text: str) -> Path:
+    """Return the path of a file to write.
+
+    Raises:
+        PlanError: If it could not be written: before the work, not after it.
+    """
+    path = output_path(option, text)
     shown = shown_path(path)
     try:
         if path.is_dir():
@@ -28,15 +44,20 @@ def check_file(option: str, path: Path) -> None:
             raise PlanError(f"{option} {shown} cannot be written: permission denied")
     except OSError as error:
         raise PlanError(f"{option} {shown} cannot be written: {error.strerror}") from None
+    return path
 
 
-def check_folder(path: Path, *, force: bool) -> None:
-    """Raise PlanError when *path* is no folder to write into, or is one in use.
+def check_folder(text: str, *, force: bool) -> Path:
+    """Return the path of a folder to write into.
 
     Args:
-        path: The folder; it need not exist.
+        text: Value of ``--out``; the folder need not exist.
         force: Accept a folder with files in it.
+
+    Raises:
+        PlanError: If it is no such folder, or is one in use.
     """
+    path = output_path("--out", text)
     shown = shown_path(path)
     try:
         if path.exists() and not path.is_dir():
@@ -50,6 +71,7 @@ def check_folder(path: Path, *, force: bool) -> None:
             raise PlanError(f"--out {shown} cannot be written: permission denied")
     except OSError as error:
         raise PlanError(f"--out {shown} cannot be written: {error.strerror}") from None
+    return path
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from planner.options import (
     read_tokens,
 )
 from planner.plan_file import SavedPlan, read_plan
+from planner.rules import MAX_PASSES
 from planner.space import SpaceLimits, tp_divides
 from simulator import (
     ParallelPlan,
@@ -44,9 +45,6 @@ from simulator.plan import stack_refusal
 DEFAULT_STACK = "megatron-core"
 # Published 16-bit training runs used fp16 before this year, bf16 from it on.
 FIRST_BF16_DATE = "2022"
-# A hundred times the passes of the largest published steps; more would fill the memory here.
-MAX_PASSES = 4_000_000
-
 V = TypeVar("V")
 
 
@@ -340,7 +338,7 @@ def _probe(layout: LayoutOptions, stack: StackProfile) -> ParallelPlan:
         sequence_parallel=bool(layout.sequence_parallel),
         recompute=layout.recompute or Recompute.NONE,
         attention=layout.attention or stack.attention,
-        schedule=layout.schedule or stack.schedules[0],
+        schedule=get_schedule(layout.schedule or stack.schedules[0]).name,
         stages=(1,),
     )
 

@@ -25,7 +25,7 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         """Refuse a batch or a sequence that no run could have."""
-        for field, limit in (("global_batch_size", 10**9), ("seq_len", 10**8)):
+        for field, limit in (("global_batch_size", 10**7), ("seq_len", 10**8)):
             value = getattr(self, field)
             if not 1 <= value <= limit:
                 raise PlanError(f"{field}={value} is out of range; allowed 1 to {limit}")

@@ -283,7 +283,7 @@ CHOICES: dict[str, list[str]] = {
     "--price": ["2.5 USD/GPU-hour", "0 USD/GPU-hour"],
 }
 # What names a file to write stays harmless: nothing here may leave the scratch folder.
-WRITTEN = st.sampled_from(["-", "x.json", "no/such/x.json", "", "\0", "a" * 300, "."])
+WRITTEN = st.sampled_from(["-", "-", "x.json", "no/such/x.json", "", "\0", "a" * 300, "."])
 LIMITS = ["--max-tp", "--max-pp", "--max-dp", "--max-vpp", "--max-micro-batch", "--top"]
 FLAGS = st.sampled_from(["--sequence-parallel", "--no-sequence-parallel", "--force", "-x", "extra"])
 
@@ -292,14 +292,16 @@ FLAGS = st.sampled_from(["--sequence-parallel", "--no-sequence-parallel", "--for
 def commands(draw: st.DrawFn) -> list[str]:
     """Draw a command whose options are mostly sensible, sometimes absurd."""
     command = draw(st.sampled_from(["simulate", "search"]))
-    words = [command, draw(st.sampled_from(["gpt2", "gpt2", "gpt2", "llama3-8b"]) | GARBAGE)]
-    for option in ("--cluster", "--gpus", "--global-batch"):
-        words += [option, draw(st.sampled_from(CHOICES[option]))]
-    for option in draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=5)):
-        sensible = st.sampled_from(CHOICES[option])
-        words += [option, draw(st.one_of(sensible, sensible, sensible, GARBAGE))]
+    models = st.sampled_from(["gpt2", "llama3-8b"])
+    words = [command, draw(GARBAGE) if draw(st.integers(0, 19)) == 0 else draw(models)]
+    words += ["--cluster", draw(st.sampled_from(CHOICES["--cluster"]))]
+    words += ["--gpus", draw(st.sampled_from(["1", "8", "16"]))]
+    words += ["--global-batch", draw(st.sampled_from(["16", "48"]))]
+    for option in draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=4)):
+        is_garbage = draw(st.integers(0, 5)) == 0
+        words += [option, draw(GARBAGE if is_garbage else st.sampled_from(CHOICES[option]))]
     if command == "search" and draw(st.booleans()):
-        words += [draw(st.sampled_from(LIMITS)), draw(st.sampled_from(["1", "2"]) | GARBAGE)]
+        words += [draw(st.sampled_from(LIMITS)), draw(st.sampled_from(["1", "2", "-1", "x"]))]
     if draw(st.integers(0, 9)) == 0:
         words.append(draw(FLAGS))
     if draw(st.integers(0, 3)) == 0:

@@ -358,45 +358,6 @@ def test_json_and_trace_go_to_files(run: Runner, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "trace.json"}
 
 
-class TestPlanFile:
-    """What ``--plan`` supplies, and what options beside it change."""
-
-    @pytest.fixture
-    def plan(self, run: Runner, tmp_path: Path) -> str:
-        run(*STEP, *LAYOUT, "--recompute", "full", "--out", str(tmp_path / "out"))
-        return str(tmp_path / "out" / "plan.json")
-
-    def test_supplies_everything(self, run: Runner, plan: str) -> None:
-        expected = run.document(*STEP, *LAYOUT, "--recompute", "full")
-        assert run.document("simulate", "--plan", plan) == expected
-
-    def test_gpus_change_the_data_parallel_degree(self, run: Runner, plan: str) -> None:
-        assert run.document("simulate", "--plan", plan, "--gpus", "32")["plan"]["dp"] == 8
-
-    def test_dp_changes_the_number_of_gpus(self, run: Runner, plan: str) -> None:
-        assert run.document("simulate", "--plan", plan, "--dp", "2")["num_gpus"] == 8
-
-    def test_tp_keeps_the_number_of_gpus(self, run: Runner, plan: str) -> None:
-        document = run.document("simulate", "--plan", plan, "--tp", "4")
-        assert (document["num_gpus"], document["plan"]["dp"]) == (16, 2)
-
-    def test_pp_gives_new_stages(self, run: Runner, plan: str) -> None:
-        assert run.document("simulate", "--plan", plan, "--pp", "4")["plan"]["stages"] == [3] * 4
-
-    def test_vpp_gives_a_new_schedule(self, run: Runner, plan: str) -> None:
-        plan_fields = run.document("simulate", "--plan", plan, "--vpp", "2")["plan"]
-        assert plan_fields["schedule"] == "interleaved"
-
-    def test_model_and_cluster_change(self, run: Runner, plan: str) -> None:
-        words = ["gpt2-medium", "--plan", plan, "--cluster", "dgx-h100", "--global-batch", "64"]
-        document = run.document("simulate", *words)
-        assert document["model"]["name"] == "gpt2-medium"
-        assert document["cluster"] == "dgx-h100"
-        assert document["job"]["global_batch_size"] == 64
-        assert document["plan"]["recompute"] == "full"
-        assert document["plan"]["stages"] == [12, 12]
-
-
 @pytest.mark.parametrize(
     ("command", "names"),
     [

@@ -1,0 +1,64 @@
+"""What ``--plan`` supplies, and what options beside it change."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright import main
+
+STEP = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--global-batch", "32"]
+LAYOUT = ["--tp", "2", "--pp", "2", "--recompute", "full"]
+
+
+def document(*words: str) -> dict:
+    """Return what a command prints as JSON."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*words, "--json", "-"]) == 0
+    return json.loads(out.getvalue())
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    document(*STEP, *LAYOUT, "--out", str(tmp_path / "out"))
+    return str(tmp_path / "out" / "plan.json")
+
+
+def test_supplies_everything(plan: str) -> None:
+    expected = document(*STEP, *LAYOUT)
+    assert document("simulate", "--plan", plan) == expected
+
+
+def test_gpus_change_the_data_parallel_degree(plan: str) -> None:
+    assert document("simulate", "--plan", plan, "--gpus", "32")["plan"]["dp"] == 8
+
+
+def test_dp_changes_the_number_of_gpus(plan: str) -> None:
+    assert document("simulate", "--plan", plan, "--dp", "2")["num_gpus"] == 8
+
+
+def test_tp_keeps_the_number_of_gpus(plan: str) -> None:
+    found = document("simulate", "--plan", plan, "--tp", "4")
+    assert (found["num_gpus"], found["plan"]["dp"]) == (16, 2)
+
+
+def test_pp_gives_new_stages(plan: str) -> None:
+    assert document("simulate", "--plan", plan, "--pp", "4")["plan"]["stages"] == [3] * 4
+
+
+def test_vpp_gives_a_new_schedule(plan: str) -> None:
+    plan_fields = document("simulate", "--plan", plan, "--vpp", "2")["plan"]
+    assert plan_fields["schedule"] == "interleaved"
+
+
+def test_model_and_cluster_change(plan: str) -> None:
+    words = ["gpt2-medium", "--plan", plan, "--cluster", "dgx-h100", "--global-batch", "64"]
+    found = document("simulate", *words)
+    assert found["model"]["name"] == "gpt2-medium"
+    assert found["cluster"] == "dgx-h100"
+    assert found["job"]["global_batch_size"] == 64
+    assert found["plan"]["recompute"] == "full"
+    assert found["plan"]["stages"] == [12, 12]
