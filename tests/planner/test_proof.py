@@ -171,5 +171,6 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
 def test_the_cases_cover_what_can_go_wrong() -> None:
     assert len(CASES) >= 10
     assert len({case.cluster for case in CASES.values()}) >= 6
-    assert {case.stack for case in CASES.values()} == {"megatron-core", "megatron-deepspeed-2022", "megatron-lm-2021", "megatron-lm-2022"}
+    generations = {"megatron-lm-2021", "megatron-lm-2022", "megatron-core"}
+    assert {case.stack for case in CASES.values()} > generations
     assert any(len(brute_force(name).step_ps) > 500 for name in CASES)
