@@ -23,7 +23,8 @@ from simulator import ParallelPlan, StepResult
 MAX_FRONTIER_LINES = 8
 LAYOUT_COLUMNS = ("tp", "pp", "dp", "vpp", "mb", "zero", "sp", "recompute", "schedule")
 RESULT_COLUMNS = ("step s", "tok/s/GPU", "MFU", "GiB", "bubble", "comm s")
-MONEY_COLUMNS = ("days", "cost USD")
+TIME_COLUMN = "days"
+COST_COLUMN = "cost USD"
 
 
 def search_report(result: SearchResult, budget: Budget | None = None) -> RenderableType:
@@ -93,7 +94,7 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
 
 
 def _plans_table(result: SearchResult, budget: Budget | None) -> Table:
-    money = () if budget is None else MONEY_COLUMNS
+    money = [] if budget is None else _money_columns(budget, result.plans[0])
     table = _table("", *LAYOUT_COLUMNS, *RESULT_COLUMNS, *money)
     for rank, step in enumerate(result.plans, 1):
         cells = [str(rank), *_layout_cells(step.plan), *_result_cells(step)]
@@ -141,5 +142,11 @@ def _result_cells(step: StepResult) -> list[str]:
 
 def _money_cells(step: StepResult, budget: Budget) -> list[str]:
     run = budget.run(step)
-    cost = "" if run.cost_usd is None else f"{run.cost_usd:,.0f}"
-    return [f"{run.days:,.1f}", cost]
+    days = f"{run.days:,.1f}"
+    return [days] if run.cost_usd is None else [days, f"{run.cost_usd:,.0f}"]
+
+
+def _money_columns(budget: Budget, step: StepResult) -> list[str]:
+    """Return the heads of `_money_cells`: no cost where no price is known."""
+    has_price = budget.run(step).cost_usd is not None
+    return [TIME_COLUMN, COST_COLUMN] if has_price else [TIME_COLUMN]

@@ -74,7 +74,8 @@ def test_the_layout_rows_are_what_the_simulator_computes() -> None:
         plan = ParallelPlan(tp=8, pp=64, dp=6, recompute=Recompute.FULL, stages=stages)
         step = simulate(job, plan, load_cluster("dgx-a100"), load_stack("megatron-lm-2021"))
         shown = f"{step.step_time_s:.1f} s | {step.mfu_fraction:.1%} | {step.bubble_fraction:.1%} |"
-        assert re.search(rf"^\| {name}, .*pp 64 x dp 6 x tp 8, .*{re.escape(shown)}$", README, re.MULTILINE)
+        row = rf"^\| {name}, .*pp 64 x dp 6 x tp 8, .*{re.escape(shown)}$"
+        assert re.search(row, README, re.MULTILINE)
 
 
 def test_gpt3_on_1024_gpus_takes_about_34_days() -> None:
