@@ -27,6 +27,12 @@ class StackProfile(Profile):
 
     Bytes are per parameter in 16-bit training. In a file the fitted constants stand in a table
     ``[fitted]`` with a ``source`` of their own that says what they were fitted on, or chosen from.
+
+    ZeRO stages 2 and 3: ``reduces_each_microbatch`` says whether gradients are reduced (and kept as
+    shards) after every microbatch, ``prefetches_units`` whether a layer's parameters are gathered
+    while the layer before it computes, ``pipeline_zero_stages`` what goes with pipeline
+    parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
+    (``parameter_bytes`` where parameters are whole).
     """
 
     name: Name
@@ -40,6 +46,8 @@ class StackProfile(Profile):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     sequence_parallel: Flag
+    tensor_parallel: Flag = True
+    pipeline_parallel: Flag = True
 
     attention: Attention
     zero_stage: ZeroStage
@@ -54,10 +62,15 @@ class StackProfile(Profile):
     fused_gradient_accumulation: Flag
     fused_loss: Flag
     gradient_bucket_parameters: Count
+    reduces_each_microbatch: Flag = False
+    prefetches_units: Flag = True
+    pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
 
     gradient_bytes: Size
     gradient_reduce_bytes: Size
     optimizer_bytes: Size
+    parameter_bytes: Size = 2
+    sharded_parameter_bytes: Size = 2
     optimizer_temporary_bytes: Size
     optimizer_traffic_bytes: Size
     accumulation_traffic_bytes: Size

@@ -112,12 +112,13 @@ class StepBounds:
         update = np.zeros(len(group.indices), np.int64)
         for role, replica in zip(group.roles, replicas, strict=True):
             in_flight = self._in_flight(group, role, columns.num_microbatches)
-            end = _rank_end(columns, role, delay, in_flight)
+            end = _rank_end(columns, role, replica, delay, in_flight)
             at_first = end + _way_back(columns, role)
             total = _largest(
                 total,
                 _reduced(columns, role, replica, end - columns.sent_last(role)),
                 _reductions_alone(columns, role, replica, delay),
+                _port_alone(columns, role, replica),
                 _reduced(columns, first, first_replica, at_first),
             )
             update = np.maximum(update, replica.update)
@@ -142,7 +143,9 @@ class StepBounds:
         return ReplicaTimes(*values.T)
 
 
-def _rank_end(columns: _Group, role: Role, delay: Column, in_flight: Column) -> Column:
+def _rank_end(
+    columns: _Group, role: Role, replica: ReplicaTimes, delay: Column, in_flight: Column
+) -> Column:
     """Return the least time at which the role's last rank has done and sent everything."""
     count = columns.num_microbatches
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
@@ -151,7 +154,8 @@ def _rank_end(columns: _Group, role: Role, delay: Column, in_flight: Column) -> 
     sent_backward = columns.vpp - sum(stage.has_embedding for stage in role.stages)
     sends = columns.occupy * columns.blocking
     arrives = delay + columns.forward(_before(role)) + role.last * columns.travel
-    work = arrives + count * (forward + backward + sends * (sent_forward + sent_backward))
+    waits = replica.forward_wait + replica.backward_wait
+    work = arrives + count * (forward + backward + waits + sends * (sent_forward + sent_backward))
     stages = columns.pp * columns.vpp
     whole = Stage(columns.num_layers, has_embedding=True, has_head=True)
     behind = Stage(role.layers_after, has_embedding=False, has_head=role.last < columns.pp - 1)
@@ -159,7 +163,7 @@ def _rank_end(columns: _Group, role: Role, delay: Column, in_flight: Column) -> 
     returns = delay + columns.forward(whole) + columns.backward(behind) + hops * columns.travel
     longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
     left = np.maximum(count * forward - in_flight * longest, 0)
-    fill = returns + left + count * (backward + sends * sent_backward)
+    fill = returns + left + count * (backward + replica.backward_wait + sends * sent_backward)
     return _largest(work, fill)
 
 
@@ -220,6 +224,13 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
         + _bucket_time(columns, final, np.asarray(replica.last_chunk_layers), 1)
     )
     return np.asarray(ready + replica.every_chunk, np.int64)
+
+
+def _port_alone(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
+    """Return the least time at which collectives that every pass needs have left the port."""
+    arrives = columns.forward(_before(role)) + role.last * columns.travel
+    port = columns.num_microbatches * replica.port_each + replica.port_last
+    return np.asarray(arrives + port, np.int64)
 
 
 def _largest(*columns: Column) -> Column:

@@ -1,6 +1,7 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ from planner.roles import (
 from planner.shapes import ShapeBytes, ShapeTable
 from planner.space import Column, Space
 from simulator import SCHEDULES, Phase, Schedule
-from simulator.data_parallel import Stage
-from simulator.memory import StateBytes
+from simulator.block_shape import BlockShape
+from simulator.data_parallel import Replication, Stage, part_parameters, sharded_parts
+from simulator.memory import Shards, StateBytes, sharded_workspace_bytes
+from simulator.mesh import GroupSpan
 
 
 class Group(NamedTuple):
@@ -69,40 +72,104 @@ class ParameterCounts:
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 
 
+class ShardedWorkspaces:
+    """What passes hold of sharded parameters and gradients, a column over shapes a stage."""
+
+    def __init__(self, table: ShapeTable, state: StateBytes) -> None:
+        self._table = table
+        self._state = state
+        self._known: dict[tuple[Replication, Stage], NDArray[np.int64]] = {}
+
+    def of(self, to: Replication, stage: Stage) -> NDArray[np.int64]:
+        """Return the bytes of forward and backward, one row a shape."""
+        key = (to, stage)
+        if key not in self._known:
+            by_tp = {shape.tp: self._pair(shape, to, stage) for shape in self._table.shapes}
+            rows = [by_tp[shape.tp] for shape in self._table.shapes]
+            self._known[key] = np.array(rows, np.int64).reshape(-1, 2)
+        return self._known[key]
+
+    def _pair(self, shape: BlockShape, to: Replication, stage: Stage) -> tuple[int, int]:
+        parts = sharded_parts(shape, stage, to)
+        if not parts:
+            return 0, 0
+        units = part_parameters(shape, stage, parts)
+        return sharded_workspace_bytes(units, self._state, to.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Everything that a layout's bytes are read from."""
+
+    shapes: ShapeBytes
+    counts: ParameterCounts
+    state: StateBytes
+    workspaces: ShardedWorkspaces
+
+
 def peak_bytes(space: Space, table: ShapeTable) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment."""
-    sizes = ShapeBytes.of(table)
-    counts = ParameterCounts(table)
     state = StateBytes.of(space.stack, space.job.precision)
+    workspaces = ShardedWorkspaces(table, state)
+    sizes = _Sizes(ShapeBytes.of(table), ParameterCounts(table), state, workspaces)
     peaks = np.zeros(len(space), np.int64)
     for group in pipeline_groups(space, np.arange(len(space))):
-        shape_index = table.index[group.indices]
-        shards = np.where(
-            space.column("zero_stage")[group.indices] >= 1, space.column("dp")[group.indices], 1
-        )
-        for role in group.roles:
-            parameters = counts.of_rank(shape_index, role.stages)
-            share = -(-parameters // shards)
-            static = parameters * (state.parameter + state.gradient) + share * state.optimizer
-            moving = np.maximum(
-                share * state.update_temporary,
-                _moving_bytes(space, group, role, sizes, shape_index),
-            )
-            peaks[group.indices] = np.maximum(peaks[group.indices], static + moving)
+        zero_stages = space.column("zero_stage")[group.indices]
+        for zero_stage in np.unique(zero_stages).tolist():
+            same = group._replace(indices=group.indices[zero_stages == zero_stage])
+            peaks[same.indices] = _group_peaks(space, same, table, sizes, zero_stage)
     return peaks
 
 
+def _group_peaks(
+    space: Space, group: Group, table: ShapeTable, sizes: _Sizes, zero_stage: int
+) -> Column:
+    """Return the peaks of layouts with one pipeline and one ZeRO stage."""
+    shapes, dp = table.index[group.indices], space.column("dp")[group.indices]
+    # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
+    reduces_each = space.stack.reduces_each_microbatch and group.pp == 1
+    split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
+    to = Replication.of(2, zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
+    state = sizes.state
+    peaks = np.zeros(len(group.indices), np.int64)
+    for role in group.roles:
+        parameters = sizes.counts.of_rank(shapes, role.stages)
+        weights = _share(parameters, dp, is_split=split.parameters > 1)
+        as_shard = (dp > 1) & (split.parameters > 1)
+        weight = np.where(as_shard, state.sharded_parameter, state.parameter)
+        updated = _share(parameters, dp, is_split=split.optimizer > 1)
+        static = (
+            weights * weight
+            + _share(parameters, dp, is_split=split.gradients > 1) * state.gradient
+            + updated * state.optimizer
+        )
+        moving = _moving_bytes(space, group, role, sizes, shapes, to)
+        moving = np.maximum(updated * state.update_temporary, moving)
+        peaks = np.maximum(peaks, static + moving)
+    return np.asarray(peaks, np.int64)
+
+
+def _share(parameters: Column, dp: Column, *, is_split: bool) -> Column:
+    return np.asarray(-(-parameters // dp) if is_split else parameters, np.int64)
+
+
 def _moving_bytes(
-    space: Space, group: Group, role: Role, sizes: ShapeBytes, shape_index: Column
+    space: Space, group: Group, role: Role, sizes: _Sizes, shape_index: Column, to: Replication
 ) -> Column:
     """Return activations and workspaces of a role at its fullest moment."""
     most = np.zeros(len(group.indices), np.int64)
+    has_replicas = space.column("dp")[group.indices] > 1
     microbatches = telling_microbatches(role, group.pp, space.num_microbatches[group.indices])
     for number in np.unique(microbatches).tolist():
         chosen = np.flatnonzero(microbatches == number)
         shapes = shape_index[chosen]
         for moment in fullest_moments(group.schedule, role, group.pp, number):
-            most[chosen] = np.maximum(most[chosen], _moment_bytes(moment, sizes, shapes))
+            bytes_then = _moment_bytes(moment, sizes.shapes, shapes)
+            if to.zero_stage >= 2:
+                which = 0 if moment.phase is Phase.FORWARD else 1
+                sharded = sizes.workspaces.of(to, moment.stage)[shapes, which]
+                bytes_then = bytes_then + sharded * has_replicas[chosen]
+            most[chosen] = np.maximum(most[chosen], bytes_then)
     return most
 
 
@@ -114,7 +181,7 @@ def _moment_bytes(moment: Moment, sizes: ShapeBytes, shapes: Column) -> Column:
     )
     which = 0 if moment.phase is Phase.FORWARD else 1
     workspace = sizes.layer_workspace[which][shapes]
-    if moment.has_head:
+    if moment.stage.has_head:
         workspace = np.maximum(workspace, sizes.head_workspace[which][shapes])
     return np.asarray(kept + workspace, np.int64)
 

@@ -13,7 +13,9 @@ from simulator.data_parallel import (
     bucket_parameters,
     bucket_stages,
     gather_cost,
+    part_parameters,
     reduce_cost,
+    sharded_parts,
     sum_parameters,
     update_cost,
 )
@@ -34,6 +36,10 @@ class ReplicaTimes(NamedTuple):
         gather_all: All of that stage.
         update: Optimizer, and the gather after it where nothing hides it.
         shared_embedding: All-reduce of a tied table between first and last rank.
+        forward_wait: What each microbatch's forward passes wait for parameters at least.
+        backward_wait: The same of backward passes, with reductions that nothing hides.
+        port_each: Port time of collectives in each microbatch.
+        port_last: Port time of collectives in the last microbatch alone.
     """
 
     exposed: int
@@ -45,6 +51,10 @@ class ReplicaTimes(NamedTuple):
     gather_all: int
     update: int
     shared_embedding: int
+    forward_wait: int = 0
+    backward_wait: int = 0
+    port_each: int = 0
+    port_last: int = 0
 
 
 class ReplicaCosts:
@@ -62,12 +72,16 @@ class ReplicaCosts:
         """Return the data-parallel side of a layout."""
         node_size = self._costs.cluster.devices_per_node
         mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=node_size)
-        return Replication.of(dp, zero_stage, mesh.span(Axis.DP))
+        reduces_each = self._stack.reduces_each_microbatch and pp == 1
+        span = mesh.span(Axis.DP)
+        return Replication.of(dp, zero_stage, span, reduces_each_microbatch=reduces_each)
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
         parameters = self._rank_parameters(shape, role.stages)
         update = update_cost(self._costs, parameters, self._wire, to).time_ps
+        if sharded_parts(shape, role.stages[0], to):
+            return self._sharded_times(shape, role, to, update)
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, to).time_ps
         layers = [self._bucket(shape, stage)[1] for stage in role.stages]
@@ -90,6 +104,50 @@ class ReplicaCosts:
             update=update,
             shared_embedding=self._shared_embedding(shape, pp, to.dp),
         )
+
+    def _sharded_times(
+        self, shape: BlockShape, role: Role, to: Replication, update: int
+    ) -> ReplicaTimes:
+        """Return the times of ranks that gather or reduce parts in every pass."""
+        gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
+        reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
+        port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
+        each = to.reduces_each_microbatch
+        if not to.gathers_units and not self._stack.overlap_parameter_gather:
+            whole = self._rank_parameters(shape, role.stages)
+            update += gather_cost(self._costs, whole, self._wire, to).time_ps
+        times = ReplicaTimes(
+            exposed=0,
+            first_chunk=0,
+            every_chunk=0,
+            first_chunk_layers=0,
+            last_chunk_layers=0,
+            gather_first=0,
+            gather_all=0,
+            update=update,
+            shared_embedding=0,
+            port_each=2 * port_gather + port_reduce * each,
+            port_last=port_reduce * (not each),
+        )
+        if self._stack.prefetches_units:
+            return times._replace(
+                exposed=reduces[0][0],
+                forward_wait=sum(parts[0] for parts in gathers),
+                backward_wait=sum(parts[-1] for parts in gathers),
+            )
+        return times._replace(
+            forward_wait=port_gather, backward_wait=port_gather + port_reduce * each
+        )
+
+    def _part_times(
+        self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
+    ) -> list[int]:
+        """Return the time of each part's gather, or of its reduction, in model order."""
+        if gathers and not to.gathers_units:
+            return [0]
+        cost = gather_cost if gathers else reduce_cost
+        counts = part_parameters(shape, stage, sharded_parts(shape, stage, to))
+        return [cost(self._costs, each, self._wire, to).time_ps for each in counts]
 
     def _bucket(self, shape: BlockShape, stage: Stage) -> tuple[list[int], list[int]]:
         """Return parameters and layers of each bucket of *stage*, in model order."""

@@ -40,7 +40,7 @@ class Moment(NamedTuple):
     embedding_passes: int
     head_passes: int
     phase: Phase
-    has_head: bool
+    stage: Stage
 
 
 def pipeline_roles(layers: Sequence[int], pp: int) -> list[Role]:
@@ -92,7 +92,7 @@ def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: i
             passes * stage.has_embedding,
             passes * stage.has_head,
             phase,
-            stage.has_head,
+            stage,
         )
         for phase in Phase
     ]
@@ -101,12 +101,12 @@ def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: i
 def _walk(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[Moment]:
     actions = schedule.rank_actions(role.first, pp, num_microbatches, len(role.stages))
     kept = [0, 0, 0]
-    most_layers: dict[tuple[int, int, Phase, bool], int] = {}
+    most_layers: dict[tuple[int, int, Phase, Stage], int] = {}
     for action in actions:
         stage = role.stages[action.chunk]
         if action.phase is Phase.FORWARD:
             _add(kept, stage, 1)
-        key = (kept[1], kept[2], action.phase, stage.has_head)
+        key = (kept[1], kept[2], action.phase, stage)
         most_layers[key] = max(kept[0], most_layers.get(key, 0))
         if action.phase is Phase.BACKWARD:
             _add(kept, stage, -1)

@@ -37,24 +37,33 @@ Rule = Callable[[Candidates], dict[str, Mask]]
 def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the software stack cannot express."""
     space, stack = candidates.space, candidates.space.stack
-    zero = space.column("zero_stage")
-    recompute = space.column("recompute")
-    schedule = space.column("schedule")
     reasons: dict[str, Mask] = {}
-    for stage in np.unique(zero[space.column("dp") > 1]).tolist():
-        if stage not in stack.zero_stages:
-            reasons[f"{stack.name} lacks zero_stage={stage}"] = (zero == stage) & (
-                space.column("dp") > 1
-            )
+    for axis, offered in (("tp", stack.tensor_parallel), ("pp", stack.pipeline_parallel)):
+        if not offered:
+            reasons[f"{axis} > 1"] = space.column(axis) > 1
     for index, mode in enumerate(RECOMPUTES):
         if mode not in stack.recompute_modes:
-            reasons[f"{stack.name} lacks recompute={mode}"] = recompute == index
+            reasons[f"recompute={mode}"] = space.column("recompute") == index
     for index, name in enumerate(space.schedules):
         if name not in stack.schedules:
-            reasons[f"{stack.name} lacks schedule={name}"] = schedule == index
+            reasons[f"schedule={name}"] = space.column("schedule") == index
     if not stack.sequence_parallel:
         split = (space.column("sequence_parallel") == 1) & (space.column("tp") > 1)
-        reasons[f"{stack.name} lacks sequence_parallel"] = split
+        reasons["sequence_parallel"] = split
+    reasons |= _zero_offers(space)
+    return {f"{stack.name} lacks {reason}": mask for reason, mask in reasons.items()}
+
+
+def _zero_offers(space: Space) -> dict[str, Mask]:
+    """Return the ZeRO stages that the stack lacks; with one replica a stage has no effect."""
+    stack, zero = space.stack, space.column("zero_stage")
+    replicated, staged = space.column("dp") > 1, space.column("pp") > 1
+    reasons: dict[str, Mask] = {}
+    for stage in np.unique(zero[replicated]).tolist():
+        if stage not in stack.zero_stages:
+            reasons[f"zero_stage={stage}"] = (zero == stage) & replicated
+        elif stage not in stack.pipeline_zero_stages:
+            reasons[f"zero_stage={stage} in a pipeline"] = (zero == stage) & replicated & staged
     return reasons
 
 

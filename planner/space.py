@@ -13,7 +13,6 @@ from simulator import SCHEDULES, ModelSpec, ParallelPlan, PlanError, TrainingJob
 Column = NDArray[np.int64]
 
 RECOMPUTES = tuple(Recompute)
-ZERO_STAGES = (0, 1)
 COLUMNS = (
     "tp",
     "pp",
@@ -126,8 +125,9 @@ def enumerate_space(
     job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> Space:
     """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow."""
+    zero_stages = tuple(sorted({0, 1, *stack.zero_stages}))
     blocks = [
-        _block(job, limits, (tp, pp, dp, vpp), schedules)
+        _block(job, limits, (tp, pp, dp, vpp), schedules, zero_stages)
         for tp, pp, dp in _degrees(job, num_gpus, limits)
         for vpp, schedules in _virtual_stages(job.model, pp, limits)
     ]
@@ -193,6 +193,7 @@ def _block(
     limits: SpaceLimits,
     degrees: tuple[int, int, int, int],
     schedules: Sequence[int],
+    zero_stages: tuple[int, ...],
 ) -> NDArray[np.int64]:
     """Return the rows of one choice of degrees: the product of the axes that are left."""
     tp, pp, dp, vpp = degrees
@@ -204,7 +205,7 @@ def _block(
             if limits.allows("microbatch_size", size, limits.max_microbatch_size)
             and _schedulable(schedules, pp, per_replica // size, vpp)
         ],
-        list(_effective(limits.zero_stage, ZERO_STAGES, dp)),
+        list(_effective(limits.zero_stage, zero_stages, dp)),
         [
             int(value)
             for value in _effective(limits.sequence_parallel, (False, True), tp)

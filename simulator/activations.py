@@ -87,18 +87,22 @@ def saved_layer_bytes(shape: BlockShape) -> int:
 
 
 def saved_embedding_bytes(shape: BlockShape) -> int:
-    """Return what the embedding keeps: token ids, a dropout mask, a norm's input."""
+    """Return what the embedding keeps: ids of tokens and types, a dropout mask, a norm's input."""
     model = shape.model
     element = shape.num_local_tokens * model.hidden_size
-    ids = shape.num_tokens * 8
+    ids = shape.num_tokens * 8 * (2 if model.token_types else 1)
     return ids + element * (model.dropout + shape.element_bytes * model.embedding_norm)
 
 
 def saved_head_bytes(shape: BlockShape) -> int:
-    """Return what the head keeps: norm input and output, and the probabilities or logits."""
+    """Return what the head keeps: norm input and output, and the probabilities or logits.
+
+    BERT's head also keeps the input and the output of its dense layer.
+    """
     value = shape.num_local_tokens * shape.model.hidden_size * shape.element_bytes
     per_logit = shape.element_bytes if shape.stack.fused_loss else 4
-    return 2 * value + shape.num_tokens * shape.local_vocab_size * per_logit
+    values = 4 if shape.model.mlm_head else 2
+    return values * value + shape.num_tokens * shape.local_vocab_size * per_logit
 
 
 def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hwprofiles import CollectiveOp, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
-from simulator.memory import rank_parameters
+from simulator.memory import Shards, rank_parameters
 from simulator.mesh import Axis, GroupSpan, strided_span
 from simulator.placement import zero_communication
 
@@ -27,22 +27,40 @@ class Replication(NamedTuple):
     """The data-parallel side of a plan: degree, sharding, groups and their collectives."""
 
     dp: int
-    num_shards: int
+    zero_stage: int
     span: GroupSpan
     reduce_op: CollectiveOp
     gather_op: CollectiveOp | None
+    shards: Shards
+    reduces_each_microbatch: bool
+
+    @property
+    def gathers_units(self) -> bool:
+        """Whether parameters are gathered unit by unit in every pass."""
+        return self.zero_stage >= 3 and self.dp > 1
 
     @classmethod
-    def of(cls, dp: int, zero_stage: int, span: GroupSpan) -> "Replication":
-        """Return the replication of a plan; its collectives follow from the placements."""
+    def of(
+        cls, dp: int, zero_stage: int, span: GroupSpan, *, reduces_each_microbatch: bool = False
+    ) -> "Replication":
+        """Return the replication of a plan; its collectives follow from the placements.
+
+        Args:
+            dp: Data-parallel degree.
+            zero_stage: What is sharded.
+            span: Where a group lies.
+            reduces_each_microbatch: Whether stages 2 and 3 reduce in each microbatch.
+        """
         communication = zero_communication(zero_stage)
         assert communication.gradient.op is not None
         return cls(
             dp=dp,
-            num_shards=dp if zero_stage >= 1 else 1,
+            zero_stage=zero_stage,
             span=span,
             reduce_op=communication.gradient.op,
             gather_op=communication.parameters and communication.parameters.op,
+            shards=Shards.of(dp, zero_stage, reduces_each_microbatch=reduces_each_microbatch),
+            reduces_each_microbatch=reduces_each_microbatch and zero_stage >= 2,
         )
 
 
@@ -96,15 +114,44 @@ def bucket_stages(shape: BlockShape, stage: Stage) -> list[Stage]:
     ]
 
 
-def bucket_parameters(shape: BlockShape, stage: Stage) -> list[int]:
-    """Return the parameters of each bucket in model order; they add up to the stage's.
+def part_parameters(shape: BlockShape, stage: Stage, parts: Sequence[Stage]) -> list[int]:
+    """Return the parameters of each part of *stage* in model order; they add up to the stage's.
 
     A tied table belongs to the part with the embedding, or as a copy to the head's.
     """
-    parts = bucket_stages(shape, stage)
     counts = [stage_parameters(shape, part) for part in parts]
     counts[-1] += stage_parameters(shape, stage) - sum(counts)
     return counts
+
+
+def bucket_parameters(shape: BlockShape, stage: Stage) -> list[int]:
+    """Return the parameters of each gradient bucket of *stage*, in model order."""
+    return part_parameters(shape, stage, bucket_stages(shape, stage))
+
+
+def stage_units(stage: Stage) -> list[Stage]:
+    """Return the part of *stage* in each sharded unit, in model order."""
+    last = max(0, stage.num_layers - 1)
+    return [
+        Stage(
+            min(1, stage.num_layers),
+            stage.has_embedding and index == 0,
+            stage.has_head and index == last,
+        )
+        for index in range(last + 1)
+    ]
+
+
+def sharded_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[Stage]:
+    """Return the parts of *stage* whose states are gathered or reduced in every pass, if any.
+
+    With sharded parameters each layer is one, with sharded gradients each bucket.
+    """
+    if to.gathers_units:
+        return stage_units(stage)
+    if to.shards.gradients > 1:
+        return bucket_stages(shape, stage)
+    return []
 
 
 def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
@@ -121,7 +168,7 @@ def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replicati
 
 def update_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> PhaseCost:
     """Return the time of the optimizer on one rank's share of *num_parameters*."""
-    share = -(-num_parameters // to.num_shards)
+    share = -(-num_parameters // to.shards.optimizer)
     cost = costs.memory_traffic(share * wire.update_traffic_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
 

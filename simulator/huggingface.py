@@ -1,7 +1,7 @@
 """Read the config.json of a Hugging Face checkpoint into a `ModelSpec`.
 
 The meaning of each key follows the configuration classes of the transformers
-library (GPT2Config, BloomConfig, LlamaConfig).
+library (BertConfig, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +28,8 @@ HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
 
 # BLOOM models were trained on sequences of this length (arXiv 2211.05100, Table 3).
 BLOOM_SEQ_LEN = 2048
+# OPT's learned positions start at this index (OPTLearnedPositionalEmbedding).
+OPT_POSITION_OFFSET = 2
 
 
 def read_config(config: Mapping[str, object], *, path: Path) -> ModelSpec:
@@ -98,6 +100,18 @@ class _Reader:
             self.refuse(key, "must be true or false")
         return value
 
+    def text(self, key: str, *, default: str) -> str:
+        """Return a word, or what the configuration class assumes where it is absent."""
+        value = self._config.get(key, default)
+        if not isinstance(value, str):
+            self.refuse(key, "must be a text")
+        return value
+
+    def is_all(self, key: str, word: str) -> bool:
+        """Return whether a list, where there is one, holds nothing but *word*."""
+        values = self._config.get(key)
+        return values is None or (isinstance(values, list) and all(v == word for v in values))
+
     def dropout(self, *keys: str, default: float) -> bool:
         """Return whether any of these dropout probabilities is above zero."""
         found = {key: self._config.get(key, default) for key in keys}
@@ -159,18 +173,49 @@ def _read_bloom(reader: _Reader) -> dict[str, object]:
 
 
 def _read_llama(reader: _Reader) -> dict[str, object]:
+    attention_bias = reader.switch("attention_bias", default=False)
+    return {
+        **_read_gated_decoder(reader),
+        "num_kv_heads": reader.optional_size("num_key_value_heads"),
+        "attention_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": reader.switch("mlp_bias", default=False),
+    }
+
+
+def _read_mistral(reader: _Reader) -> dict[str, object]:
+    decoder = _read_gated_decoder(reader)
+    # Attention here counts every earlier token, which is exact up to the length of the window.
+    window = reader.optional_size("sliding_window") or reader.size("max_position_embeddings")
+    return {
+        **decoder,
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "seq_len": min(window, reader.size("max_position_embeddings")),
+    }
+
+
+def _read_qwen2(reader: _Reader) -> dict[str, object]:
+    if not reader.is_all("layer_types", "full_attention"):
+        reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
+    return {
+        **_read_gated_decoder(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "attention_bias": True,
+    }
+
+
+def _read_gated_decoder(reader: _Reader) -> dict[str, object]:
+    """Return what Llama and its successors share: rotary positions, RMS norms, a gated MLP."""
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
     head_dim = reader.optional_size("head_dim")
     if head_dim is not None and head_dim * num_heads != hidden_size:
         reader.refuse("head_dim", f"times {num_heads} heads must equal hidden_size={hidden_size}")
     max_positions = reader.size("max_position_embeddings")
-    attention_bias = reader.switch("attention_bias", default=False)
     return {
         "num_layers": reader.size("num_hidden_layers"),
         "hidden_size": hidden_size,
         "num_heads": num_heads,
-        "num_kv_heads": reader.optional_size("num_key_value_heads"),
         "ffn_hidden_size": reader.size("intermediate_size"),
         "vocab_size": reader.size("vocab_size"),
         "seq_len": reader.original_positions() or max_positions,
@@ -179,10 +224,63 @@ def _read_llama(reader: _Reader) -> dict[str, object]:
         "tied_embeddings": reader.switch("tie_word_embeddings", default=False),
         "positions": "rotary",
         "norm": "rmsnorm",
-        "attention_bias": attention_bias,
-        "output_bias": attention_bias,
-        "mlp_bias": reader.switch("mlp_bias", default=False),
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
         "dropout": reader.dropout("attention_dropout", default=0.0),
+    }
+
+
+def _read_opt(reader: _Reader) -> dict[str, object]:
+    hidden_size = reader.size("hidden_size")
+    if reader.optional_size("word_embed_proj_dim") not in {None, hidden_size}:
+        reader.refuse("word_embed_proj_dim", f"must equal hidden_size={hidden_size}")
+    for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
+        if not reader.switch(key, default=True):
+            reader.refuse(key, "is not supported; it must be true")
+    if reader.switch("_remove_final_layer_norm", default=False):
+        reader.refuse("_remove_final_layer_norm", "is not supported; it must be false")
+    if reader.dropout("layerdrop", default=0.0):
+        reader.refuse("layerdrop", "is not supported; it must be 0")
+    seq_len = reader.size("max_position_embeddings")
+    has_bias = reader.switch("enable_bias", default=True)
+    return {
+        "num_layers": reader.size("num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "num_heads": reader.size("num_attention_heads"),
+        "ffn_hidden_size": reader.size("ffn_dim"),
+        "vocab_size": reader.size("vocab_size"),
+        "seq_len": seq_len,
+        "max_positions": seq_len + OPT_POSITION_OFFSET,
+        "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "mlp_bias": has_bias,
+        "dropout": reader.dropout("dropout", default=0.1)
+        or reader.dropout("attention_dropout", "activation_dropout", default=0.0),
+    }
+
+
+def _read_bert(reader: _Reader) -> dict[str, object]:
+    if reader.switch("is_decoder", default=False):
+        reader.refuse("is_decoder", "is not supported for BERT; it must be false")
+    if reader.text("position_embedding_type", default="absolute") != "absolute":
+        reader.refuse("position_embedding_type", "is not supported; it must be 'absolute'")
+    return {
+        "num_layers": reader.size("num_hidden_layers"),
+        "hidden_size": reader.size("hidden_size"),
+        "num_heads": reader.size("num_attention_heads"),
+        "ffn_hidden_size": reader.size("intermediate_size"),
+        "vocab_size": reader.size("vocab_size"),
+        "seq_len": reader.size("max_position_embeddings"),
+        "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
+        "embedding_norm": True,
+        "causal": False,
+        "token_types": reader.size("type_vocab_size"),
+        "mlm_head": True,
+        "dropout": reader.dropout(
+            "hidden_dropout_prob", "attention_probs_dropout_prob", default=0.1
+        ),
     }
 
 
@@ -205,10 +303,34 @@ _LLAMA_KEYS = """
     pretraining_tp rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
     """
 
+_MISTRAL_KEYS = """
+    attention_dropout head_dim hidden_act hidden_size intermediate_size max_position_embeddings
+    num_attention_heads num_hidden_layers num_key_value_heads rope_parameters rope_theta
+    sliding_window tie_word_embeddings vocab_size
+    """
+# The window of Qwen2 counts only with use_sliding_window, which is not among the keys.
+_QWEN2_KEYS = f"{_MISTRAL_KEYS} layer_types max_window_layers rope_scaling"
+_OPT_KEYS = """
+    activation_dropout activation_function attention_dropout do_layer_norm_before dropout
+    enable_bias ffn_dim hidden_size init_std layer_norm_elementwise_affine layerdrop
+    max_position_embeddings num_attention_heads num_hidden_layers tie_word_embeddings vocab_size
+    word_embed_proj_dim
+    """
+_BERT_KEYS = """
+    attention_probs_dropout_prob classifier_dropout directionality hidden_act hidden_dropout_prob
+    hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type position_embedding_type tie_word_embeddings type_vocab_size vocab_size
+    """
+
 ARCHITECTURES = {
+    "bert": _Architecture(_read_bert, frozenset(_BERT_KEYS.split())),
     "bloom": _Architecture(_read_bloom, frozenset(_BLOOM_KEYS.split())),
     "gpt2": _Architecture(_read_gpt2, frozenset(_GPT2_KEYS.split())),
     "llama": _Architecture(_read_llama, frozenset(_LLAMA_KEYS.split())),
+    "mistral": _Architecture(_read_mistral, frozenset(_MISTRAL_KEYS.split())),
+    "opt": _Architecture(_read_opt, frozenset(_OPT_KEYS.split())),
+    "qwen2": _Architecture(_read_qwen2, frozenset(_QWEN2_KEYS.split())),
 }
 
 

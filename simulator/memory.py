@@ -1,7 +1,8 @@
 """Memory of a pipeline rank: what always lives, what a pass adds, and the peak in time."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hwprofiles import Cluster, Precision, StackProfile
 from simulator.activations import (
@@ -15,39 +16,63 @@ from simulator.block_shape import BlockShape
 from simulator.schedules import Action, Phase
 
 
+class Shards(NamedTuple):
+    """Over how many data-parallel ranks each kind of state is split."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, dp: int, zero_stage: int, *, reduces_each_microbatch: bool = True) -> "Shards":
+        """Return what a ZeRO stage splits (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+
+        Gradients that are only reduced after the last microbatch are whole until then.
+        """
+        return cls(
+            parameters=dp if zero_stage >= 3 else 1,
+            gradients=dp if zero_stage >= 2 and reduces_each_microbatch else 1,
+            optimizer=dp if zero_stage >= 1 else 1,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes a parameter costs: weight, gradient buffer, optimizer states, update temporaries."""
+    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard."""
 
     parameter: int
     gradient: int
     optimizer: int
     update_temporary: int
+    sharded_parameter: int = 2
+    gathered_parameter: int = 2
 
     @classmethod
     def of(cls, stack: StackProfile, precision: Precision) -> "StateBytes":
         """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments."""
         if precision is Precision.FP32:
-            return cls(4, 4, 8, 0)
+            return cls(4, 4, 8, 0, 4, 4)
         return cls(
-            precision.num_bytes,
+            stack.parameter_bytes,
             stack.gradient_bytes,
             stack.optimizer_bytes,
             stack.optimizer_temporary_bytes,
+            stack.sharded_parameter_bytes,
+            precision.num_bytes,
         )
 
     def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
         """Return weights, gradients and optimizer states of one rank.
 
-        ZeRO stage 1 shards the optimizer states over *dp* ranks (Rajbhandari et al. 2020,
-        arXiv 1910.02054, figure 1: 7.5e9 parameters, 64 ranks: 120 and 31.4 GB).
+        Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 7.5e9 parameters, 64 ranks:
+        120, 31.4, 16.6 and 1.9 GB.
 
         >>> abstract = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
-        >>> [abstract.model_state_bytes(7_500_000_000, dp=64, zero_stage=z) for z in (0, 1)]
-        [120000000000, 31406250000]
+        >>> [abstract.model_state_bytes(7_500_000_000, dp=64, zero_stage=z) for z in range(4)]
+        [120000000000, 31406250000, 16640625000, 1875000000]
         """
-        sharded = -(-num_parameters // dp) if zero_stage >= 1 else num_parameters
-        return num_parameters * (self.parameter + self.gradient) + sharded * self.optimizer
+        shards = Shards.of(dp, zero_stage)
+        return rank_memory(num_parameters, self, (), shards=shards).static_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +119,27 @@ def chunk_memory(
     )
 
 
+def with_workspace(chunk: ChunkMemory, workspace: tuple[int, int]) -> ChunkMemory:
+    """Return *chunk* with more needed for a moment in its forward and its backward."""
+    return replace(
+        chunk,
+        forward_workspace_bytes=chunk.forward_workspace_bytes + workspace[0],
+        backward_workspace_bytes=chunk.backward_workspace_bytes + workspace[1],
+    )
+
+
+def sharded_workspace_bytes(units: list[int], state: StateBytes, shards: Shards) -> tuple[int, int]:
+    """Return what forward and backward hold of parameters and gradients that are kept as shards.
+
+    Gathered parameters of a unit and of the one that follows it; in backward also the whole
+    gradient of one unit.
+    """
+    neighbours = zip(units, [*units[1:], 0], strict=True)
+    gathered = max(map(sum, neighbours)) * state.gathered_parameter if shards.parameters > 1 else 0
+    gradient = max(units) * state.gradient if shards.gradients > 1 else 0
+    return gathered, gathered + gradient
+
+
 def rank_parameters(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
 ) -> int:
@@ -107,15 +153,16 @@ def rank_parameters(
 
 
 def rank_memory(
-    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, num_shards: int
+    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, shards: Shards
 ) -> RankMemory:
-    """Return the memory of a rank whose optimizer states are split *num_shards* ways."""
-    sharded = -(-num_parameters // num_shards)
+    """Return the memory of a rank whose states are split over *shards*."""
+    parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
+    optimizer_share = -(-num_parameters // shards.optimizer)
     return RankMemory(
-        parameters_bytes=num_parameters * state.parameter,
-        gradients_bytes=num_parameters * state.gradient,
-        optimizer_states_bytes=sharded * state.optimizer,
-        update_temporary_bytes=sharded * state.update_temporary,
+        parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
+        gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
+        optimizer_states_bytes=optimizer_share * state.optimizer,
+        update_temporary_bytes=optimizer_share * state.update_temporary,
         chunks=chunks,
     )
 

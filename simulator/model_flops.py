@@ -1,9 +1,10 @@
 """FLOPs of a step by the usual convention: matrix products, full attention, no recomputation.
 
 Per token, forward: ``2 (2 h (h + g) + k h f)`` a layer for the linear products, ``4 s h`` for
-attention over all s keys (not halved for causality), ``2 h V`` for the head; backward is twice
-that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021,
-arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+attention over all s keys (not halved for causality), ``2 h V`` for the head and ``2 h^2`` more
+for that of BERT, whose pooler (one token a sequence) is left out; backward is twice that.  For a
+GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473,
+appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
 
 from hwprofiles import Recompute
@@ -41,7 +42,8 @@ def model_flops(job: TrainingJob) -> int:
     1.0
     """
     model = job.model
-    head = 2 * model.hidden_size * model.vocab_size * job.tokens_per_step
+    head_width = model.vocab_size + (model.hidden_size if model.mlm_head else 0)
+    head = 2 * model.hidden_size * head_width * job.tokens_per_step
     forward = model.num_layers * layer_forward_flops(job) + head
     return (1 + BACKWARD_FACTOR) * forward
 

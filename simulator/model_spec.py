@@ -20,7 +20,11 @@ MAX_TOKENS = 134_217_728
 
 
 class ModelSpec(BaseModel):
-    """A dense decoder-only transformer; defaults describe a GPT-2 style model.
+    """A dense transformer of one kind of layer; defaults describe a GPT-2 style decoder.
+
+    An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
+    BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
+    activation and norm before the logits in place of the final norm, and a bias on the logits.
 
     Omitted sizes follow the usual rules: ``num_kv_heads`` equals
     ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
@@ -55,6 +59,9 @@ class ModelSpec(BaseModel):
     output_bias: bool = True
     mlp_bias: bool = True
     embedding_norm: bool = False
+    causal: bool = True
+    token_types: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    mlm_head: bool = False
     dropout: bool = True
     source: str = "not given"
 

@@ -6,6 +6,8 @@ moves 3 values and a mask byte.  Backward: a norm moves 5 values, a residual add
 2 and a mask byte, a bias gradient 1.
 """
 
+from dataclasses import replace
+
 from hwprofiles import Attention, CollectiveOp, Recompute
 from simulator.block_shape import BlockShape
 from simulator.mesh import Axis
@@ -36,6 +38,8 @@ HEAD_KERNELS = 8
 # subtract 8, exponent 8, sum 4, divide 8; gradient 8 + cast 6) or one fused kernel.
 LOSS_BYTES_UNFUSED = (38, 14)
 LOSS_BYTES_FUSED = (6, 10)
+# Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
+MLM_KERNELS = 5
 
 
 def pair_communication(shape: BlockShape) -> PairCommunication:
@@ -137,20 +141,18 @@ def _column_backward(
 
 
 def _attention_core(shape: BlockShape) -> tuple[tuple[Operator, ...], tuple[Operator, ...]]:
-    heads, seq_len, dim = shape.num_local_heads, shape.seq_len, shape.model.head_dim
-    batch = shape.microbatch_size * heads
+    seq_len, dim, causal = shape.seq_len, shape.model.head_dim, shape.model.causal
+    batch = shape.microbatch_size * shape.num_local_heads
     if shape.attention is Attention.FLASH:
-        return (
-            (FlashAttention("attention", batch, seq_len, dim),),
-            (FlashAttention("attention gradient", batch, seq_len, dim, backward=True),),
-        )
+        call = FlashAttention("attention", batch, seq_len, dim, causal=causal)
+        return (call,), (replace(call, name="attention gradient", backward=True),)
     scores = Gemm("attention scores", m=seq_len, n=seq_len, k=dim, batch=batch)
     values = Gemm("attention values", m=seq_len, n=dim, k=seq_len, batch=batch)
     num_scores = batch * seq_len**2
     width = shape.element_bytes
     # Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the
     # probabilities, writes them and a mask byte; backward 2 reads and 3 writes of half rows.
-    softmax = num_scores * 3 * width // 2
+    softmax = num_scores * (3 if causal else 4) * width // 2
     dropout = num_scores * (2 * width + 1) if shape.model.dropout else 0
     gradient = num_scores * (5 if shape.model.dropout else 4) * width
     return (
@@ -231,7 +233,8 @@ def embedding_operators(shape: BlockShape) -> BlockOperators:
     """
     comm = pair_communication(shape)
     model = shape.model
-    values = 2 + 2 * (model.positions == "learned") + 2 * model.embedding_norm
+    added = (model.positions == "learned") + (model.token_types > 0)
+    values = 2 + 2 * added + 2 * model.embedding_norm
     element = shape.num_local_tokens * model.hidden_size
     traffic = element * (values * shape.element_bytes + 3 * model.dropout)
     table = shape.local_vocab_size * model.hidden_size
@@ -251,8 +254,9 @@ def embedding_operators(shape: BlockShape) -> BlockOperators:
 
 
 def head_operators(shape: BlockShape) -> BlockOperators:
-    """Return the operators of the head: final norm, logits and cross-entropy."""
+    """Return the operators of the head: BERT's dense layer, norm, logits and cross-entropy."""
     comm = pair_communication(shape)
+    dense = _mlm_dense(shape) if shape.model.mlm_head else BlockOperators(forward=(), backward=())
     model, tokens = shape.model, shape.num_tokens
     logits = Gemm("logits", m=tokens, n=shape.local_vocab_size, k=model.hidden_size)
     loss = LOSS_BYTES_FUSED if shape.stack.fused_loss else LOSS_BYTES_UNFUSED
@@ -263,6 +267,7 @@ def head_operators(shape: BlockShape) -> BlockOperators:
     scalars = (scalar,) * 3 if shape.tp > 1 else ()
     return BlockOperators(
         forward=(
+            *dense.forward,
             MemoryBound("final norm", 2 * norm),
             *tp_collective(shape, comm.forward_in, "tp forward gather"),
             logits,
@@ -274,7 +279,38 @@ def head_operators(shape: BlockShape) -> BlockOperators:
             MemoryBound("loss gradient", num_logits * loss[1]),
             *_column_backward(shape, comm, logits),
             MemoryBound("final norm gradient", 5 * norm),
+            *dense.backward,
             _accumulation(shape, shape.local_vocab_size * model.hidden_size),
             KernelLaunches("head backward", HEAD_KERNELS),
+        ),
+    )
+
+
+def _mlm_dense(shape: BlockShape) -> BlockOperators:
+    """Return what BERT's head runs more: a dense layer on each token, the pooler on the first.
+
+    Every tensor-parallel rank computes both in full.  An activation reads and writes a value;
+    backward moves three and one for its bias, and reads the logit gradients for theirs.  The
+    pooler has so few rows that reading its matrix, and writing the gradient, is its time.
+    """
+    hidden, tokens = shape.model.hidden_size, shape.num_local_tokens
+    dense = Gemm("mlm dense", m=tokens, n=hidden, k=hidden)
+    pooler = hidden**2 * shape.element_bytes
+    value = tokens * hidden * shape.element_bytes
+    logits = shape.num_tokens * shape.local_vocab_size * shape.element_bytes
+    return BlockOperators(
+        forward=(
+            dense,
+            MemoryBound("mlm activation", 2 * value),
+            MemoryBound("pooler", pooler),
+            KernelLaunches("mlm forward", MLM_KERNELS),
+        ),
+        backward=(
+            MemoryBound("output bias gradient", logits),
+            MemoryBound("mlm activation gradient", 4 * value),
+            *gemm_backward(dense),
+            MemoryBound("pooler gradient", 2 * pooler),
+            _accumulation(shape, 2 * hidden**2),
+            KernelLaunches("mlm backward", MLM_KERNELS),
         ),
     )

@@ -33,7 +33,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """One fused attention call over *batch_heads* heads; the causal half is skipped.
+    """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
     Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
     more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).
@@ -44,12 +44,13 @@ class FlashAttention:
     seq_len: int
     head_dim: int
     backward: bool = False
+    causal: bool = True
 
     @property
     def flops(self) -> int:
         """Operations with the masked half left out."""
-        products = 5 if self.backward else 2
-        return products * self.batch_heads * self.seq_len**2 * self.head_dim
+        halves = (5 if self.backward else 2) * (1 if self.causal else 2)
+        return halves * self.batch_heads * self.seq_len**2 * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

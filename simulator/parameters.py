@@ -11,6 +11,7 @@ Block = Literal["embedding", "layer", "head"]
 # Megatron-LM pads the vocabulary so that each rank's share is a multiple of 128
 # (its default of make-vocab-size-divisible-by): the logit GEMM then tiles well.
 VOCABULARY_ALIGNMENT = 128
+NEXT_SENTENCE_CLASSES = 2
 
 
 class ParameterTensor(NamedTuple):
@@ -130,6 +131,9 @@ def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTenso
     if model.positions == "learned":
         shape = (model.max_positions, width)
         tensors.append(ParameterTensor("position_embedding.weight", shape, "embedding", None))
+    if model.token_types:
+        shape = (model.token_types, width)
+        tensors.append(ParameterTensor("token_type_embedding.weight", shape, "embedding", None))
     if model.embedding_norm:
         tensors += _norm_tensors(model, "embedding_norm", "embedding")
     return tensors
@@ -162,11 +166,32 @@ def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
 
 
 def _head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    tensors = _norm_tensors(model, "final_norm", "head")
+    if model.mlm_head:
+        tensors = _mlm_tensors(model, vocab_size)
+    else:
+        tensors = _norm_tensors(model, "final_norm", "head")
     if not model.tied_embeddings:
         shape = (vocab_size, model.hidden_size)
         tensors.append(ParameterTensor("output_embedding.weight", shape, "head", 0))
     return tensors
+
+
+def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    """Return what BERT's head has beside an output matrix; only the bias of the logits splits."""
+    width = model.hidden_size
+    shapes = {
+        "pooler.weight": (width, width),
+        "pooler.bias": (width,),
+        "next_sentence.weight": (NEXT_SENTENCE_CLASSES, width),
+        "next_sentence.bias": (NEXT_SENTENCE_CLASSES,),
+        "mlm_dense.weight": (width, width),
+        "mlm_dense.bias": (width,),
+    }
+    return [
+        *(ParameterTensor(name, shape, "head", None) for name, shape in shapes.items()),
+        *_norm_tensors(model, "mlm_norm", "head"),
+        ParameterTensor("output.bias", (vocab_size,), "head", 0),
+    ]
 
 
 def _norm_tensors(model: ModelSpec, name: str, block: Block) -> list[ParameterTensor]:

@@ -60,6 +60,7 @@ class Partial:
 
 
 Placement: TypeAlias = Split | Replicate | Partial
+Placements: TypeAlias = tuple[Placement, ...]  # one for each axis of a mesh, outermost first
 
 # None: each rank slices, keeps or zero-pads what it has, and nothing crosses the wire.
 _REDISTRIBUTION_OPS: dict[tuple[type[Placement], type[Placement]], CollectiveOp | None] = {
@@ -74,7 +75,12 @@ _REDISTRIBUTION_OPS: dict[tuple[type[Placement], type[Placement]], CollectiveOp 
 
 # What data parallelism keeps of the optimizer state on each rank, by ZeRO stage. Megatron's
 # distributed optimizer splits one flat buffer, hence dim 0.
-_OPTIMIZER_STATES: dict[int, Placement] = {0: Replicate(), 1: Split(0)}
+_OPTIMIZER_STATES: dict[int, Placement] = {
+    0: Replicate(),
+    1: Split(0),
+    2: Split(0),
+    3: Split(0),
+}
 
 
 class Redistribution(NamedTuple):
@@ -242,6 +248,30 @@ def local_shape(shape: tuple[int, ...], placement: Placement, *, num_ranks: int)
     return (*shape[:dim], shape[dim] // num_ranks, *shape[dim + 1 :])
 
 
+def shard_shape(
+    shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape one rank of a mesh holds of a tensor of *shape*.
+
+    Two axes may split the same dim: the earlier one cuts it into slices, the later one each slice.
+
+    Args:
+        shape: The full tensor.
+        placements: Where it lies on each axis.
+        sizes: Ranks of each axis.
+
+    Raises:
+        PlanError: If a size is below 1, the tensor lacks a dim, or slices are unequal.
+        ValueError: If there is not one placement an axis.
+
+    >>> shard_shape((8, 6), (Split(0), Split(0)), (2, 4)), shard_shape((8, 6), (Split(1),), (2,))
+    ((1, 6), (8, 3))
+    """
+    for placement, num_ranks in zip(placements, sizes, strict=True):
+        shape = local_shape(shape, placement, num_ranks=num_ranks)
+    return shape
+
+
 def linear_pair_communication(*, activations: Placement) -> PairCommunication:
     """Return what a column-parallel layer and a row-parallel layer after it communicate.
 
@@ -282,7 +312,8 @@ def zero_communication(zero_stage: int) -> ZeroCommunication:
     optimizer state it holds: it needs the gradient there, and the others need the result.
 
     Args:
-        zero_stage: 0 (state replicated) or 1 (state split; ZeRO, arXiv:1910.02054).
+        zero_stage: 0 (state replicated) or 1 to 3 (state split; ZeRO, arXiv:1910.02054); 2 splits
+            the gradient, too, and 3 the parameters, which changes when and how often.
 
     Raises:
         PlanError: If ``zero_stage`` is another number.
@@ -294,7 +325,7 @@ def zero_communication(zero_stage: int) -> ZeroCommunication:
     """
     if zero_stage not in _OPTIMIZER_STATES:
         nearest = min(_OPTIMIZER_STATES, key=lambda stage: abs(stage - zero_stage))
-        raise PlanError(f"zero_stage={zero_stage} is not 0 or 1; nearest: {nearest}")
+        raise PlanError(f"zero_stage={zero_stage} is not 0, 1, 2 or 3; nearest: {nearest}")
     optimizer_state = _OPTIMIZER_STATES[zero_stage]
     gradient = redistribute(dual(Replicate()), optimizer_state)
     assert gradient is not None, "an optimizer state is never a partial sum"

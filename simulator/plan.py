@@ -143,13 +143,31 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
         ("precision", job.precision, stack.precisions),
         ("schedule", plan.schedule, stack.schedules),
         ("attention", plan.attention, stack.attention_kernels),
-        ("zero_stage", plan.zero_stage, stack.zero_stages if plan.dp > 1 else (0, 1)),
+        ("zero_stage", plan.zero_stage, _zero_stages(plan, stack)),
         ("recompute", plan.recompute, stack.recompute_modes),
     ]
+    for axis, degree, offered in (
+        ("tp", plan.tp, stack.tensor_parallel),
+        ("pp", plan.pp, stack.pipeline_parallel),
+    ):
+        if degree > 1 and not offered:
+            return f"{axis}={degree} is not offered by stack {stack.name}; allowed: 1"
     if plan.sequence_parallel and plan.tp > 1:
         offers.append(("sequence_parallel", True, (False, True)[: 1 + stack.sequence_parallel]))
     for field, value, allowed in offers:
         if value not in allowed:
-            known = ", ".join(str(item) for item in allowed)
+            known = ", ".join(str(item) for item in allowed) or f"none at pp={plan.pp}"
             return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
     return None
+
+
+def _zero_stages(plan: ParallelPlan, stack: StackProfile) -> tuple[int, ...]:
+    """Return the ZeRO stages of *stack* that go with the plan's degrees.
+
+    One replica has nothing to shard: any stage the stack knows is the same as none.
+    """
+    if plan.dp == 1:
+        return tuple(sorted({0, 1, *stack.zero_stages}))
+    if plan.pp == 1:
+        return stack.zero_stages
+    return tuple(stage for stage in stack.zero_stages if stage in stack.pipeline_zero_stages)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from simulator.engine import RankTimes, StepTimes, StepWork
+from simulator.engine import RankTimes, StepTimes, StepWork, UnitPart
 from simulator.engine.groups import Intervals, busy_end_ps
 from simulator.engine.program import Instruction, compile_rank
 from simulator.schedules import Action, Phase
@@ -80,6 +80,7 @@ def rank_streams(work: StepWork, times: StepTimes, pp_rank: int) -> RankStreams:
     passes = _ran(work, rank, pp_rank)
     messages = tuple(_messages(passes))
     collectives = (
+        *_unit_collectives(rank),
         *_run_in_order(_collectives(work, passes, messages, pp_rank)),
         *_final_collectives(work, rank, pp_rank),
     )
@@ -151,6 +152,16 @@ def _collectives(
     if work.blocking_messages and passes[-1].instruction.target_step:
         ready_ps = messages[-1].end_ps
     yield _Collective(kind, -1, ready_ps, work.ranks[pp_rank].reduce_ps, port)
+
+
+def _unit_collectives(rank: RankTimes) -> Iterator[Span]:
+    """Yield the collectives of sharded units, which the engine records."""
+    kinds = {
+        UnitPart.GATHER: SpanKind.PARAMETER_GATHER,
+        UnitPart.REDUCTION: SpanKind.GRADIENT_REDUCTION,
+    }
+    for each in rank.collectives:
+        yield Span(kinds[each.part], each.start_ps, each.end_ps)
 
 
 def _run_in_order(collectives: Iterable[_Collective]) -> Iterator[Span]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hwprofiles import CollectiveOp
+from hwprofiles import CollectiveOp, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, CostModel, PhaseCost
 from simulator.data_parallel import (
@@ -14,12 +14,21 @@ from simulator.data_parallel import (
     bucket_stages,
     gather_cost,
     norm_cost,
+    part_parameters,
     reduce_cost,
+    sharded_parts,
     sum_parameters,
     update_cost,
 )
-from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork
-from simulator.memory import RankMemory, StateBytes, chunk_memory, rank_memory
+from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
+from simulator.memory import (
+    RankMemory,
+    StateBytes,
+    chunk_memory,
+    rank_memory,
+    sharded_workspace_bytes,
+    with_workspace,
+)
 from simulator.mesh import Axis, GroupSpan, Mesh
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.schedules import get_schedule
@@ -107,6 +116,15 @@ def message_between(
     return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
 
 
+def replication_of(plan: ParallelPlan, stack: StackProfile, span: GroupSpan) -> Replication:
+    """Return the data-parallel side of *plan*.
+
+    In a pipeline gradients stay whole until the last microbatch, whatever the stage.
+    """
+    reduces_each = stack.reduces_each_microbatch and plan.pp == 1
+    return Replication.of(plan.dp, plan.zero_stage, span, reduces_each_microbatch=reduces_each)
+
+
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     node_size = costs.cluster.devices_per_node
@@ -118,7 +136,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         shape=BlockShape.of(job, plan, costs.stack),
         mesh=mesh,
         wire=Wire.of(costs.stack, job.precision),
-        replication=Replication.of(plan.dp, plan.zero_stage, mesh.span(Axis.DP)),
+        replication=replication_of(plan, costs.stack, mesh.span(Axis.DP)),
     )
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
@@ -144,13 +162,18 @@ def _step_work(
     schedule = get_schedule(plan.schedule)
     num_microbatches = plan.num_microbatches(context.job)
     messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
-    overlaps = stack.overlap_gradient_reduce or stack.overlap_parameter_gather
+    overlaps = (
+        stack.overlap_gradient_reduce
+        or stack.overlap_parameter_gather
+        or context.replication.gathers_units
+    )
     return StepWork(
         ranks=_rank_works(context, held, passes),
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
         shared_port=overlaps and context.replication.span.crosses_nodes == messages_cross,
+        prefetches=stack.prefetches_units,
         norm_ps=norm_cost(costs).time_ps,
         overhead_per_million=round(stack.step_overhead_fraction * PPM),
     )
@@ -182,12 +205,14 @@ def _rank_work(
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     gather = gather_cost(costs, parameters, context.wire, context.replication)
     update = update_cost(costs, parameters, context.wire, context.replication)
+    in_passes = bool(sharded_parts(context.shape, stages[0], context.replication))
+    gathers_units = context.replication.gathers_units
     return RankWork(
         chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
-        reduce_ps=0 if stack.overlap_gradient_reduce else reduce.time_ps,
+        reduce_ps=0 if stack.overlap_gradient_reduce or in_passes else reduce.time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
-        gather_ps=0 if stack.overlap_parameter_gather else gather.time_ps,
+        gather_ps=0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps,
     )
 
 
@@ -210,17 +235,39 @@ def _chunk_work(
     stack, replication = context.costs.stack, context.replication
     forward_message, backward_message = messages
     has_replicas = replication.dp > 1
+    parts = sharded_parts(context.shape, stage, replication)
     gathers = stack.overlap_parameter_gather and replication.gather_op is not None
+    gathers = gathers and has_replicas and not replication.gathers_units
+    reduces = stack.overlap_gradient_reduce and has_replicas and not parts
     return ChunkWork(
         forward_ps=passed.forward.time_ps,
         backward_ps=passed.backward.time_ps,
         forward_message=forward_message,
         backward_message=backward_message,
-        gathers=_gathers(context, stage) if has_replicas and gathers else (),
-        reductions=(
-            _reductions(context, stage) if has_replicas and stack.overlap_gradient_reduce else ()
-        ),
+        gathers=_gathers(context, stage) if gathers else (),
+        reductions=_reductions(context, stage) if reduces else (),
+        forward_units=_units(context, stage, parts)[0] if replication.gathers_units else (),
+        backward_units=_units(context, stage, parts)[1],
+        reduces_each_pass=replication.reduces_each_microbatch,
     )
+
+
+def _units(
+    context: _Context, stage: Stage, parts: list[Stage]
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Return the units of each forward pass in model order, and of each backward pass reversed."""
+    costs, shape, to = context.costs, context.shape, context.replication
+    forward, backward = [], []
+    counts = part_parameters(shape, stage, parts) if parts else []
+    for part, parameters in zip(parts, counts, strict=True):
+        passed = chunk_cost(costs, shape, part)
+        gather_ps = 0
+        if to.gathers_units:
+            gather_ps = gather_cost(costs, parameters, context.wire, to).time_ps
+        reduce_ps = reduce_cost(costs, parameters, context.wire, to).time_ps
+        forward.append(Unit(passed.forward.time_ps, gather_ps))
+        backward.append(Unit(passed.backward.time_ps, gather_ps, reduce_ps))
+    return tuple(forward), tuple(reversed(backward))
 
 
 def _message(context: _Context, pp_rank: int, step: int) -> Message:
@@ -267,14 +314,16 @@ def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
 
 
 def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
-    shape = context.shape
-    chunks = tuple(
-        chunk_memory(
+    shape, shards = context.shape, context.replication.shards
+    state = StateBytes.of(context.costs.stack, context.job.precision)
+    chunks = []
+    for stage in stages:
+        chunk = chunk_memory(
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
-        for stage in stages
-    )
-    state = StateBytes.of(context.costs.stack, context.job.precision)
-    return rank_memory(
-        sum_parameters(shape, stages), state, chunks, num_shards=context.replication.num_shards
-    )
+        parts = sharded_parts(shape, stage, context.replication)
+        if parts:
+            units = part_parameters(shape, stage, parts)
+            chunk = with_workspace(chunk, sharded_workspace_bytes(units, state, shards))
+        chunks.append(chunk)
+    return rank_memory(sum_parameters(shape, stages), state, tuple(chunks), shards=shards)

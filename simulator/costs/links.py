@@ -1,5 +1,6 @@
 """What a communicator gets from the links it spans."""
 
+from fractions import Fraction
 from typing import NamedTuple
 
 from hwprofiles import Cluster, CollectiveFact, CollectiveOp, Link, Source
@@ -14,19 +15,28 @@ class Performance(NamedTuple):
     source: Source
 
 
-def bus_factor(op: CollectiveOp, num_ranks: int) -> float:
+def bus_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
     """Return bytes a link carries per byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
+
+    >>> bus_ratio(CollectiveOp.ALL_REDUCE, 8)
+    Fraction(7, 4)
+    """
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return Fraction(2 * (num_ranks - 1), num_ranks)
+        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
+            return Fraction(num_ranks - 1, num_ranks)
+        case CollectiveOp.BROADCAST | CollectiveOp.P2P:
+            return Fraction(1)
+
+
+def bus_factor(op: CollectiveOp, num_ranks: int) -> float:
+    """Return `bus_ratio` as a float.
 
     >>> bus_factor(CollectiveOp.ALL_REDUCE, 8)
     1.75
     """
-    match op:
-        case CollectiveOp.ALL_REDUCE:
-            return 2 * (num_ranks - 1) / num_ranks
-        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
-            return (num_ranks - 1) / num_ranks
-        case CollectiveOp.BROADCAST | CollectiveOp.P2P:
-            return 1.0
+    return float(bus_ratio(op, num_ranks))
 
 
 def ring_steps(op: CollectiveOp, num_ranks: int) -> int:

@@ -1,6 +1,7 @@
 """The built-in profiles: all load, and hold the published figures."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from hwprofiles import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hardware_facts.csv"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "clusters.md"
 LOADERS = {"devices": load_device, "links": load_link, "clusters": load_cluster}
 
 
@@ -88,8 +90,10 @@ def test_a_built_in_cluster_loads_with_built_in_parts(name: str) -> None:
     assert cluster.intra_node is load_link(cluster.intra_node.name)
     assert cluster.inter_node is load_link(cluster.inter_node.name)
     assert cluster.intra_node.bandwidth_bytes_per_s > cluster.inter_node.bandwidth_bytes_per_s
-    assert (cluster.oversubscription, cluster.num_nodes) == (1.0, None)
-    assert cluster.price_usd_per_gpu_hour is None
+    assert cluster.oversubscription == 1.0
+    assert cluster.num_nodes == (1 if name == "localhost-cpu" else None)
+    if cluster.price_usd_per_gpu_hour is not None:  # a price grows old, so it has a date
+        assert re.search(r"\bUSD an hour\b.*\b20[12][0-9]\b", cluster.source)
 
 
 @pytest.mark.parametrize("name", list_stacks())
@@ -98,32 +102,71 @@ def test_a_built_in_stack_loads_and_names_a_flash_kernel_some_device_has(name: s
     assert stack.name == name
     if Attention.FLASH in stack.attention_kernels:
         assert any(stack.flash_kernel in load_device(d).flash for d in list_devices())
-    # Model states never shrink below a 16-bit weight's gradient and an fp32 Adam: 2 + 12.
-    assert stack.gradient_bytes + stack.optimizer_bytes >= 14
+    # Weight, gradient, master copy and two moments: 16 bytes of 16-bit or of fp32 training.
+    assert stack.parameter_bytes + stack.gradient_bytes + stack.optimizer_bytes >= 16
 
 
 def test_the_lists_hold_what_the_command_line_promises() -> None:
     assert {
         "dgx-1v",
+        "dgx-2",
         "dgx-a100",
         "dgx-a100-40",
         "a100-4xhdr200",
         "jean-zay-a100",
         "dgx-h100",
+        "h100-96gb",
+        "dgx-h200",
+        "dgx-b200",
+        "gb200-nvl72",
+        "localhost-cpu",
     } <= set(list_clusters())
-    assert list_stacks() == (
+    assert {
         "megatron-core",
         "megatron-deepspeed-2022",
         "megatron-deepspeed-2022-02",
         "megatron-deepspeed-2022-bf16",
         "megatron-lm-2021",
         "megatron-lm-2022",
-    )
+    } <= set(list_stacks())
     assert list_devices() == tuple(sorted(list_devices()))
 
 
-def test_v100_has_neither_bf16_nor_flash_attention() -> None:
-    device = load_device("v100-sxm2-32gb")
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [("Clusters", list_clusters()), ("Devices", list_devices()), ("Links", list_links())],
+)
+def test_the_document_lists_every_built_in_profile(title: str, names: tuple[str, ...]) -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").split(f"### {title}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| ((?:`[\w.-]+` ?)+)\|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`([\w.-]+)`", "".join(rows))) == list(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "part"),
+    [
+        ("h100-sxm5-96gb", "h100-sxm5-80gb", 0.79),
+        ("gb200", "b200", 1.0),
+        ("h200-sxm", "h100-sxm5-80gb", 1.0),
+    ],
+)
+def test_a_device_without_timings_of_its_own_takes_those_of_its_chip(
+    name: str, whole: str, part: float
+) -> None:
+    device, known = load_device(name), load_device(whole)
+    expected = known.gemm.plateau_fraction * part
+    assert device.gemm.plateau_fraction == pytest.approx(expected, abs=0.005)
+    for kernel, facts in device.flash.items():
+        rate = known.flash[kernel].forward_fraction * part
+        assert facts.forward_fraction == pytest.approx(rate, abs=0.005)
+    if part == 1.0:
+        kinds = {device.gemm.kind, *(facts.kind for facts in device.flash.values())}
+        assert kinds == {Source.EXTRAPOLATED}
+
+
+@pytest.mark.parametrize("name", ["v100-sxm2-16gb", "v100-sxm2-32gb"])
+def test_v100_has_neither_bf16_nor_flash_attention(name: str) -> None:
+    device = load_device(name)
     assert Precision.BF16 not in device.peak_flops_per_s
     assert device.flash == {}
     assert device.gemm.kind is Source.EXTRAPOLATED

@@ -51,7 +51,7 @@ def test_an_unknown_name_lists_the_nearest() -> None:
         load_cluster("dgx-a10")
     with pytest.raises(ProfileError, match="unknown stack 'megatron'; nearest: megatron-core"):
         load_stack("megatron")
-    with pytest.raises(ProfileError, match="unknown device ''; known: a100-sxm4-40gb, "):
+    with pytest.raises(ProfileError, match="unknown device ''; known: a100-pcie-80gb, "):
         load_device("")
     with pytest.raises(ProfileError, match=r"unknown link 'IB'; .*; or a path ending in \.toml"):
         load_link("IB")

@@ -18,6 +18,7 @@ from simulator.activations import (
 )
 from simulator.block_shape import BlockShape
 from simulator.memory import (
+    Shards,
     ChunkMemory,
     RankMemory,
     StateBytes,
@@ -223,7 +224,7 @@ def test_model_states_and_rank_memory_agree(n: int, dp: int, zero_stage: int) ->
     state = StateBytes.of(FUSED, Precision.BF16)
     assert (state.parameter, state.gradient, state.optimizer) == (2, 4, 12)
     num_shards = dp if zero_stage else 1
-    memory = rank_memory(n, state, (), num_shards=num_shards)
+    memory = rank_memory(n, state, (), shards=Shards.of(dp, zero_stage))
     assert memory.static_bytes == state.model_state_bytes(n, dp=dp, zero_stage=zero_stage)
     sharded = -(-n // num_shards)
     assert memory.static_bytes == 6 * n + 12 * sharded

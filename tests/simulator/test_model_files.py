@@ -88,6 +88,73 @@ LLAMA_CONFIG: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+OPT_CONFIG: dict[str, object] = {
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "dropout": 0.1,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "prefix": "</s>",
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}
+MISTRAL_CONFIG: dict[str, object] = {
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN2_CONFIG: dict[str, object] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+BERT_CONFIG: dict[str, object] = {
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
 
 
 def load_config(folder: Path, config: object) -> ModelSpec:
@@ -121,16 +188,40 @@ def test_data_folder_holds_the_built_in_models_each_once() -> None:
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(GPT2_CONFIG, "gpt2"), (BLOOM_CONFIG, "bloom-176b"), (LLAMA_CONFIG, "llama3-8b")],
-    ids=["gpt2", "bloom", "llama"],
-)
+    [
+        (GPT2_CONFIG, "gpt2"), (BLOOM_CONFIG, "bloom-176b"), (LLAMA_CONFIG, "llama3-8b"),
+        (OPT_CONFIG, "opt-125m"), (MISTRAL_CONFIG, "mistral-7b"), (QWEN2_CONFIG, "qwen2-0.5b"),
+        (BERT_CONFIG, "bert-large"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
 def test_config_json_describes_the_built_in_model(
     tmp_path: Path, config: dict[str, object], name: str
 ) -> None:
     model = load_config(tmp_path, config)
     assert shapes_of(model) == shapes_of(load_model(name))
     assert count_parameters(model) == count_parameters(load_model(name))
+    assert model.dropout == load_model(name).dropout or name == "bloom-176b"
     assert model.name == tmp_path.name
+
+
+def test_mistral_trains_on_no_more_than_its_window(tmp_path: Path) -> None:
+    assert load_config(tmp_path, MISTRAL_CONFIG).seq_len == 4096
+    assert load_config(tmp_path, {**MISTRAL_CONFIG, "sliding_window": None}).seq_len == 32768
+    assert load_config(tmp_path, {**MISTRAL_CONFIG, "sliding_window": 65536}).seq_len == 32768
+
+
+def test_opt_positions_start_at_two_and_biases_switch_off_together(tmp_path: Path) -> None:
+    plain = load_config(tmp_path, OPT_CONFIG)
+    assert (plain.seq_len, plain.max_positions) == (2048, 2050)
+    bare = load_config(tmp_path, {**OPT_CONFIG, "enable_bias": False})
+    assert {bare.attention_bias, bare.output_bias, bare.mlp_bias} == {False}
+    assert not load_config(tmp_path, {**OPT_CONFIG, "dropout": 0.0}).dropout
+
+
+def test_qwen2_may_list_the_kind_of_each_layer(tmp_path: Path) -> None:
+    kinds = {"layer_types": ["full_attention"] * 24}
+    assert load_config(tmp_path, {**QWEN2_CONFIG, **kinds}).num_layers == 24
 
 
 def test_dropout_is_read_from_the_config(tmp_path: Path) -> None:
@@ -167,7 +258,7 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
     ("base", "changes", "message"),
     [
         (LLAMA_CONFIG, {"model_type": "mixtral"},
-         "model_type='mixtral' is not supported; supported: bloom, gpt2, llama"),
+         "model_type='mixtral' is not supported; supported: bert, bloom, gpt2, llama, mistral, "),
         (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
         (LLAMA_CONFIG, {"num_local_experts": 8},
          "'num_local_experts'=8 is not supported for model_type=llama; supported keys: "),
@@ -192,6 +283,19 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (GPT2_CONFIG, {"attn_pdrop": float("nan")}, "attn_pdrop=nan must be a probability"),
         (GPT2_CONFIG, {"n_head": 7}, "num_heads=7 does not divide hidden_size=768; nearest that"),
         (BLOOM_CONFIG, {"hidden_size": 64}, "hidden_size=64 disagrees with n_embed"),
+        (OPT_CONFIG, {"word_embed_proj_dim": 512}, "=512 must equal hidden_size=768"),
+        (OPT_CONFIG, {"do_layer_norm_before": False}, "do_layer_norm_before=False is not"),
+        (OPT_CONFIG, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True is not"),
+        (OPT_CONFIG, {"layer_norm_elementwise_affine": False}, "affine=False is not supported"),
+        (OPT_CONFIG, {"layerdrop": 0.1}, "layerdrop=0.1 is not supported; it must be 0"),
+        (MISTRAL_CONFIG, {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+        (MISTRAL_CONFIG, {"head_dim": 160}, "head_dim=160 times 32 heads must equal"),
+        (QWEN2_CONFIG, {"use_sliding_window": True}, "'use_sliding_window'=True is not supported"),
+        (QWEN2_CONFIG, {"layer_types": ["sliding_attention"]}, "each must be 'full_attention'"),
+        (BERT_CONFIG, {"is_decoder": True}, "is_decoder=True is not supported for BERT"),
+        (BERT_CONFIG, {"position_embedding_type": "relative_key"}, "it must be 'absolute'"),
+        (BERT_CONFIG, {"position_embedding_type": 1}, "position_embedding_type=1 must be a text"),
+        (BERT_CONFIG, {"type_vocab_size": None}, "type_vocab_size is missing"),
     ],
 )  # fmt: skip
 def test_config_json_at_fault_is_refused(
@@ -261,7 +365,7 @@ def test_example_of_the_document_loads(tmp_path: Path) -> None:
 
 
 def test_document_lists_every_built_in_model() -> None:
-    section = DOCUMENT.read_text("utf-8").split("## Built-in models")[1].split("Three choices")[0]
+    section = DOCUMENT.read_text("utf-8").split("## Built-in models")[1].split("Some choices")[0]
     assert sorted(re.findall(r"`([\w.-]+)`", section)) == list(list_models())
 
 
@@ -334,8 +438,8 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     [
         ("gtp3-175b", "unknown model 'gtp3-175b'; nearest: gpt3-175b"),
         ("GPT3-175B", "nearest: gpt3-175b"),
-        ("", "unknown model ''; known: bloom-176b, gpt2,"),
-        ("qqqq", "unknown model 'qqqq'; known: bloom-176b, gpt2,"),
+        ("", "unknown model ''; known: bert-large, bloom-176b,"),
+        ("qqqq", "unknown model 'qqqq'; known: bert-large, bloom-176b,"),
         ("two\nlines", r"unknown model 'two\nlines'"),
         ("null\0", r"unknown model 'null\x00'"),
         ("x" * 5000, "unknown model 'xxx"),

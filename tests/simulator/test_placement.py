@@ -432,8 +432,8 @@ def test_either_zero_stage_updates_like_one_device_and_sends_the_same_bytes(
     assert wire.sent_bytes == [2 * (num_ranks - 1) * multiple * 8] * num_ranks  # int64
 
 
-@pytest.mark.parametrize(("zero_stage", "nearest"), [(-1, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("zero_stage", "nearest"), [(-1, 0), (4, 3), (9, 3)])
 def test_another_zero_stage_is_refused_with_the_nearest_one(zero_stage: int, nearest: int) -> None:
-    message = f"^zero_stage={zero_stage} is not 0 or 1; nearest: {nearest}$"
+    message = f"^zero_stage={zero_stage} is not 0, 1, 2 or 3; nearest: {nearest}$"
     with pytest.raises(PlanError, match=message):
         zero_communication(zero_stage)

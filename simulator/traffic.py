@@ -1,0 +1,121 @@
+"""What a rank puts on the wire in a step: every collective with its axis, size and count."""
+
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+from hwprofiles import CollectiveOp, StackProfile
+from simulator.block_shape import BlockShape
+from simulator.costs.links import bus_ratio
+from simulator.data_parallel import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_parameters,
+    part_parameters,
+    sharded_parts,
+    sum_parameters,
+)
+from simulator.mesh import Axis, GroupSpan
+from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operators import BlockOperators, Collective
+from simulator.plan import ParallelPlan, TrainingJob
+from simulator.step_builder import rank_stages, replication_of
+
+
+class Traffic(NamedTuple):
+    """Equal collectives of one rank in one step; ``size_bytes`` as in `Collective`."""
+
+    axis: Axis
+    op: CollectiveOp
+    size_bytes: int
+    num_ranks: int
+    num_calls: int
+
+    @property
+    def sent_bytes(self) -> Fraction:
+        """Bytes the rank sends in all of them, by ring.
+
+        >>> Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 800, 8, 1).sent_bytes
+        Fraction(1400, 1)
+        """
+        return self.num_calls * self.size_bytes * bus_ratio(self.op, self.num_ranks)
+
+
+def rank_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[Traffic, ...]:
+    """Return the tensor- and data-parallel collectives of a pipeline rank in one step.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        stack: With what software.
+        pp_rank: Whose collectives; messages between stages are not among them.
+    """
+    shape = BlockShape.of(job, plan, stack)
+    stages = rank_stages(plan, pp_rank)
+    counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
+    for stage in stages:
+        for collective, count in _stage_collectives(shape, stage):
+            key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
+            counted[key] += count * plan.num_microbatches(job)
+    for op, size_bytes, count in _replica_collectives(job, plan, shape, stages):
+        counted[Axis.DP, op, size_bytes, plan.dp] += count
+    return tuple(Traffic(*key, count) for key, count in counted.items() if count)
+
+
+def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
+    """Return what a rank sends over *axis* in a step."""
+    return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
+
+
+def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collective, int]]:
+    """Yield the tensor-parallel collectives of one microbatch and how often each runs."""
+    blocks: list[tuple[BlockOperators, int]] = [(layer_operators(shape), stage.num_layers)]
+    if stage.has_embedding:
+        blocks.append((embedding_operators(shape), 1))
+    if stage.has_head:
+        blocks.append((head_operators(shape), 1))
+    for operators, count in blocks:
+        for operator in (*operators.forward, *operators.recompute, *operators.backward):
+            if isinstance(operator, Collective):
+                yield operator, count
+
+
+def _replica_collectives(
+    job: TrainingJob, plan: ParallelPlan, shape: BlockShape, stages: tuple[Stage, ...]
+) -> Iterator[tuple[CollectiveOp, int, int]]:
+    """Yield operation, size and count of the data-parallel collectives of a step."""
+    if plan.dp == 1:
+        return
+    to = replication_of(plan, shape.stack, GroupSpan(plan.dp, 1, plan.dp))
+    wire = Wire.of(shape.stack, job.precision)
+    num_microbatches = plan.num_microbatches(job)
+    in_each = num_microbatches if to.reduces_each_microbatch else 1
+    for stage in stages:
+        for parameters in _reduced_parts(shape, stage, to):
+            yield to.reduce_op, parameters * wire.reduce_bytes, in_each
+            if to.gathers_units and to.gather_op is not None:
+                yield to.gather_op, parameters * wire.gather_bytes, 2 * num_microbatches
+    if to.gather_op is not None and not to.gathers_units:
+        overlaps = shape.stack.overlap_parameter_gather
+        counts = (
+            [count for stage in stages for count in bucket_parameters(shape, stage)]
+            if overlaps
+            else [sum_parameters(shape, stages)]
+        )
+        for parameters in counts:
+            yield to.gather_op, parameters * wire.gather_bytes, 1
+
+
+def _reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
+    """Return the parameters of each reduction of a stage.
+
+    Where nothing hides them, a rank's gradients go out as one; the bytes are the same.
+    """
+    parts = sharded_parts(shape, stage, to)
+    if parts:
+        return part_parameters(shape, stage, parts)
+    return bucket_parameters(shape, stage)

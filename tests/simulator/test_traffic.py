@@ -1,0 +1,75 @@
+"""Bytes on the wire, exactly, for a buffer of W bytes and N ranks."""
+
+from fractions import Fraction
+
+import pytest
+
+from hwprofiles import CollectiveOp, Precision, Recompute, load_stack
+from simulator import Axis, ModelSpec, ParallelPlan, TrainingJob
+from simulator.block_shape import BlockShape
+from simulator.data_parallel import Stage, stage_parameters
+from simulator.traffic import rank_traffic, sent_bytes
+
+MODEL = ModelSpec(
+    name="small", num_layers=4, hidden_size=256, num_heads=8, vocab_size=1024, seq_len=128
+)
+
+
+def job_of(batch: int, precision: Precision = Precision.FP16) -> TrainingJob:
+    return TrainingJob(
+        model=MODEL, global_batch_size=batch, seq_len=MODEL.seq_len, precision=precision
+    )
+
+
+def weights_bytes(job: TrainingJob, plan: ParallelPlan, stack_name: str) -> int:
+    """Return W: the 16-bit weights, and as many bytes of 16-bit gradients."""
+    shape = BlockShape.of(job, plan, load_stack(stack_name))
+    return 2 * stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+@pytest.mark.parametrize(("zero_stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_zero_sends_what_its_paper_says(dp: int, zero_stage: int, factor: int) -> None:
+    """Rajbhandari et al. 2020, section 7: stages 1 and 2 as plain data parallel, stage 3 x 1.5."""
+    plan = ParallelPlan(dp=dp, zero_stage=zero_stage, stages=(4,))
+    job = job_of(dp)
+    traffic = rank_traffic(job, plan, load_stack("deepspeed"), 0)
+    share = Fraction(dp - 1, dp)
+    assert sent_bytes(traffic, Axis.DP) == factor * share * weights_bytes(job, plan, "deepspeed")
+
+
+def test_sharded_gradients_are_reduced_in_every_microbatch_others_once() -> None:
+    for zero_stage, reductions in ((1, 1), (2, 4), (3, 4)):
+        plan = ParallelPlan(dp=2, zero_stage=zero_stage, stages=(4,))
+        traffic = rank_traffic(job_of(8), plan, load_stack("deepspeed"), 0)
+        shape = BlockShape.of(job_of(8), plan, load_stack("deepspeed"))
+        whole = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+        reduced = [each for each in traffic if each.op is CollectiveOp.REDUCE_SCATTER]
+        assert sum(each.num_calls * each.size_bytes for each in reduced) == reductions * 2 * whole
+
+
+def test_tensor_parallelism_sends_four_all_reduces_of_the_activations_a_layer() -> None:
+    plan = ParallelPlan(tp=4, pp=4, microbatch_size=2, stages=(1,) * 4)
+    traffic = rank_traffic(job_of(6), plan, load_stack("megatron-lm-2022"), 1)
+    activations = 2 * 128 * 256 * 2
+    assert [(each.op, each.size_bytes, each.num_calls) for each in traffic] == [
+        (CollectiveOp.ALL_REDUCE, activations, 4 * 3)
+    ]
+
+
+def test_sequence_parallelism_makes_four_and_six_collectives_a_layer() -> None:
+    plan = ParallelPlan(tp=4, pp=4, sequence_parallel=True, stages=(1,) * 4)
+    traffic = rank_traffic(job_of(1), plan, load_stack("megatron-lm-2022"), 1)
+    counts = {each.op: each.num_calls for each in traffic}
+    assert counts == {CollectiveOp.ALL_GATHER: 6, CollectiveOp.REDUCE_SCATTER: 4}
+    saved = sent_bytes(traffic, Axis.TP) - 2 * Fraction(3, 4) * 128 * 256 * 2
+    plain = rank_traffic(
+        job_of(1), ParallelPlan(tp=4, pp=4, stages=(1,) * 4), load_stack("megatron-lm-2022"), 1
+    )
+    assert saved == sent_bytes(plain, Axis.TP)
+
+
+def test_full_recompute_repeats_the_forward_collectives() -> None:
+    plan = ParallelPlan(tp=2, pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
+    traffic = rank_traffic(job_of(1), plan, load_stack("megatron-lm-2021"), 2)
+    assert [each.num_calls for each in traffic] == [6]
