@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         JobOptions,
         LayoutOptions,
         LimitOptions,
+        MatmulOptions,
         MoneyOptions,
         NameOptions,
         OutputOptions,
@@ -84,6 +85,7 @@ __all__ = [
 
 STEP_WIDTH = 100
 SEARCH_WIDTH = 130
+MATMUL_WIDTH = 130
 NOTHING_FITS, USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -169,6 +171,7 @@ def _commands() -> dict[str, Callable[..., int]]:
     return {
         "search": as_command(_search, *shared, options.LimitOptions, *after),
         "simulate": as_command(_simulate, *shared, options.FileOptions, *after),
+        "matmul": as_command(_matmul, options.MatmulOptions, options.OutputOptions),
         "models": as_command(_models, options.NameOptions),
         "clusters": as_command(_clusters, options.NameOptions),
         "stacks": as_command(_stacks, options.NameOptions),
@@ -242,6 +245,19 @@ def _simulate(
         with new_file(trace) as path:
             write_chrome_trace(result, path)
     _show(output.json, step_document(result, budget), step_report(result, budget), STEP_WIDTH)
+    return 0
+
+
+def _matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
+    """Multiply matrices on several devices: every signature, its bytes and its time."""
+    from planner.matmul_report import matmul_document, matmul_report, write_matmul
+    from planner.matmul_study import read_study
+
+    study = read_study(options)
+    _check_outputs(output)
+    if output.out is not None:
+        write_matmul(study, Path(output.out))
+    _show(output.json, matmul_document(study), matmul_report(study), MATMUL_WIDTH)
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from math import isfinite
 from types import NoneType
-from typing import Annotated, Any, cast, get_args, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.main import get_command
@@ -182,6 +182,25 @@ class NameOptions:
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulOptions:
+    """Matrices to multiply, and the devices that do it."""
+
+    shapes: Annotated[
+        list[str] | None, typer.Argument(metavar="SHAPE", help="Two or more, such as 4x5 5x8.")
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", help="Devices of the one mesh axis.")
+    ] = None
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
+    ] = "dgx-a100"
+    precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="|".join(Precision), help="Number format [bf16 where it is]."),
+    ] = None
+
+
 def as_command(run: Callable[..., int], *records: type) -> Callable[..., int]:
     """Return *run* as typer wants it: a parameter for each field of the records it takes.
 
@@ -218,7 +237,7 @@ def as_command(run: Callable[..., int], *records: type) -> Callable[..., int]:
 def _parameter(field: Field[object], hint: object) -> inspect.Parameter:
     """Return a field as a parameter of texts and flags alone."""
     annotation, default = hint, field.default
-    if _kind(hint) is not bool:
+    if get_origin(_kind(hint)) is not list and _kind(hint) is not bool:
         (info,) = get_args(hint)[1:]
         annotation = Annotated[str | None, info]
         default = None if default is None else str(default)

@@ -31,12 +31,16 @@ class Family(StrEnum):
     GPT = "gpt"
     BLOOM = "bloom"
     NEMOTRON = "nemotron"
+    MPT = "mpt"
+    LLAMA = "llama"
+    BERT = "bert"
 
 
 class MemoryKind(StrEnum):
     """What a printed memory figure counts."""
 
     ALLOCATED = "allocated"
+    RESERVED = "reserved"
     DEVICE = "device"
 
 
@@ -58,6 +62,24 @@ _SWITCHES: dict[Family, dict[str, object]] = {
         "output_bias": False,
         "mlp_bias": False,
         "dropout": False,
+    },
+    # Biases and learned positions: the printed parameter counts follow from them to the unit.
+    Family.MPT: {"dropout": False},
+    Family.LLAMA: {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "gated_mlp": True,
+        "tied_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "dropout": False,
+    },
+    Family.BERT: {
+        "causal": False,
+        "token_types": 2,
+        "mlm_head": True,
+        "embedding_norm": True,
     },
 }
 

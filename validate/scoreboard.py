@@ -180,9 +180,7 @@ def _run_comparisons(run: PublishedRun, result: StepResult) -> Iterator[Comparis
         (Quantity.STEP_TIME, run.step_time_s, result.step_time_s)
     ]
     if run.peak_memory_gib is not None:
-        is_device = run.memory_kind is MemoryKind.DEVICE
-        size_bytes = result.memory.device_bytes if is_device else result.memory.peak_bytes
-        figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, size_bytes))
+        figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, _memory_bytes(run, result)))
     for quantity, published, predicted in figures:
         if published is not None:
             yield Comparison(
@@ -193,6 +191,16 @@ def _run_comparisons(run: PublishedRun, result: StepResult) -> Iterator[Comparis
                 predicted=predicted,
                 rel_tol=run.rel_tol,
             )
+
+
+def _memory_bytes(run: PublishedRun, result: StepResult) -> int:
+    match run.memory_kind:
+        case MemoryKind.DEVICE:
+            return result.memory.device_bytes
+        case MemoryKind.RESERVED:
+            return result.memory.reserved_bytes
+        case _:
+            return result.memory.peak_bytes
 
 
 def _verdict(run: PublishedRun, result: StepResult) -> Verdict:

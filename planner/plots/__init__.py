@@ -2,12 +2,14 @@
 
 from planner.plots.breakdown import plot_breakdown
 from planner.plots.canvas import save_figure
+from planner.plots.matmul_split import plot_matmul_split
 from planner.plots.memory_time import plot_memory_time
 from planner.plots.stage_memory import plot_stage_memory
 from planner.plots.timeline import plot_timeline
 
 __all__ = [
     "plot_breakdown",
+    "plot_matmul_split",
     "plot_memory_time",
     "plot_stage_memory",
     "plot_timeline",
