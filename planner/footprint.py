@@ -1,7 +1,7 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +105,14 @@ class _Sizes:
     counts: ParameterCounts
     state: StateBytes
     workspaces: ShardedWorkspaces
+    moments: dict[tuple[str, Role, int, int], list[Moment]] = field(default_factory=dict)
+
+    def fullest_moments(self, group: Group, role: Role, num_microbatches: int) -> list[Moment]:
+        """Return the moments of a role, found once for all ZeRO stages."""
+        key = (group.schedule.name, role, group.pp, num_microbatches)
+        if key not in self.moments:
+            self.moments[key] = fullest_moments(group.schedule, role, group.pp, num_microbatches)
+        return self.moments[key]
 
 
 def peak_bytes(space: Space, table: ShapeTable) -> Column:
@@ -163,7 +171,7 @@ def _moving_bytes(
     for number in np.unique(microbatches).tolist():
         chosen = np.flatnonzero(microbatches == number)
         shapes = shape_index[chosen]
-        for moment in fullest_moments(group.schedule, role, group.pp, number):
+        for moment in sizes.fullest_moments(group, role, number):
             bytes_then = _moment_bytes(moment, sizes.shapes, shapes)
             if to.zero_stage >= 2:
                 which = 0 if moment.phase is Phase.FORWARD else 1
