@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from hwprofiles import PS_PER_S, format_time
-from planner.matmul_report import boxing_text, chain_text, format_sent
 from planner.matmul_study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
+from planner.matmul_wording import boxing_text, chain_text, format_sent
 from planner.plots import canvas
 from simulator.placement import Partial, Placement, Replicate, Split
 from simulator.placement_chain import Chain

@@ -17,7 +17,6 @@ from matplotlib.patches import Rectangle
 
 from hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
 from meshwright import main
-from planner.matmul_report import boxing_text, format_sent, product_text
 from planner.matmul_study import (
     MatmulStudy,
     ProductRow,
@@ -26,6 +25,7 @@ from planner.matmul_study import (
     parse_matrices,
     study_matmul,
 )
+from planner.matmul_wording import boxing_text, format_sent, product_text
 from planner.plots import plot_matmul_split, save_figure
 from planner.plots.matmul_split import COLOURS, panels_of
 from simulator.costs.collectives import p2p_cost
