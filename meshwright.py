@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         MoneyOptions,
         NameOptions,
         OutputOptions,
+        ServerOptions,
     )
     from planner.plan_file import Json
     from simulator import (
@@ -170,7 +171,9 @@ def _commands() -> dict[str, Callable[..., int]]:
     after = (options.MoneyOptions, options.OutputOptions)
     return {
         "search": as_command(_search, *shared, options.LimitOptions, *after),
-        "simulate": as_command(_simulate, *shared, options.FileOptions, *after),
+        "simulate": as_command(
+            _simulate, *shared, options.ServerOptions, options.FileOptions, *after
+        ),
         "matmul": as_command(_matmul, options.MatmulOptions, options.OutputOptions),
         "models": as_command(_models, options.NameOptions),
         "clusters": as_command(_clusters, options.NameOptions),
@@ -217,6 +220,7 @@ def _search(
 def _simulate(
     job: "JobOptions",
     layout: "LayoutOptions",
+    servers: "ServerOptions",
     files: "FileOptions",
     money: "MoneyOptions",
     output: "OutputOptions",
@@ -231,7 +235,7 @@ def _simulate(
     from simulator.chrome_trace import write_chrome_trace
 
     setting = read_setting(job, files.plan)
-    plan = resolve_plan(setting, layout)
+    plan = resolve_plan(setting, layout, servers)
     budget = read_budget(money, setting.cluster)
     folder = _check_outputs(output)
     trace = None if files.trace is None else check_file("--trace", files.trace)

@@ -1,7 +1,15 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from hwprofiles.errors import ProfileError
-from hwprofiles.kinds import Attention, CollectiveOp, Precision, Recompute, Source, StageSplit
+from hwprofiles.kinds import (
+    Attention,
+    CollectiveOp,
+    Precision,
+    Recompute,
+    Source,
+    StageSplit,
+    Strategy,
+)
 from hwprofiles.loader import (
     list_clusters,
     list_devices,
@@ -70,6 +78,7 @@ __all__ = [
     "Source",
     "StackProfile",
     "StageSplit",
+    "Strategy",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",

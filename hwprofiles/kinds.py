@@ -61,3 +61,11 @@ class StageSplit(StrEnum):
     EVEN = "even"
     BALANCED = "balanced"
     GREEDY = "greedy"
+
+
+class Strategy(StrEnum):
+    """How a stack trains: ranks of a device mesh, replicas of one process, or servers."""
+
+    MESH = "mesh"
+    DATAPARALLEL = "dataparallel"
+    PARAMETER_SERVER = "parameter-server"

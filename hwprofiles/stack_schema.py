@@ -17,7 +17,7 @@ from hwprofiles.base import (
     Text,
 )
 from hwprofiles.errors import ProfileError
-from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit
+from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit, Strategy
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 
@@ -32,13 +32,18 @@ class StackProfile(Profile):
     shards) after every microbatch, ``prefetches_units`` whether a layer's parameters are gathered
     while the layer before it computes, ``pipeline_zero_stages`` what goes with pipeline
     parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
-    (``parameter_bytes`` where parameters are whole).
+    (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
+    sharded over a part of the data-parallel ranks and replicated over the rest.
+
+    ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
+    launch in the one interpreter of `Strategy.DATAPARALLEL`.
     """
 
     name: Name
     title: Text
     date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
     source: Text
+    strategy: Strategy = Strategy.MESH
 
     precisions: tuple[Precision, ...] = Field(min_length=1)
     schedules: tuple[Name, ...] = Field(min_length=1)
@@ -63,6 +68,7 @@ class StackProfile(Profile):
     fused_loss: Flag
     gradient_bucket_parameters: Count
     reduces_each_microbatch: Flag = False
+    hybrid_sharding: Flag = False
     prefetches_units: Flag = True
     pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
 
@@ -79,6 +85,7 @@ class StackProfile(Profile):
     forward_kernels_per_layer: Size = Field(alias="fitted.forward_kernels_per_layer")
     backward_kernels_per_layer: Size = Field(alias="fitted.backward_kernels_per_layer")
     host_per_layer_pass_s: Latency = Field(alias="fitted.host_per_layer_pass")
+    host_per_launch_s: Latency = Field(default=0.0, alias="fitted.host_per_launch")
     p2p_bandwidth_fraction: PositiveFraction = Field(alias="fitted.p2p_bandwidth_fraction")
     dp_bandwidth_fraction: PositiveFraction = Field(alias="fitted.dp_bandwidth_fraction")
     step_overhead_fraction: Fraction = Field(alias="fitted.step_overhead_fraction")
@@ -102,7 +109,29 @@ class StackProfile(Profile):
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
                 "allowed: a name exactly where attention_kernels lists flash"
             )
+        _check_strategy(self)
         return self
+
+
+def _check_strategy(stack: StackProfile) -> None:
+    """Raise ProfileError for a key that the stack's strategy would ignore."""
+    one_process = stack.strategy is Strategy.DATAPARALLEL
+    if stack.host_per_launch_s and not one_process:
+        raise ProfileError(
+            f"fitted.host_per_launch: has no meaning with strategy {stack.strategy}; "
+            f"allowed: with {Strategy.DATAPARALLEL}"
+        )
+    if stack.strategy is Strategy.MESH:
+        return
+    if stack.tensor_parallel or stack.pipeline_parallel:
+        raise ProfileError(
+            f"strategy: {stack.strategy} needs tensor_parallel and pipeline_parallel to be false"
+        )
+    if stack.zero_stages != (0,):
+        raise ProfileError(
+            f"zero_stages: {_listed(stack.zero_stages)} does not go with strategy "
+            f"{stack.strategy}; allowed: 0"
+        )
 
 
 def _check_distinct(key: str, values: tuple[object, ...]) -> None:

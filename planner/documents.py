@@ -12,6 +12,7 @@ from planner.plan_file import Json, job_fields, plan_fields
 from planner.result import FrontierPoint, Nearest, SearchResult
 from simulator import (
     CONVENTION,
+    AsyncRun,
     MemoryResult,
     StageMemory,
     StepResult,
@@ -64,9 +65,37 @@ def step_document(result: StepResult, budget: Budget | None = None) -> dict[str,
         "provenance": {source: result.source_fractions[source] for source in Source},
         "warnings": list(result.warnings),
     }
+    if result.lanes:
+        document["lanes"] = [
+            {"name": lane.name, "busy_s": lane.busy_ps / PS_PER_S, "bytes": lane.moved_bytes()}
+            for lane in result.lanes
+        ]
+    if result.asynchronous is not None:
+        document["asynchronous"] = async_fields(result.asynchronous)
     if budget is not None:
         document["training_run"] = run_fields(budget, result)
     return document
+
+
+def async_fields(run: AsyncRun) -> dict[str, Json]:
+    """Return rounds of each worker and the distribution of staleness."""
+    return {
+        "workers": [
+            {
+                "worker": worker,
+                "rounds": rounds,
+                "round_time_s": None if time_ps is None else time_ps / PS_PER_S,
+            }
+            for worker, (rounds, time_ps) in enumerate(zip(run.rounds, run.round_ps, strict=True))
+        ],
+        "staleness": {
+            "mean": run.mean_staleness,
+            "max": run.max_staleness,
+            "histogram": [
+                {"updates": updates, "count": count} for updates, count in run.staleness.items()
+            ],
+        },
+    }
 
 
 def model_fields(job: TrainingJob) -> dict[str, Json]:

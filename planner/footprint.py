@@ -137,7 +137,7 @@ def _group_peaks(
     # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
     reduces_each = space.stack.reduces_each_microbatch and group.pp == 1
     split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
-    to = Replication.of(2, zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
+    to = Replication.of(zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
     state = sizes.state
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:

@@ -122,6 +122,22 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """Servers and workers of a stack with a parameter server."""
+
+    servers: Annotated[
+        str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")
+    ] = None
+    asynchronous: Annotated[
+        bool | None,
+        typer.Option("--async/--no-async", help="Workers loop on their own.", show_default=False),
+    ] = None
+    slow_worker: Annotated[
+        float | None, typer.Option(metavar="FACTOR", help="How much slower the last worker is [1].")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LimitOptions:
     """Upper limits of a search, and how many plans it reports."""
 

@@ -6,7 +6,7 @@ in full, so that the plan file stands alone.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
@@ -26,7 +26,15 @@ from hwprofiles import (
 )
 from hwprofiles.complaints import one_line
 from hwprofiles.names import shown, suggestion
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, list_models, load_model
+from simulator import (
+    ModelSpec,
+    ParallelPlan,
+    ParameterServer,
+    PlanError,
+    TrainingJob,
+    list_models,
+    load_model,
+)
 from simulator.model_spec import parse_model, shown_path
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -60,6 +68,12 @@ class _JobEntry(_Entry):
     precision: Precision
 
 
+class _ServerEntry(_Entry):
+    servers: Degree | Literal["all"]
+    asynchronous: Annotated[bool, Field(strict=True)]
+    slow_worker: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
 class _PlanEntry(_Entry):
     tp: Degree
     pp: Degree
@@ -72,6 +86,14 @@ class _PlanEntry(_Entry):
     attention: Attention
     schedule: str
     stages: tuple[Degree, ...]
+    dp_shard: Degree | None = None
+    parameter_server: _ServerEntry | None = None
+
+    def plan(self) -> ParallelPlan:
+        """Return the plan; raises PlanError where no layout can be so."""
+        values = self.model_dump()
+        servers = values.pop("parameter_server")
+        return ParallelPlan(**values, parameter_server=servers and ParameterServer(**servers))
 
 
 class _PlanFile(_Entry):
@@ -85,11 +107,14 @@ class _PlanFile(_Entry):
 
 def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
     """Return every field of a plan by name."""
-    return {
+    values: dict[str, Json] = {
         field.name: list(value) if isinstance(value, tuple) else value
         for field in fields(plan)
         for value in [getattr(plan, field.name)]
     }
+    if plan.parameter_server is not None:
+        values["parameter_server"] = asdict(plan.parameter_server)
+    return values
 
 
 def job_fields(job: TrainingJob) -> dict[str, Json]:
@@ -134,7 +159,7 @@ def read_plan(path: Path) -> SavedPlan:
     stack = resolved("stack", load_stack, lambda data: _profile(StackProfile, data))
     try:
         job = TrainingJob(model=model, **entry.job.model_dump())
-        plan = ParallelPlan(**entry.plan.model_dump())
+        plan = entry.plan.plan()
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)

@@ -74,7 +74,7 @@ class ReplicaCosts:
         mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=node_size)
         reduces_each = self._stack.reduces_each_microbatch and pp == 1
         span = mesh.span(Axis.DP)
-        return Replication.of(dp, zero_stage, span, reduces_each_microbatch=reduces_each)
+        return Replication.of(zero_stage, span, reduces_each_microbatch=reduces_each)
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""

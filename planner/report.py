@@ -19,7 +19,15 @@ from hwprofiles import (
     format_time,
 )
 from planner.money import Budget, TrainingRun
-from simulator import ParallelPlan, StageMemory, StepResult, TrainingJob, count_parameters
+from simulator import (
+    AsyncRun,
+    ParallelPlan,
+    ParameterServer,
+    StageMemory,
+    StepResult,
+    TrainingJob,
+    count_parameters,
+)
 
 WIDTH = 100
 BAR_WIDTH = 14
@@ -111,13 +119,29 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     plan = result.plan
     degrees = f"tp={plan.tp} pp={plan.pp} dp={plan.dp}"
     batches = f"{result.num_microbatches:,} microbatches, microbatch_size={plan.microbatch_size}"
-    return [
+    facts = [
         ("job", job_text(result.job)),
         ("layout", f"{degrees}, {batches}"),
         ("pipeline", f"schedule={plan.schedule} vpp={plan.num_virtual_stages}"),
         ("stages", f"{format_stages(plan.stages)} layers"),
         ("switches", switches_text(plan)),
     ]
+    if plan.parameter_server is not None:
+        facts.append(("servers", _servers_text(plan.parameter_server)))
+    return facts
+
+
+def _servers_text(options: ParameterServer) -> str:
+    where = "all workers" if options.servers == "all" else f"{options.servers} of their own"
+    pace = "asynchronous" if options.asynchronous else "synchronous"
+    return f"servers={where}, {pace}, slow_worker={options.slow_worker:g}"
+
+
+def _async_text(run: AsyncRun) -> str:
+    times = [time_ps / PS_PER_S for time_ps in run.round_ps if time_ps is not None]
+    rounds = f"a round takes {format_time(min(times))} to {format_time(max(times))}"
+    stale = f"{run.mean_staleness:.2f} updates on average, {run.max_staleness} at most"
+    return f"{rounds}; stale by {stale}"
 
 
 def switches_text(plan: ParallelPlan) -> str:
@@ -140,6 +164,8 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
         ("bubble", f"{measured:.1%} measured idle, {closed:.1%} closed form for equal stages"),
         ("comm", f"{format_time(result.exposed_comm_s)} exposed"),
     ]
+    if result.asynchronous is not None:
+        facts.append(("workers", _async_text(result.asynchronous)))
     if budget is not None:
         facts.append(("run", run_text(budget.run(result))))
     return facts

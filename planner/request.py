@@ -21,6 +21,7 @@ from planner.options import (
     LayoutOptions,
     LimitOptions,
     MoneyOptions,
+    ServerOptions,
     check_counts,
     option_name,
     read_memory_limit,
@@ -28,7 +29,8 @@ from planner.options import (
     read_tokens,
 )
 from planner.plan_file import SavedPlan, read_plan
-from planner.rules import MAX_PASSES
+from planner.rules import MAX_PASSES, check_searchable
+from planner.servers import resolve_servers
 from planner.space import SpaceLimits, tp_divides
 from simulator import (
     ParallelPlan,
@@ -146,8 +148,10 @@ def _job(
     )
 
 
-def resolve_plan(setting: Setting, layout: LayoutOptions) -> ParallelPlan:
-    """Return the plan of *layout*, completed from the plan file and the stack's defaults.
+def resolve_plan(
+    setting: Setting, layout: LayoutOptions, servers: ServerOptions | None = None
+) -> ParallelPlan:
+    """Return the plan of *layout* and *servers*, completed from plan file and stack defaults.
 
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
@@ -175,6 +179,7 @@ def resolve_plan(setting: Setting, layout: LayoutOptions) -> ParallelPlan:
         attention=layout.attention or (old.attention if old else usual),
         schedule=_schedule(layout, old, vpp),
         stages=_stages(setting, layout, pp * vpp),
+        parameter_server=resolve_servers(servers or ServerOptions(), stack, old),
     )
     _check_passes(setting.job, plan)
     return plan
@@ -244,6 +249,7 @@ def read_limits(setting: Setting, layout: LayoutOptions, limits: LimitOptions) -
     """
     check_counts(layout)
     check_counts(limits)
+    check_searchable(setting.stack)
     check_pins(setting, layout, limits)
     return SpaceLimits(
         tp=_pin(layout.tp),

@@ -9,7 +9,7 @@ from planner.footprint import device_bytes_column, peak_bytes
 from planner.frontier import find_frontier
 from planner.nearest import find_nearest
 from planner.result import SearchResult
-from planner.rules import Candidates, apply_rules
+from planner.rules import Candidates, apply_rules, check_searchable
 from planner.shapes import ShapeTable
 from planner.space import SpaceLimits, enumerate_space
 from simulator import CostModel, PlanError, StepResult, TrainingJob, simulate
@@ -53,6 +53,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         PlanError: If *num_gpus* or *top* is out of range, or the cluster cannot run the job.
     """
     _check_request(cluster, num_gpus, top)
+    check_searchable(stack)
     limits = limits or SpaceLimits()
     space = enumerate_space(job, stack, num_gpus, limits)
     table = ShapeTable.of(space)

@@ -171,11 +171,12 @@ def _virtual_stages(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield each number of virtual stages with the schedules that can run it.
 
-    More than one takes equal virtual stages, as Megatron-LM does.
+    More than one takes equal virtual stages, or equal ones when embedding and head count as a
+    layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).
     """
     per_rank = model.num_layers // pp
     for vpp in range(1, per_rank + 1):
-        if vpp > 1 and (pp == 1 or model.num_layers % (pp * vpp)):
+        if vpp > 1 and (pp == 1 or not _divides_into(model.num_layers, pp * vpp)):
             continue
         if not limits.allows("num_virtual_stages", vpp, limits.max_virtual_stages):
             continue
@@ -186,6 +187,10 @@ def _virtual_stages(
         ]
         if schedules:
             yield vpp, schedules
+
+
+def _divides_into(num_layers: int, num_stages: int) -> bool:
+    return num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0
 
 
 def _block(

@@ -70,7 +70,8 @@ def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
 def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:
     plan = result.plan
     for stage in result.memory.by_stage:
-        layers = plan.stages[stage.stage :: plan.pp]
+        # Beside a mesh of ranks a row is a device, which holds or serves the whole model.
+        layers = plan.stages if result.lanes else plan.stages[stage.stage :: plan.pp]
         yield {
             "plan": rank,
             "stage": stage.stage,

@@ -9,8 +9,8 @@ from simulator.model_flops import CONVENTION, hardware_flops, model_flops
 from simulator.model_spec import ModelSpec
 from simulator.parameters import count_parameters
 from simulator.partition import parse_stages, resolve_stages
-from simulator.plan import ParallelPlan, TrainingJob
-from simulator.result import MemoryResult, StageMemory, StepResult
+from simulator.plan import ParallelPlan, ParameterServer, TrainingJob
+from simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
 from simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
 from simulator.simulation import account, check_plan, rank_timeline, simulate
 from simulator.step_builder import BuiltStep, build_step
@@ -20,6 +20,7 @@ __all__ = [
     "CONVENTION",
     "SCHEDULES",
     "Action",
+    "AsyncRun",
     "Axis",
     "BuiltStep",
     "Category",
@@ -30,6 +31,7 @@ __all__ = [
     "Mesh",
     "ModelSpec",
     "ParallelPlan",
+    "ParameterServer",
     "Phase",
     "PlanError",
     "Schedule",

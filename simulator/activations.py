@@ -99,10 +99,10 @@ def saved_head_bytes(shape: BlockShape) -> int:
 
     BERT's head also keeps the input and the output of its dense layer.
     """
-    value = shape.num_local_tokens * shape.model.hidden_size * shape.element_bytes
+    value = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
     per_logit = shape.element_bytes if shape.stack.fused_loss else 4
     values = 4 if shape.model.mlm_head else 2
-    return values * value + shape.num_tokens * shape.local_vocab_size * per_logit
+    return values * value + shape.num_scored_tokens * shape.local_vocab_size * per_logit
 
 
 def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def head_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
     Unfused: 16-bit logits, their fp32 copy and a 16-bit gradient beside the fp32 probabilities,
     12 bytes a logit in all; fused: a second 16-bit copy, 4 in all.
     """
-    num_logits = shape.num_tokens * shape.local_vocab_size
+    num_logits = shape.num_scored_tokens * shape.local_vocab_size
     gathered = 0
     if shape.sequence_parallel:
         gathered = shape.num_tokens * shape.model.hidden_size * shape.element_bytes

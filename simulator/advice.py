@@ -3,8 +3,8 @@
 from hwprofiles import Precision, format_bytes
 from simulator.costs import CostModel
 from simulator.costs.compute import ALIGNED_ELEMENTS
+from simulator.plan import ParallelPlan, TrainingJob
 from simulator.result import MemoryResult
-from simulator.step_builder import BuiltStep
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -13,14 +13,18 @@ NOTEWORTHY_FRACTION = 0.05
 
 
 def plan_warnings(
-    built: BuiltStep, memory: MemoryResult, costs: CostModel, extrapolated_fraction: float
+    job: TrainingJob,
+    plan: ParallelPlan,
+    memory: MemoryResult,
+    costs: CostModel,
+    extrapolated_fraction: float,
 ) -> tuple[str, ...]:
     """Return one line for each thing that is odd about a plan or its prediction."""
     return (
         *_memory_warnings(memory),
-        *_alignment_warnings(built),
-        *_degree_one_warnings(built),
-        *_evidence_warnings(built, costs, extrapolated_fraction),
+        *_alignment_warnings(job, plan),
+        *_degree_one_warnings(plan),
+        *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
 
 
@@ -33,10 +37,10 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     return []
 
 
-def _alignment_warnings(built: BuiltStep) -> list[str]:
-    if built.job.precision is Precision.FP32:
+def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+    if job.precision is Precision.FP32:
         return []
-    model, tp = built.job.model, built.plan.tp
+    model, tp = job.model, plan.tp
     sizes = {
         "head dim": model.head_dim,
         "hidden_size / tp": model.hidden_size // tp,
@@ -49,8 +53,7 @@ def _alignment_warnings(built: BuiltStep) -> list[str]:
     ]
 
 
-def _degree_one_warnings(built: BuiltStep) -> list[str]:
-    plan = built.plan
+def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
     warnings = []
     if plan.sequence_parallel and plan.tp == 1:
         warnings.append("sequence_parallel has no effect at tp=1")
@@ -60,11 +63,12 @@ def _degree_one_warnings(built: BuiltStep) -> list[str]:
 
 
 def _evidence_warnings(
-    built: BuiltStep, costs: CostModel, extrapolated_fraction: float
+    plan: ParallelPlan, costs: CostModel, extrapolated_fraction: float
 ) -> list[str]:
     warnings = []
-    if costs.tp_span(built.plan.tp).crosses_nodes:
-        warnings.append(f"tp={built.plan.tp} crosses nodes of {built.mesh.node_size} devices")
+    if costs.tp_span(plan.tp).crosses_nodes:
+        node_size = costs.cluster.devices_per_node
+        warnings.append(f"tp={plan.tp} crosses nodes of {node_size} devices")
     if extrapolated_fraction > NOTEWORTHY_FRACTION:
         warnings.append(f"{extrapolated_fraction:.0%} of the busy time rests on extrapolation")
     return warnings

@@ -1,6 +1,7 @@
 """The sizes that decide what one rank computes and keeps in a block."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from hwprofiles import Attention, Precision, Recompute, StackProfile
@@ -66,6 +67,16 @@ class BlockShape:
     def num_local_tokens(self) -> int:
         """Tokens a rank keeps outside tensor-parallel regions."""
         return self.num_tokens // self.tp if self.sequence_parallel else self.num_tokens
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Tokens of a microbatch that reach the output matrix."""
+        return ceil(self.num_tokens * self.model.scored_fraction)
+
+    @property
+    def num_local_scored_tokens(self) -> int:
+        """Of these, the tokens a rank keeps outside tensor-parallel regions."""
+        return ceil(self.num_local_tokens * self.model.scored_fraction)
 
     @property
     def element_bytes(self) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from simulator.costs import CostModel
+from simulator.engine import StepTimes
+from simulator.lanes import Lane
 from simulator.rank_streams import Span, rank_streams
 from simulator.result import StepResult
 from simulator.simulation import rank_timeline
@@ -28,6 +30,7 @@ class EventArguments(TypedDict, total=False):
     microbatch: int
     chunk: int
     live_bytes: int
+    size_bytes: int
 
 
 class TraceEvent(TypedDict, total=False):
@@ -71,12 +74,17 @@ def chrome_trace(result: StepResult) -> ChromeTrace:
 
     A process has a track for computation, one for the pipeline messages it sends, one for
     collectives over its replicas, and a counter of its live bytes.  Ranks that differ only in
-    their tensor- or data-parallel position do the same and share a process.
+    their tensor- or data-parallel position do the same and share a process.  A step of lanes is
+    one process with a track for each.
     """
+    if result.times is None:
+        tracks = [event for each in enumerate(result.lanes) for event in _lane(*each)]
+        return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=tracks)
     costs = CostModel(result.cluster, result.stack, result.plan.world_size)
     built = build_step(result.job, result.plan, costs)
     events = [event for pp_rank in range(built.plan.pp) for event in _names(built, pp_rank)]
-    timed = [event for pp_rank in range(built.plan.pp) for event in _timed(result, built, pp_rank)]
+    times = result.times
+    timed = [event for pp_rank in range(built.plan.pp) for event in _timed(times, built, pp_rank)]
     timed.sort(key=lambda event: (event["ts"], event["pid"], event.get("tid", -1)))
     return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=events + timed)
 
@@ -124,12 +132,29 @@ def _metadata(name: str, pid: int, tid: int, args: EventArguments) -> TraceEvent
     return TraceEvent(name=name, ph="M", pid=pid, tid=tid, args=args)
 
 
-def _timed(result: StepResult, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    streams = rank_streams(built.work, result.times, pp_rank)
+def _timed(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
+    streams = rank_streams(built.work, times, pp_rank)
     for tid, spans in enumerate((streams.compute, streams.messages, streams.data_parallel)):
         for span in spans:
             yield _complete(span, pp_rank, tid)
-    yield from _memory(result, built, pp_rank)
+    yield from _memory(times, built, pp_rank)
+
+
+def _lane(tid: int, lane: Lane) -> Iterator[TraceEvent]:
+    """Yield the name of a lane and its spans."""
+    yield _metadata("thread_name", 0, tid, EventArguments(name=lane.name))
+    yield _metadata("thread_sort_index", 0, tid, EventArguments(sort_index=tid))
+    for span in lane.spans:
+        yield TraceEvent(
+            name=span.name,
+            cat=span.kind.value,
+            ph="X",
+            ts=_microseconds(span.start_ps),
+            dur=_microseconds(span.end_ps - span.start_ps),
+            pid=0,
+            tid=tid,
+            args=EventArguments(size_bytes=span.size_bytes) if span.size_bytes else {},
+        )
 
 
 def _complete(span: Span, pid: int, tid: int) -> TraceEvent:
@@ -152,14 +177,14 @@ def _complete(span: Span, pid: int, tid: int) -> TraceEvent:
     )
 
 
-def _memory(result: StepResult, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
+def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
     """Yield the live bytes of a rank wherever they change."""
     static_bytes = built.memory[pp_rank].static_bytes
     # At one instant an end comes before a start, so the last entry is what holds from then on.
     live = {0: static_bytes}
-    for event in rank_timeline(built, result.times, pp_rank):
+    for event in rank_timeline(built, times, pp_rank):
         live[event.time_ps] = static_bytes + event.activations_bytes + event.buffers_bytes
-    updated_ps = result.times.ranks[pp_rank].update_start_ps
+    updated_ps = times.ranks[pp_rank].update_start_ps
     live[updated_ps + built.work.ranks[pp_rank].optimizer_ps] = static_bytes
     previous_bytes = -1
     for time_ps, live_bytes in live.items():

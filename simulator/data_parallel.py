@@ -24,44 +24,71 @@ class Stage(NamedTuple):
 
 
 class Replication(NamedTuple):
-    """The data-parallel side of a plan: degree, sharding, groups and their collectives."""
+    """The data-parallel side of a plan: sharding, groups and their collectives.
 
-    dp: int
+    ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
+    ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
+    """
+
     zero_stage: int
     span: GroupSpan
+    replica_span: GroupSpan | None
     reduce_op: CollectiveOp
     gather_op: CollectiveOp | None
     shards: Shards
     reduces_each_microbatch: bool
 
     @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
+
+    @property
     def gathers_units(self) -> bool:
         """Whether parameters are gathered unit by unit in every pass."""
-        return self.zero_stage >= 3 and self.dp > 1
+        return self.shards.parameters > 1
 
     @classmethod
     def of(
-        cls, dp: int, zero_stage: int, span: GroupSpan, *, reduces_each_microbatch: bool = False
+        cls,
+        zero_stage: int,
+        span: GroupSpan,
+        *,
+        replica_span: GroupSpan | None = None,
+        reduces_each_microbatch: bool = False,
     ) -> "Replication":
         """Return the replication of a plan; its collectives follow from the placements.
 
         Args:
-            dp: Data-parallel degree.
             zero_stage: What is sharded.
-            span: Where a group lies.
+            span: Where a set of shards lies; without sharding, a data-parallel group.
+            replica_span: Where the ranks with the same shard lie.
             reduces_each_microbatch: Whether stages 2 and 3 reduce in each microbatch.
         """
         communication = zero_communication(zero_stage)
         assert communication.gradient.op is not None
         return cls(
-            dp=dp,
             zero_stage=zero_stage,
             span=span,
+            replica_span=replica_span,
             reduce_op=communication.gradient.op,
             gather_op=communication.parameters and communication.parameters.op,
-            shards=Shards.of(dp, zero_stage, reduces_each_microbatch=reduces_each_microbatch),
+            shards=Shards.of(
+                span.num_ranks, zero_stage, reduces_each_microbatch=reduces_each_microbatch
+            ),
             reduces_each_microbatch=reduces_each_microbatch and zero_stage >= 2,
         )
+
+    def reductions(self, size_bytes: int) -> list[tuple[CollectiveOp, int, GroupSpan]]:
+        """Return the collectives that reduce *size_bytes* of gradients, one after the other.
+
+        With replicas of the shards, a shard is then summed over them.
+        """
+        calls = [(self.reduce_op, size_bytes, self.span)]
+        if self.replica_span is not None:
+            share = -(-size_bytes // self.span.num_ranks)
+            calls.append((CollectiveOp.ALL_REDUCE, share, self.replica_span))
+        return calls
 
 
 class Wire(NamedTuple):
@@ -156,7 +183,11 @@ def sharded_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[Stag
 
 def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
     """Return the time of reducing the gradients of *num_parameters*."""
-    return costs.collective(to.reduce_op, num_parameters * wire.reduce_bytes, to.span, Axis.DP)
+    calls = [
+        costs.collective(op, size_bytes, span, Axis.DP)
+        for op, size_bytes, span in to.reductions(num_parameters * wire.reduce_bytes)
+    ]
+    return Cost(sum(call.time_ps for call in calls), calls[0].source)
 
 
 def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:

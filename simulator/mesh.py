@@ -122,7 +122,10 @@ class Mesh:
 
     def span(self, axis: Axis) -> GroupSpan:
         """Return the worst span of any communicator of *axis*: most nodes, fewest members."""
-        stride, degree = self.stride(axis), self.degree(axis)
+        return self.span_of(self.stride(axis), self.degree(axis))
+
+    def span_of(self, stride: int, degree: int) -> GroupSpan:
+        """Return the worst span of groups of *degree* ranks that are *stride* apart."""
         spans = [
             strided_span(first, stride, degree, self.node_size)
             for first in self._first_ranks(stride, degree)

@@ -2,10 +2,12 @@
 
 Per token, forward: ``2 (2 h (h + g) + k h f)`` a layer for the linear products, ``4 s h`` for
 attention over all s keys (not halved for causality), ``2 h V`` for the head and ``2 h^2`` more
-for that of BERT, whose pooler (one token a sequence) is left out; backward is twice that.  For a
-GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473,
-appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+for that of BERT, whose pooler (one token a sequence) is left out, both of scored positions only;
+backward is twice that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et
+al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
+
+from math import ceil
 
 from hwprofiles import Recompute
 from simulator.plan import ParallelPlan, TrainingJob
@@ -43,7 +45,8 @@ def model_flops(job: TrainingJob) -> int:
     """
     model = job.model
     head_width = model.vocab_size + (model.hidden_size if model.mlm_head else 0)
-    head = 2 * model.hidden_size * head_width * job.tokens_per_step
+    num_scored = ceil(job.tokens_per_step * model.scored_fraction)
+    head = 2 * model.hidden_size * head_width * num_scored
     forward = model.num_layers * layer_forward_flops(job) + head
     return (1 + BACKWARD_FACTOR) * forward
 

@@ -25,6 +25,8 @@ class ModelSpec(BaseModel):
     An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
     BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
     activation and norm before the logits in place of the final norm, and a bias on the logits.
+    ``scored_fraction`` is the share of positions that reach the head: 1 for a decoder, less where
+    only masked ones are scored.
 
     Omitted sizes follow the usual rules: ``num_kv_heads`` equals
     ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
@@ -62,6 +64,7 @@ class ModelSpec(BaseModel):
     causal: bool = True
     token_types: int = Field(default=0, ge=0, le=MAX_WIDTH)
     mlm_head: bool = False
+    scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
     source: str = "not given"
 

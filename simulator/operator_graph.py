@@ -254,14 +254,17 @@ def embedding_operators(shape: BlockShape) -> BlockOperators:
 
 
 def head_operators(shape: BlockShape) -> BlockOperators:
-    """Return the operators of the head: BERT's dense layer, norm, logits and cross-entropy."""
+    """Return the operators of the head: BERT's dense layer, norm, logits and cross-entropy.
+
+    Only scored positions reach it; the collectives around it carry all.
+    """
     comm = pair_communication(shape)
     dense = _mlm_dense(shape) if shape.model.mlm_head else BlockOperators(forward=(), backward=())
-    model, tokens = shape.model, shape.num_tokens
+    model, tokens = shape.model, shape.num_scored_tokens
     logits = Gemm("logits", m=tokens, n=shape.local_vocab_size, k=model.hidden_size)
     loss = LOSS_BYTES_FUSED if shape.stack.fused_loss else LOSS_BYTES_UNFUSED
     num_logits = tokens * shape.local_vocab_size
-    norm = shape.num_local_tokens * model.hidden_size * shape.element_bytes
+    norm = shape.num_local_scored_tokens * model.hidden_size * shape.element_bytes
     # Vocabulary-parallel cross-entropy: maximum, target logit and sum, one fp32 a token each.
     scalar = Collective("tp loss reduce", CollectiveOp.ALL_REDUCE, 4 * tokens, Axis.TP)
     scalars = (scalar,) * 3 if shape.tp > 1 else ()
@@ -287,17 +290,17 @@ def head_operators(shape: BlockShape) -> BlockOperators:
 
 
 def _mlm_dense(shape: BlockShape) -> BlockOperators:
-    """Return what BERT's head runs more: a dense layer on each token, the pooler on the first.
+    """Return what BERT's head runs more: a dense layer on scored tokens, the pooler on the first.
 
     Every tensor-parallel rank computes both in full.  An activation reads and writes a value;
     backward moves three and one for its bias, and reads the logit gradients for theirs.  The
     pooler has so few rows that reading its matrix, and writing the gradient, is its time.
     """
-    hidden, tokens = shape.model.hidden_size, shape.num_local_tokens
+    hidden, tokens = shape.model.hidden_size, shape.num_local_scored_tokens
     dense = Gemm("mlm dense", m=tokens, n=hidden, k=hidden)
     pooler = hidden**2 * shape.element_bytes
     value = tokens * hidden * shape.element_bytes
-    logits = shape.num_tokens * shape.local_vocab_size * shape.element_bytes
+    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
     return BlockOperators(
         forward=(
             dense,

@@ -1,8 +1,9 @@
 """What is trained and how it is laid out: the job and the parallel plan."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from hwprofiles import Attention, Precision, Recompute, StackProfile
+from hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
 from simulator.errors import PlanError
 from simulator.model_spec import ModelSpec
 
@@ -42,6 +43,34 @@ class TrainingJob:
         return self.global_batch_size * self.seq_len
 
 
+MAX_SERVERS = 1024
+MAX_SLOWDOWN = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterServer:
+    """Where parameters live when workers pull them, and how workers keep step.
+
+    Args:
+        servers: Hosts of their own over which parameters are spread, or all workers.
+        asynchronous: Each worker loops on its own; if not, all wait for the update.
+        slow_worker: How many times longer the last worker computes than the others.
+    """
+
+    servers: int | Literal["all"] = 1
+    asynchronous: bool = False
+    slow_worker: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no run can have."""
+        if self.servers != "all" and not 1 <= self.servers <= MAX_SERVERS:
+            raise PlanError(f"servers={self.servers} is out of range; allowed 1 to {MAX_SERVERS}")
+        if not 1 <= self.slow_worker <= MAX_SLOWDOWN:
+            raise PlanError(
+                f"slow_worker={self.slow_worker:g} is out of range; allowed 1 to {MAX_SLOWDOWN:g}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelPlan:
     """A complete layout; the product of its degrees is the world size.
@@ -52,12 +81,16 @@ class ParallelPlan:
         dp: Data-parallel degree.
         num_virtual_stages: Virtual stages a pipeline rank holds (vpp).
         microbatch_size: Sequences of one forward pass.
-        zero_stage: What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states.
+        zero_stage: What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states,
+            2 gradients, too, 3 parameters, too.
+        dp_shard: Data-parallel ranks that share one set of shards; by default all of them. Fewer
+            make replicas of the shards (hybrid sharding).
         sequence_parallel: Activations outside tensor-parallel regions split over the tp axis.
         recompute: Activation recomputation in the backward pass.
         attention: Attention kernel.
         schedule: Name of the pipeline schedule.
         stages: Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers.
+        parameter_server: Servers of a stack that has them; the data-parallel ranks are workers.
     """
 
     tp: int = 1
@@ -71,12 +104,16 @@ class ParallelPlan:
     attention: Attention = Attention.UNFUSED
     schedule: str = "1f1b"
     stages: tuple[int, ...] = ()
+    parameter_server: ParameterServer | None = None
+    dp_shard: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
         for field in ("tp", "pp", "dp", "num_virtual_stages", "microbatch_size"):
             if getattr(self, field) < 1:
                 raise PlanError(f"{field} must be >= 1, got {getattr(self, field)}")
+        if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
+            raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if len(self.stages) != self.num_stages:
             raise PlanError(
                 f"stages lists {len(self.stages)} stages; the plan has "
@@ -87,6 +124,11 @@ class ParallelPlan:
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
             )
+
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel ranks that share one set of shards."""
+        return self.dp if self.dp_shard is None else self.dp_shard
 
     @property
     def world_size(self) -> int:
@@ -139,6 +181,8 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
 
 def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot run *plan*, or None when it can."""
+    if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
+        return f"parameter_server is not offered by stack {stack.name}; it has no servers"
     offers: list[tuple[str, object, tuple[object, ...]]] = [
         ("precision", job.precision, stack.precisions),
         ("schedule", plan.schedule, stack.schedules),
@@ -152,6 +196,8 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     ):
         if degree > 1 and not offered:
             return f"{axis}={degree} is not offered by stack {stack.name}; allowed: 1"
+    if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
+        offers.append(("dp_shard", plan.dp_shard, (plan.dp,)))
     if plan.sequence_parallel and plan.tp > 1:
         offers.append(("sequence_parallel", True, (False, True)[: 1 + stack.sequence_parallel]))
     for field, value, allowed in offers:

@@ -6,6 +6,7 @@ from hwprofiles import PS_PER_S, Cluster, Source, StackProfile
 from simulator.costs import COMMUNICATION, Category
 from simulator.costs.compute import peak_flops_per_s
 from simulator.engine import StepTimes, StepWork
+from simulator.lanes import Lane
 from simulator.model_flops import hardware_flops, model_flops
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.schedules import get_schedule
@@ -65,6 +66,33 @@ class MemoryResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncRun:
+    """What asynchronous workers did in a run that ends when the first of them has done its rounds.
+
+    Args:
+        rounds: Rounds that each worker has finished.
+        round_ps: Mean time of one, by worker; None where not one was finished.
+        staleness: How many updates (by number of updates, ascending) were computed from
+            parameters that so many updates of other workers had changed since they were pulled.
+    """
+
+    rounds: tuple[int, ...]
+    round_ps: tuple[int | None, ...]
+    staleness: dict[int, int]
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean over all updates."""
+        total = sum(updates * count for updates, count in self.staleness.items())
+        return total / sum(self.staleness.values())
+
+    @property
+    def max_staleness(self) -> int:
+        """The most."""
+        return max(self.staleness)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """One simulated training step.
 
@@ -79,8 +107,11 @@ class StepResult:
         source_fractions: Share of the busy time that rests on each kind of evidence.
         memory: Memory of the fullest rank and of each pipeline rank.
         warnings: What a user should know before relying on the numbers.
-        work: What the engine ran.
-        times: When it ran.
+        work: What the engine ran, if the plan is a mesh of ranks.
+        times: When it ran, likewise.
+        lanes: What each device, host and link did, if it is not.
+        asynchronous: Progress of workers that do not wait for each other; ``step_ps`` is then the
+            mean time in which they consume a global batch.
     """
 
     job: TrainingJob
@@ -92,8 +123,10 @@ class StepResult:
     source_fractions: dict[Source, float]
     memory: MemoryResult
     warnings: tuple[str, ...]
-    work: StepWork
-    times: StepTimes
+    work: StepWork | None = None
+    times: StepTimes | None = None
+    lanes: tuple[Lane, ...] = ()
+    asynchronous: AsyncRun | None = None
 
     @property
     def step_time_s(self) -> float:

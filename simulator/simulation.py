@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hwprofiles import Cluster, Source, StackProfile
+from hwprofiles import Cluster, Source, StackProfile, Strategy
 from simulator.accounting import time_breakdown
 from simulator.activations import saved_tensors
 from simulator.advice import plan_warnings
@@ -22,6 +22,7 @@ from simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refu
 from simulator.result import MemoryResult, StageMemory, StepResult
 from simulator.schedules import get_schedule
 from simulator.step_builder import BuiltStep, build_step
+from simulator.strategies import STRATEGIES, Case
 
 
 def simulate(
@@ -49,6 +50,8 @@ def simulate(
     """
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
+    if stack.strategy is not Strategy.MESH:
+        return STRATEGIES[stack.strategy](Case(job, plan, costs, memory_limit_bytes))
     built = build_step(job, plan, costs)
     return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
 
@@ -76,6 +79,7 @@ def account(
     """Return the result of a run: where the time went, and the memory of each rank."""
     breakdown_ps, source_fractions = time_breakdown(built, times)
     memory = _memory(built, times, costs, memory_limit_bytes)
+    extrapolated = source_fractions[Source.EXTRAPOLATED]
     return StepResult(
         job=built.job,
         plan=built.plan,
@@ -85,7 +89,7 @@ def account(
         breakdown_ps=breakdown_ps,
         source_fractions=source_fractions,
         memory=memory,
-        warnings=plan_warnings(built, memory, costs, source_fractions[Source.EXTRAPOLATED]),
+        warnings=plan_warnings(built.job, built.plan, memory, costs, extrapolated),
         work=built.work,
         times=times,
     )

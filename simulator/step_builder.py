@@ -116,13 +116,20 @@ def message_between(
     return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
 
 
-def replication_of(plan: ParallelPlan, stack: StackProfile, span: GroupSpan) -> Replication:
+def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
-    In a pipeline gradients stay whole until the last microbatch, whatever the stage.
+    In a pipeline gradients stay whole until the last microbatch, whatever the stage.  Shards lie
+    on neighbouring data-parallel ranks, replicas of them further apart.
     """
-    reduces_each = stack.reduces_each_microbatch and plan.pp == 1
-    return Replication.of(plan.dp, plan.zero_stage, span, reduces_each_microbatch=reduces_each)
+    replicas = plan.dp // plan.num_shards
+    stride = mesh.stride(Axis.DP)
+    return Replication.of(
+        plan.zero_stage,
+        mesh.span_of(stride, plan.num_shards),
+        replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
+        reduces_each_microbatch=stack.reduces_each_microbatch and plan.pp == 1,
+    )
 
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
@@ -136,7 +143,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         shape=BlockShape.of(job, plan, costs.stack),
         mesh=mesh,
         wire=Wire.of(costs.stack, job.precision),
-        replication=replication_of(plan, costs.stack, mesh.span(Axis.DP)),
+        replication=replication_of(plan, costs.stack, mesh),
     )
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
@@ -172,7 +179,7 @@ def _step_work(
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
-        shared_port=overlaps and context.replication.span.crosses_nodes == messages_cross,
+        shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         norm_ps=norm_cost(costs).time_ps,
         overhead_per_million=round(stack.step_overhead_fraction * PPM),

@@ -17,7 +17,7 @@ from simulator.data_parallel import (
     sharded_parts,
     sum_parameters,
 )
-from simulator.mesh import Axis, GroupSpan
+from simulator.mesh import Axis, Mesh
 from simulator.operator_graph import embedding_operators, head_operators, layer_operators
 from simulator.operators import BlockOperators, Collective
 from simulator.plan import ParallelPlan, TrainingJob
@@ -61,8 +61,8 @@ def rank_traffic(
         for collective, count in _stage_collectives(shape, stage):
             key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
             counted[key] += count * plan.num_microbatches(job)
-    for op, size_bytes, count in _replica_collectives(job, plan, shape, stages):
-        counted[Axis.DP, op, size_bytes, plan.dp] += count
+    for op, size_bytes, num_ranks, count in _replica_collectives(job, plan, shape, stages):
+        counted[Axis.DP, op, size_bytes, num_ranks] += count
     return tuple(Traffic(*key, count) for key, count in counted.items() if count)
 
 
@@ -86,19 +86,21 @@ def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collec
 
 def _replica_collectives(
     job: TrainingJob, plan: ParallelPlan, shape: BlockShape, stages: tuple[Stage, ...]
-) -> Iterator[tuple[CollectiveOp, int, int]]:
-    """Yield operation, size and count of the data-parallel collectives of a step."""
+) -> Iterator[tuple[CollectiveOp, int, int, int]]:
+    """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
     if plan.dp == 1:
         return
-    to = replication_of(plan, shape.stack, GroupSpan(plan.dp, 1, plan.dp))
+    to = replication_of(plan, shape.stack, Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1))
     wire = Wire.of(shape.stack, job.precision)
     num_microbatches = plan.num_microbatches(job)
     in_each = num_microbatches if to.reduces_each_microbatch else 1
     for stage in stages:
         for parameters in _reduced_parts(shape, stage, to):
-            yield to.reduce_op, parameters * wire.reduce_bytes, in_each
+            for op, size_bytes, span in to.reductions(parameters * wire.reduce_bytes):
+                yield op, size_bytes, span.num_ranks, in_each
             if to.gathers_units and to.gather_op is not None:
-                yield to.gather_op, parameters * wire.gather_bytes, 2 * num_microbatches
+                gathered = parameters * wire.gather_bytes
+                yield to.gather_op, gathered, to.span.num_ranks, 2 * num_microbatches
     if to.gather_op is not None and not to.gathers_units:
         overlaps = shape.stack.overlap_parameter_gather
         counts = (
@@ -107,7 +109,7 @@ def _replica_collectives(
             else [sum_parameters(shape, stages)]
         )
         for parameters in counts:
-            yield to.gather_op, parameters * wire.gather_bytes, 1
+            yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, 1
 
 
 def _reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
@@ -119,3 +121,37 @@ def _reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[int
     if parts:
         return part_parameters(shape, stage, parts)
     return bucket_parameters(shape, stage)
+
+
+def module_link_bytes(size_bytes: int, num_devices: int, num_passes: int = 1) -> int:
+    """Return what crosses the link of device 0 of one process: a copy out, a gradient in.
+
+    Args:
+        size_bytes: Parameters, and gradients, as they are copied.
+        num_devices: Replicas; device 0 is one.
+        num_passes: Microbatches; each broadcasts and reduces again.
+
+    >>> module_link_bytes(100, 8)
+    1400
+    """
+    return 2 * (num_devices - 1) * size_bytes * num_passes
+
+
+def server_link_bytes(size_bytes: int, num_workers: int) -> int:
+    """Return what crosses the link of one server of its own in a step: pulls and pushes.
+
+    >>> server_link_bytes(100, 8)
+    1600
+    """
+    return 2 * num_workers * size_bytes
+
+
+def sharded_worker_bytes(size_bytes: int, num_workers: int) -> Fraction:
+    """Return what a worker sends in a step if all workers are servers: as in a ring all-reduce.
+
+    As a worker it pushes, and as a server it hands out, its part to each of the others.
+
+    >>> sharded_worker_bytes(800, 8)
+    Fraction(1400, 1)
+    """
+    return Fraction(2 * (num_workers - 1), num_workers) * size_bytes

@@ -247,6 +247,8 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "attention": "flash",
         "schedule": "1f1b",
         "stages": [6, 6],
+        "dp_shard": None,
+        "parameter_server": None,
     }
 
 

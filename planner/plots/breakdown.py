@@ -113,7 +113,8 @@ def _draw_part(
 
 def _finish(axes: Axes, steps: tuple[StepResult, ...]) -> None:
     """Name the bars, scale the axes and write the title."""
-    canvas.style_axes(axes, "Time of one training step (s), average over pipeline ranks", "")
+    over = "devices" if any(step.lanes for step in steps) else "pipeline ranks"
+    canvas.style_axes(axes, f"Time of one training step (s), average over {over}", "")
     axes.grid(axis="x", color=canvas.LIGHT_GREY, linewidth=0.6)
     axes.tick_params(axis="y", length=0)
     longest_s = max(step.step_time_s for step in steps)

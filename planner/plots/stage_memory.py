@@ -79,7 +79,7 @@ def _draw_limits(axes: Axes, step: StepResult) -> None:
 
 def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) -> None:
     """Point at the fullest rank and say when it is fullest."""
-    worst = step.memory.worst_stage
+    worst, what = step.memory.worst_stage, "device" if step.lanes else "rank"
     last = len(step.memory.by_stage) - 1
     position = worst.stage / last if last else 0.5
     # The text runs towards the middle of the picture; the arrow leaves from its outer end.
@@ -87,7 +87,7 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
     if position > 2 / 3:
         side, anchor = "right", 0.98
     axes.annotate(
-        f"fullest: rank {worst.stage}, {worst.peak_bytes / GIBI:.1f} GiB of live tensors, "
+        f"fullest: {what} {worst.stage}, {worst.peak_bytes / GIBI:.1f} GiB of live tensors, "
         f"{worst_gib:.1f} GiB on the device,\n"
         f"{_moment(step, worst)}",
         (worst.stage, worst_gib),
@@ -108,7 +108,7 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
 def _moment(step: StepResult, stage: StageMemory) -> str:
     """Return the fullest instant in words."""
     when = f"{stage.peak_time_ps / PS_PER_S:.4g} s into the step"
-    for action in step.work.actions[stage.stage]:
+    for action in () if step.work is None else step.work.actions[stage.stage]:
         if str(action) == stage.peak_moment:
             name = action.phase.name.lower()
             return f"in the {name} pass of microbatch {action.microbatch}, {when}"
@@ -118,7 +118,9 @@ def _moment(step: StepResult, stage: StageMemory) -> str:
 def _finish(axes: Axes, step: StepResult, top_gib: float) -> None:
     """Scale and label the axes and write the title."""
     stages = step.memory.by_stage
-    canvas.style_axes(axes, "Pipeline rank", "Memory at the rank's fullest instant (GiB)")
+    what, short = ("device", "device") if step.lanes else ("pipeline rank", "rank")
+    label = f"Memory at the {short}'s fullest instant (GiB)"
+    canvas.style_axes(axes, what.capitalize(), label)
     margin = 1.5 if len(stages) <= 4 else 0.0
     axes.set_xlim(-0.6 - margin, len(stages) - 0.4 + margin)
     axes.set_ylim(0, 1.26 * top_gib)
@@ -127,5 +129,5 @@ def _finish(axes: Axes, step: StepResult, top_gib: float) -> None:
         axes.set_xticks([stage.stage for stage in stages])
     axes.grid(axis="y", color=canvas.LIGHT_GREY, linewidth=0.6)
     verdict = "fits" if step.memory.fits else "does not fit"
-    headline = f"Memory by pipeline rank: the plan {verdict}"
+    headline = f"Memory by {what}: the plan {verdict}"
     canvas.write_titles(axes, headline, *canvas.describe_step(step))

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from hwprofiles import PS_PER_S
 from planner.plots import canvas
-from simulator import StepResult
+from planner.plots.lanes import plot_lanes
+from simulator import StepResult, StepWork
 from simulator.rank_streams import SpanKind, rank_streams
 
 MESSAGES = "pipeline messages"
@@ -70,8 +71,10 @@ def plot_timeline(step: StepResult) -> Figure:
     """Return one row a pipeline rank with its passes, its waits for replicas and its update.
 
     White is idle.  Where passes are too narrow to be seen, the start and the end of the step
-    are shown enlarged below the whole.
+    are shown enlarged below the whole.  A step that is no pipeline has a row a lane.
     """
+    if step.lanes:
+        return plot_lanes(step)
     figure = canvas.new_figure()
     layers = timeline_layers(step)
     num_passes = 2 * step.num_microbatches * step.plan.num_virtual_stages
@@ -113,6 +116,8 @@ def timeline_layers(step: StepResult) -> tuple[Layer, ...]:
 
 def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield layer, start, end and number of each box in one row."""
+    assert step.work is not None  # a pipeline has both
+    assert step.times is not None
     rank = step.times.ranks[pp_rank]
     streams = rank_streams(step.work, step.times, pp_rank)
     for span in streams.compute:
@@ -124,7 +129,7 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     if step.work.blocking_messages:
         for span in streams.messages:
             yield MESSAGES, span.start_ps, span.end_ps, -1
-    shared_ps = _shared_embedding_ps(step, pp_rank)
+    shared_ps = _shared_embedding_ps(step.work, pp_rank)
     own_ps = rank.reduce_wait_ps - shared_ps
     yield DATA_PARALLEL, rank.passes_end_ps, rank.passes_end_ps + own_ps, -1
     yield DATA_PARALLEL, rank.reduce_end_ps - shared_ps, rank.reduce_end_ps, -1
@@ -135,10 +140,10 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     yield OVERHEAD, end_ps, step.step_ps, -1
 
 
-def _shared_embedding_ps(step: StepResult, pp_rank: int) -> int:
+def _shared_embedding_ps(work: StepWork, pp_rank: int) -> int:
     """Return the time of a tied table's reduction, on the two ranks that take part."""
-    is_end = pp_rank in (0, step.work.pp - 1)
-    return step.work.ranks[pp_rank].shared_embedding_ps if is_end else 0
+    is_end = pp_rank in (0, work.pp - 1)
+    return work.ranks[pp_rank].shared_embedding_ps if is_end else 0
 
 
 def _pass_name(kind: SpanKind, chunk: int, num_virtual_stages: int) -> str:
@@ -162,6 +167,7 @@ def _paler(colour: str, fraction: float) -> str:
 
 def _ends(step: StepResult) -> dict[str, Window]:
     """Return the windows around the filling and the draining of the pipeline."""
+    assert step.times is not None  # a pipeline has them
     ranks = step.times.ranks
     fill_ps = max(rank.starts_ps[0] for rank in ranks)
     drain_ps = step.step_ps - min(rank.ends_ps[-1] for rank in ranks)

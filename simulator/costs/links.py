@@ -83,6 +83,17 @@ def nic_share_bytes_per_s(cluster: Cluster) -> float:
     return ports / cluster.devices_per_node / cluster.oversubscription
 
 
+def ports_per_node(cluster: Cluster) -> int:
+    """Return the network ports of a node that can be used apart: cards, at most one a device."""
+    return min(cluster.nics_per_node, cluster.devices_per_node)
+
+
+def port_bytes_per_s(cluster: Cluster) -> float:
+    """Return what one of `ports_per_node` carries, one direction, above the leaf switches."""
+    cards = cluster.nics_per_node * cluster.inter_node.bandwidth_bytes_per_s
+    return cards / ports_per_node(cluster) / cluster.oversubscription
+
+
 def network_rate_bytes_per_s(cluster: Cluster, span: GroupSpan, fraction: float) -> float:
     """Return what a ring through every node of *span* gets: the share of each member there."""
     return span.ranks_per_node * nic_share_bytes_per_s(cluster) * fraction

@@ -1,5 +1,6 @@
 """The discrete-event engine; the only package that knows SimPy."""
 
+from simulator.engine.graph import Task, TaskKind, TaskTimes, simulate_tasks
 from simulator.engine.work import (
     ChunkWork,
     Message,
@@ -23,10 +24,14 @@ __all__ = [
     "Segment",
     "StepTimes",
     "StepWork",
+    "Task",
+    "TaskKind",
+    "TaskTimes",
     "Unit",
     "UnitCollective",
     "UnitPart",
     "simulate_folded",
+    "simulate_tasks",
     "simulate_unfolded",
     "with_overhead",
 ]

@@ -33,6 +33,7 @@ def spec(name: str, **sizes: object) -> ModelSpec:
 
 
 UNEVEN = spec("uneven", num_layers=7, hidden_size=512, num_heads=8)
+BETWEEN = spec("between", num_layers=10, hidden_size=768, num_heads=12)
 GROUPED = spec(
     "grouped",
     num_layers=8,
@@ -63,6 +64,7 @@ CASES = {
     "fp32": Case(UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32),
     "large vocabulary, tight memory": Case(WIDE, "dgx-a100", "megatron-core", 16, 32, 12 * GIBI),
     "tight memory, no sharding": Case(WIDE, "dgx-a100-40", "megatron-lm-2021", 8, 16, 30 * GIBI),
+    "embedding and head count as layers": Case(BETWEEN, "dgx-h100", "megatron-core", 12, 24),
     "sharded parameters in a pipeline": Case(GROUPED, "dgx-h100", "torchtitan", 16, 16),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
     "sharded gradients": Case(UNEVEN, "jean-zay-a100", "deepspeed", 16, 64),

@@ -111,7 +111,7 @@ def test_parameters_of_a_rank_are_those_of_its_stages() -> None:
 def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupSpan) -> None:
     costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
     assert (wire.reduce_bytes, wire.gather_bytes) == (4, 2)
-    plain, sharded = (Replication.of(span.num_ranks, stage, span) for stage in (0, 1))
+    plain, sharded = (Replication.of(stage, span) for stage in (0, 1))
 
     def expected(op: CollectiveOp, size_bytes: int) -> int:
         return costs.collective(op, size_bytes, span, Axis.DP).time_ps
@@ -126,7 +126,7 @@ def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupS
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
     costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
-    alone = Replication.of(1, zero_stage, GroupSpan(1, 1, 1))
+    alone = Replication.of(zero_stage, GroupSpan(1, 1, 1))
     assert reduce_cost(costs, 10**9, wire, alone).time_ps == 0
     assert gather_cost(costs, 10**9, wire, alone).time_ps == 0
 
@@ -137,7 +137,7 @@ def test_the_update_moves_the_share_of_a_rank_once(n: int, dp: int) -> None:
     costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
     span = GroupSpan(dp, dp, 1)
     for zero_stage, share in ((0, n), (1, -(-n // dp))):
-        cost = update_cost(costs, n, wire, Replication.of(dp, zero_stage, span))
+        cost = update_cost(costs, n, wire, Replication.of(zero_stage, span))
         expected = costs.memory_traffic(share * CORE.optimizer_traffic_bytes)
         assert cost.time_ps == cost.category_ps(Category.OPTIMIZER) == expected.time_ps
         assert cost.source_ps(expected.source) == expected.time_ps

@@ -18,9 +18,9 @@ from simulator.activations import (
 )
 from simulator.block_shape import BlockShape
 from simulator.memory import (
-    Shards,
     ChunkMemory,
     RankMemory,
+    Shards,
     StateBytes,
     chunk_memory,
     device_bytes,

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hwprofiles import Attention, load_stack
-from simulator.activations import saved_embedding_bytes, saved_head_bytes
+from simulator.activations import head_workspace_bytes, saved_embedding_bytes, saved_head_bytes
 from simulator.block_shape import BlockShape
 from simulator.model_catalog import load_model
 from simulator.model_flops import model_flops
@@ -108,6 +109,31 @@ def test_a_masked_language_head_adds_a_dense_layer_its_activation_and_the_pooler
     assert traffic(bert.forward, "pooler") == 2 * h * h
     assert traffic(bert.forward, "mlm activation") == 2 * tokens * h * 2
     assert traffic(bert.backward, "output bias gradient") == tokens * 256 * 2
+
+
+@pytest.mark.parametrize("mlm_head", [False, True])
+def test_only_scored_positions_reach_the_head(mlm_head: bool) -> None:  # noqa: FBT001
+    whole, part = (
+        encoder(scored_fraction=fraction, mlm_head=mlm_head) for fraction in (1.0, 0.125)
+    )
+    heads = [head_operators(shape_of(model)) for model in (whole, part)]
+    for passes in zip(*((head.forward, head.backward) for head in heads), strict=True):
+        assert [8 * sum_flops(passes[1])] == [sum_flops(passes[0])]
+    assert 8 * traffic(heads[1].forward, "loss") == traffic(heads[0].forward, "loss")
+    assert 8 * saved_head_bytes(shape_of(part)) == saved_head_bytes(shape_of(whole))
+    assert tuple(8 * size for size in head_workspace_bytes(shape_of(part))) == head_workspace_bytes(
+        shape_of(whole)
+    )
+    assert layer_operators(shape_of(part)) == layer_operators(shape_of(whole))
+    jobs = [TrainingJob(model=model, global_batch_size=4, seq_len=32) for model in (whole, part)]
+    width = 256 + 64 * mlm_head
+    assert model_flops(jobs[0]) - model_flops(jobs[1]) == 6 * 64 * width * 4 * 32 * 7 // 8
+
+
+def test_a_scored_fraction_outside_its_range_is_refused() -> None:
+    for fraction in (0.0, 1.1):
+        with pytest.raises(ValidationError, match="scored_fraction"):
+            encoder(scored_fraction=fraction)
 
 
 def test_each_part_of_an_encoder_keeps_more_than_a_decoder_does() -> None:

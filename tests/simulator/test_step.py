@@ -339,7 +339,7 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
     job, costs = make_job(model, 16), CostModel(CLUSTER, CORE, 16)
     shape, wire = BlockShape.of(job, plan, CORE), Wire.of(CORE, Precision.BF16)
     chunks = [rank.chunks[0] for rank in build_step(job, plan, costs).work.ranks]
-    replicas = Replication.of(8, 1, Mesh(tp=1, dp=8, pp=2, node_size=8).span(Axis.DP))
+    replicas = Replication.of(1, Mesh(tp=1, dp=8, pp=2, node_size=8).span(Axis.DP))
     for pp_rank, chunk in enumerate(chunks):
         (stage,) = rank_stages(plan, pp_rank)
         parts = list(zip(bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True))

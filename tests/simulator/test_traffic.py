@@ -73,3 +73,19 @@ def test_full_recompute_repeats_the_forward_collectives() -> None:
     plan = ParallelPlan(tp=2, pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
     traffic = rank_traffic(job_of(1), plan, load_stack("megatron-lm-2021"), 2)
     assert [each.num_calls for each in traffic] == [6]
+
+
+@pytest.mark.parametrize("dp_shard", [1, 2, 4, 8])
+def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
+    """Gathers stay inside a set of shards; a shard's gradient is all-reduced over the sets."""
+    plan = ParallelPlan(dp=8, dp_shard=dp_shard, zero_stage=3, stages=(4,))
+    job = job_of(8, Precision.BF16)
+    stack = load_stack("torchtitan")
+    traffic = rank_traffic(job, plan, stack, 0)
+    shape = BlockShape.of(job, plan, stack)
+    count = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+    inside = Fraction(dp_shard - 1, dp_shard)
+    replicas = 8 // dp_shard
+    across = 2 * Fraction(replicas - 1, replicas) * Fraction(4 * count, dp_shard)
+    expected = inside * (2 * 2 * count + 4 * count) + across
+    assert abs(sent_bytes(traffic, Axis.DP) - expected) <= 64
