@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         MoneyOptions,
         NameOptions,
         OutputOptions,
-        ServerOptions,
+        ReplicaOptions,
     )
     from planner.plan_file import Json
     from simulator import (
@@ -172,7 +172,7 @@ def _commands() -> dict[str, Callable[..., int]]:
     return {
         "search": as_command(_search, *shared, options.LimitOptions, *after),
         "simulate": as_command(
-            _simulate, *shared, options.ServerOptions, options.FileOptions, *after
+            _simulate, *shared, options.ReplicaOptions, options.FileOptions, *after
         ),
         "matmul": as_command(_matmul, options.MatmulOptions, options.OutputOptions),
         "models": as_command(_models, options.NameOptions),
@@ -220,7 +220,7 @@ def _search(
 def _simulate(
     job: "JobOptions",
     layout: "LayoutOptions",
-    servers: "ServerOptions",
+    replicas: "ReplicaOptions",
     files: "FileOptions",
     money: "MoneyOptions",
     output: "OutputOptions",
@@ -235,7 +235,7 @@ def _simulate(
     from simulator.chrome_trace import write_chrome_trace
 
     setting = read_setting(job, files.plan)
-    plan = resolve_plan(setting, layout, servers)
+    plan = resolve_plan(setting, layout, replicas)
     budget = read_budget(money, setting.cluster)
     folder = _check_outputs(output)
     trace = None if files.trace is None else check_file("--trace", files.trace)

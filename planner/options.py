@@ -122,8 +122,12 @@ class LayoutOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerOptions:
-    """Servers and workers of a stack with a parameter server."""
+class ReplicaOptions:
+    """How data-parallel ranks share states: shards and replicas of them, or servers and workers."""
+
+    dp_shard: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share one set of shards [--dp].")
+    ] = None
 
     servers: Annotated[
         str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")

@@ -126,6 +126,9 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         ("stages", f"{format_stages(plan.stages)} layers"),
         ("switches", switches_text(plan)),
     ]
+    if plan.dp_shard is not None:
+        sets = plan.dp // plan.dp_shard
+        facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts

@@ -21,7 +21,7 @@ from planner.options import (
     LayoutOptions,
     LimitOptions,
     MoneyOptions,
-    ServerOptions,
+    ReplicaOptions,
     check_counts,
     option_name,
     read_memory_limit,
@@ -149,9 +149,9 @@ def _job(
 
 
 def resolve_plan(
-    setting: Setting, layout: LayoutOptions, servers: ServerOptions | None = None
+    setting: Setting, layout: LayoutOptions, replicas: ReplicaOptions | None = None
 ) -> ParallelPlan:
-    """Return the plan of *layout* and *servers*, completed from plan file and stack defaults.
+    """Return the plan of *layout* and *replicas*, completed from plan file and stack defaults.
 
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
@@ -167,10 +167,12 @@ def resolve_plan(
     if layout.sequence_parallel is not None:
         sequence_parallel = layout.sequence_parallel
     zero_stage = old.zero_stage if old else stack.zero_stage
+    replicas = replicas or ReplicaOptions()
+    dp = _dp(setting, layout, tp, pp)
     plan = ParallelPlan(
         tp=tp,
         pp=pp,
-        dp=_dp(setting, layout, tp, pp),
+        dp=dp,
         num_virtual_stages=vpp,
         microbatch_size=layout.micro_batch or (old.microbatch_size if old else 1),
         zero_stage=zero_stage if layout.zero is None else layout.zero,
@@ -179,10 +181,19 @@ def resolve_plan(
         attention=layout.attention or (old.attention if old else usual),
         schedule=_schedule(layout, old, vpp),
         stages=_stages(setting, layout, pp * vpp),
-        parameter_server=resolve_servers(servers or ServerOptions(), stack, old),
+        parameter_server=resolve_servers(replicas, stack, old),
+        dp_shard=_dp_shard(replicas, old, dp),
     )
     _check_passes(setting.job, plan)
     return plan
+
+
+def _dp_shard(replicas: ReplicaOptions, old: ParallelPlan | None, dp: int) -> int | None:
+    """Return the ranks that share a set of shards, None where all do."""
+    dp_shard = replicas.dp_shard
+    if dp_shard is None:
+        dp_shard = old.dp_shard if old else None
+    return None if dp_shard == dp else dp_shard
 
 
 def _dp(setting: Setting, layout: LayoutOptions, tp: int, pp: int) -> int:

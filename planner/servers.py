@@ -5,14 +5,14 @@ from typing import Literal
 
 from hwprofiles import StackProfile, Strategy
 from hwprofiles.names import shown
-from planner.options import ServerOptions
+from planner.options import ReplicaOptions
 from simulator import ParallelPlan, ParameterServer, PlanError
 
 NUMBER = re.compile(r"[0-9]{1,30}")
 
 
 def resolve_servers(
-    options: ServerOptions, stack: StackProfile, old: ParallelPlan | None
+    options: ReplicaOptions, stack: StackProfile, old: ParallelPlan | None
 ) -> ParameterServer | None:
     """Return the servers that *options* ask for, completed from a plan file and the defaults.
 
@@ -31,7 +31,7 @@ def resolve_servers(
     )
 
 
-def _refuse(options: ServerOptions, stack: StackProfile) -> None:
+def _refuse(options: ReplicaOptions, stack: StackProfile) -> None:
     given = {
         "--servers": options.servers is not None,
         "--async": options.asynchronous is not None,
