@@ -1,0 +1,123 @@
+"""No option is accepted and ignored: each changes the result, is refused, or warns."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import meshwright
+from planner import options
+
+BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
+# An option of simulate beside a base command: what to add, and to what.
+STEP = ["simulate", *BASE, "--tp", "2", "--pp", "2"]
+SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
+SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
+SEARCH = ["search", *BASE, "--max-tp", "4", "--max-pp", "4", "--max-micro-batch", "4"]
+
+STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
+    "model": (["simulate", "llama2-7b", *BASE[1:], "--tp", "2", "--pp", "2"], []),
+    "cluster": (STEP, ["--cluster", "dgx-a100"]),
+    "gpus": (STEP, ["--gpus", "32"]),
+    "global_batch": (STEP, ["--global-batch", "128"]),
+    "seq_len": (STEP, ["--seq-len", "4096"]),
+    "precision": (STEP, ["--precision", "fp32"]),
+    "stack": (STEP, ["--stack", "megatron-lm-2022"]),
+    "memory_limit": (STEP, ["--memory-limit", "20 GiB"]),
+    "tp": (STEP, ["--tp", "4"]),
+    "pp": (STEP, ["--pp", "4"]),
+    "dp": (STEP, ["--dp", "8"]),
+    "vpp": (STEP, ["--vpp", "2"]),
+    "micro_batch": (STEP, ["--micro-batch", "2"]),
+    "schedule": (STEP, ["--schedule", "gpipe"]),
+    "zero": (STEP, ["--zero", "0"]),
+    "sequence_parallel": (STEP, ["--sequence-parallel"]),
+    "recompute": (STEP, ["--recompute", "full"]),
+    "attention": (STEP, ["--attention", "unfused"]),
+    "stages": (STEP, ["--stages", "20,12"]),
+    "dp_shard": (SHARDED, ["--dp-shard", "4"]),
+    "servers": (SERVED, ["--servers", "2"]),
+    "asynchronous": (SERVED, ["--async"]),
+    "slow_worker": (SERVED, ["--slow-worker", "3"]),
+    "tokens": (STEP, ["--tokens", "1e9"]),
+    "price": ([*STEP, "--tokens", "1e9"], ["--price", "2 USD/GPU-hour"]),
+}
+SEARCH_CHANGES: dict[str, list[str]] = {
+    "max_tp": ["--max-tp", "1"],
+    "max_pp": ["--max-pp", "1"],
+    "max_dp": ["--max-dp", "4"],
+    "max_vpp": ["--max-vpp", "1"],
+    "max_micro_batch": ["--max-micro-batch", "1"],
+    "top": ["--top", "2"],
+    "tp": ["--tp", "2"],
+    "pp": ["--pp", "2"],
+    "dp": ["--dp", "8"],
+    "vpp": ["--vpp", "2"],
+    "micro_batch": ["--micro-batch", "1"],
+    "schedule": ["--schedule", "1f1b"],
+    "zero": ["--zero", "0"],
+    "sequence_parallel": ["--no-sequence-parallel"],
+    "recompute": ["--recompute", "full"],
+    "attention": ["--attention", "unfused"],
+    "stages": ["--stages", "balanced"],
+    "memory_limit": ["--memory-limit", "40 GiB"],
+}
+# Where results go, not what they are; test_command_line.py covers them.
+DESTINATIONS = {"json", "out", "force", "plan", "trace"}
+
+
+def outcome(command: list[str], folder: Path) -> object:
+    """Return the JSON of a command, or its exit status where it is refused."""
+    document = folder / "outcome.json"
+    document.unlink(missing_ok=True)
+    status = meshwright.main([*command, "--json", str(document)])
+    if status == 2:
+        return status
+    return json.loads(document.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("option", STEP_CHANGES)
+def test_an_option_of_simulate_changes_the_result(option: str, tmp_path: Path) -> None:
+    command, change = STEP_CHANGES[option]
+    base = STEP if option == "model" else command
+    before, after = outcome(base, tmp_path), outcome([*command, *change], tmp_path)
+    assert isinstance(before, dict)
+    if option == "dp":  # 16 GPUs are not 2 x 2 x 8: it contradicts, and that is said
+        assert after == 2
+        return
+    assert isinstance(after, dict)
+    differing = {key for key in before | after if before.get(key) != after.get(key)}
+    assert differing - {"plan", "job", "cluster", "stack", "model", "num_gpus"}
+
+
+@pytest.mark.parametrize("option", SEARCH_CHANGES)
+def test_an_option_of_search_changes_the_result(option: str, tmp_path: Path) -> None:
+    before, after = outcome(SEARCH, tmp_path), outcome([*SEARCH, *SEARCH_CHANGES[option]], tmp_path)
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert before != after
+
+
+def test_every_option_is_walked() -> None:
+    records = (options.JobOptions, options.LayoutOptions, options.ReplicaOptions)
+    names = {each.name for record in (*records, options.MoneyOptions) for each in fields(record)}
+    assert names == set(STEP_CHANGES)
+    others = (options.OutputOptions, options.FileOptions)
+    assert {each.name for record in others for each in fields(record)} == DESTINATIONS
+    assert {each.name for each in fields(options.LimitOptions)} <= set(SEARCH_CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--sequence-parallel"], "sequence_parallel has no effect at tp=1"),
+        (["--zero", "1", "--gpus", "1", "--global-batch", "4"], "has no effect at dp=1"),
+    ],
+)
+def test_a_value_on_an_axis_of_degree_one_warns(
+    change: list[str], says: str, tmp_path: Path
+) -> None:
+    data = outcome(["simulate", *BASE, *change], tmp_path)
+    assert isinstance(data, dict)
+    assert any(says in warning for warning in data["warnings"])
