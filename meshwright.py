@@ -226,6 +226,7 @@ def _simulate(
     output: "OutputOptions",
 ) -> int:
     """Simulate one training step of a layout."""
+    from planner.buckets import with_buckets
     from planner.documents import step_document
     from planner.output_folder import check_file, new_file
     from planner.report import step_report
@@ -234,7 +235,7 @@ def _simulate(
     from simulator import simulate
     from simulator.chrome_trace import write_chrome_trace
 
-    setting = read_setting(job, files.plan)
+    setting = with_buckets(read_setting(job, files.plan), replicas)
     plan = resolve_plan(setting, layout, replicas)
     budget = read_budget(money, setting.cluster)
     folder = _check_outputs(output)

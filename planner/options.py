@@ -128,6 +128,9 @@ class ReplicaOptions:
     dp_shard: Annotated[
         int | None, typer.Option(metavar="N", help="Ranks that share one set of shards [--dp].")
     ] = None
+    bucket_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
+    ] = None
 
     servers: Annotated[
         str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")
