@@ -128,6 +128,9 @@ class ReplicaOptions:
     dp_shard: Annotated[
         int | None, typer.Option(metavar="N", help="Ranks that share one set of shards [--dp].")
     ] = None
+    reshard_after_forward: Annotated[
+        bool | None, typer.Option(help="Gather again for backward.", show_default=False)
+    ] = None
     bucket_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
     ] = None

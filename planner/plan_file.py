@@ -87,6 +87,7 @@ class _PlanEntry(_Entry):
     schedule: str
     stages: tuple[Degree, ...]
     dp_shard: Degree | None = None
+    reshard_after_forward: Annotated[bool, Field(strict=True)] = True
     parameter_server: _ServerEntry | None = None
 
     def plan(self) -> ParallelPlan:

@@ -129,6 +129,8 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     if plan.dp_shard is not None:
         sets = plan.dp // plan.dp_shard
         facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
+    if not plan.reshard_after_forward:
+        facts.append(("gathered", "parameters are kept from forward to backward"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts

@@ -183,9 +183,16 @@ def resolve_plan(
         stages=_stages(setting, layout, pp * vpp),
         parameter_server=resolve_servers(replicas, stack, old),
         dp_shard=_dp_shard(replicas, old, dp),
+        reshard_after_forward=_reshards(replicas, old),
     )
     _check_passes(setting.job, plan)
     return plan
+
+
+def _reshards(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool:
+    if replicas.reshard_after_forward is not None:
+        return replicas.reshard_after_forward
+    return old.reshard_after_forward if old else True
 
 
 def _dp_shard(replicas: ReplicaOptions, old: ParallelPlan | None, dp: int) -> int | None:

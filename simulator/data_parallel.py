@@ -37,6 +37,7 @@ class Replication(NamedTuple):
     gather_op: CollectiveOp | None
     shards: Shards
     reduces_each_microbatch: bool
+    reshards: bool = True
 
     @property
     def dp(self) -> int:

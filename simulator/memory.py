@@ -128,14 +128,17 @@ def with_workspace(chunk: ChunkMemory, workspace: tuple[int, int]) -> ChunkMemor
     )
 
 
-def sharded_workspace_bytes(units: list[int], state: StateBytes, shards: Shards) -> tuple[int, int]:
+def sharded_workspace_bytes(
+    units: list[int], state: StateBytes, shards: Shards, *, reshards: bool = True
+) -> tuple[int, int]:
     """Return what forward and backward hold of parameters and gradients that are kept as shards.
 
-    Gathered parameters of a unit and of the one that follows it; in backward also the whole
-    gradient of one unit.
+    Gathered parameters of a unit and of the one that follows it (of all units where they are
+    kept from forward to backward); in backward also the whole gradient of one unit.
     """
     neighbours = zip(units, [*units[1:], 0], strict=True)
-    gathered = max(map(sum, neighbours)) * state.gathered_parameter if shards.parameters > 1 else 0
+    held = max(map(sum, neighbours)) if reshards else sum(units)
+    gathered = held * state.gathered_parameter if shards.parameters > 1 else 0
     gradient = max(units) * state.gradient if shards.gradients > 1 else 0
     return gathered, gathered + gradient
 

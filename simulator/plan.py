@@ -85,6 +85,8 @@ class ParallelPlan:
             2 gradients, too, 3 parameters, too.
         dp_shard: Data-parallel ranks that share one set of shards; by default all of them. Fewer
             make replicas of the shards (hybrid sharding).
+        reshard_after_forward: With sharded parameters, free a unit's after its forward pass and
+            gather them again for its backward; if not, they are kept until then.
         sequence_parallel: Activations outside tensor-parallel regions split over the tp axis.
         recompute: Activation recomputation in the backward pass.
         attention: Attention kernel.
@@ -106,6 +108,7 @@ class ParallelPlan:
     stages: tuple[int, ...] = ()
     parameter_server: ParameterServer | None = None
     dp_shard: int | None = None
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
@@ -198,6 +201,8 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
             return f"{axis}={degree} is not offered by stack {stack.name}; allowed: 1"
     if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
         offers.append(("dp_shard", plan.dp_shard, (plan.dp,)))
+    if not plan.reshard_after_forward and not (stack.hybrid_sharding and plan.zero_stage >= 3):
+        offers.append(("reshard_after_forward", False, (True,)))
     if plan.sequence_parallel and plan.tp > 1:
         offers.append(("sequence_parallel", True, (False, True)[: 1 + stack.sequence_parallel]))
     for field, value, allowed in offers:

@@ -129,7 +129,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         mesh.span_of(stride, plan.num_shards),
         replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
         reduces_each_microbatch=stack.reduces_each_microbatch and plan.pp == 1,
-    )
+    )._replace(reshards=plan.reshard_after_forward)
 
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
@@ -273,7 +273,8 @@ def _units(
             gather_ps = gather_cost(costs, parameters, context.wire, to).time_ps
         reduce_ps = reduce_cost(costs, parameters, context.wire, to).time_ps
         forward.append(Unit(passed.forward.time_ps, gather_ps))
-        backward.append(Unit(passed.backward.time_ps, gather_ps, reduce_ps))
+        regather_ps = gather_ps if to.reshards else 0
+        backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps))
     return tuple(forward), tuple(reversed(backward))
 
 
@@ -331,6 +332,8 @@ def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
         parts = sharded_parts(shape, stage, context.replication)
         if parts:
             units = part_parameters(shape, stage, parts)
-            chunk = with_workspace(chunk, sharded_workspace_bytes(units, state, shards))
+            reshards = context.replication.reshards
+            extra = sharded_workspace_bytes(units, state, shards, reshards=reshards)
+            chunk = with_workspace(chunk, extra)
         chunks.append(chunk)
     return rank_memory(sum_parameters(shape, stages), state, tuple(chunks), shards=shards)

@@ -100,7 +100,8 @@ def _replica_collectives(
                 yield op, size_bytes, span.num_ranks, in_each
             if to.gathers_units and to.gather_op is not None:
                 gathered = parameters * wire.gather_bytes
-                yield to.gather_op, gathered, to.span.num_ranks, 2 * num_microbatches
+                gathers = (1 + to.reshards) * num_microbatches
+                yield to.gather_op, gathered, to.span.num_ranks, gathers
     if to.gather_op is not None and not to.gathers_units:
         overlaps = shape.stack.overlap_parameter_gather
         counts = (

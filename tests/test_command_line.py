@@ -248,6 +248,7 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "schedule": "1f1b",
         "stages": [6, 6],
         "dp_shard": None,
+        "reshard_after_forward": True,
         "parameter_server": None,
     }
 

@@ -37,6 +37,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "attention": (STEP, ["--attention", "unfused"]),
     "stages": (STEP, ["--stages", "20,12"]),
     "dp_shard": (SHARDED, ["--dp-shard", "4"]),
+    "reshard_after_forward": (SHARDED, ["--no-reshard-after-forward"]),
     "bucket_size": (STEP, ["--bucket-size", "2 GB"]),
     "servers": (SERVED, ["--servers", "2"]),
     "asynchronous": (SERVED, ["--async"]),

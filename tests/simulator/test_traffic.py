@@ -89,3 +89,16 @@ def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
     across = 2 * Fraction(replicas - 1, replicas) * Fraction(4 * count, dp_shard)
     expected = inside * (2 * 2 * count + 4 * count) + across
     assert abs(sent_bytes(traffic, Axis.DP) - expected) <= 64
+
+
+@pytest.mark.parametrize("dp", [2, 8])
+@pytest.mark.parametrize(("reshards", "factor"), [(True, 3), (False, 2)])
+def test_fsdp_sends_a_gather_less_where_it_does_not_reshard(
+    dp: int, *, reshards: bool, factor: int
+) -> None:
+    """W: 16-bit parameters gathered and 16-bit gradients reduced."""
+    plan = ParallelPlan(dp=dp, zero_stage=3, reshard_after_forward=reshards, stages=(4,))
+    job = job_of(dp, Precision.BF16)
+    traffic = rank_traffic(job, plan, load_stack("fsdp"), 0)
+    share = Fraction(dp - 1, dp)
+    assert sent_bytes(traffic, Axis.DP) == factor * share * weights_bytes(job, plan, "fsdp")
