@@ -12,6 +12,10 @@ from simulator import CostModel, build_step, simulate_folded
 
 Progress = Callable[[str, int, int], None]
 
+# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
+# published steps. More would take minutes and gigabytes.
+MAX_PASSES = 500_000
+
 
 @dataclass
 class Runs:
@@ -31,6 +35,11 @@ class Runs:
             self.step_ps[index] = simulate_folded(built.work).step_ps
             self.num_passes += sum(map(len, built.work.actions))
         return self.step_ps[index]
+
+    def is_too_long(self, index: int) -> bool:
+        """Whether layout *index* has too many passes to simulate."""
+        stages = self.space.column("pp")[index] * self.space.column("num_virtual_stages")[index]
+        return bool(stages * self.space.num_microbatches[index] > MAX_PASSES)
 
     def rank(self, index: int) -> tuple[int, int, int]:
         """Return the key by which simulated layouts are ordered: time, then memory."""
@@ -87,27 +96,35 @@ class Finalists:
     def fastest(self, count: int, max_passes: int, progress: Progress | None = None) -> Proof:
         """Return the *count* fastest layouts, simulating no more than that takes.
 
+        A layout with too many passes is not simulated; its bound stays part of the proof.
+
         Args:
             count: How many.
             max_passes: Stop when all runs together have made so many passes.
             progress: Called after each run.
         """
         best: list[int] = []
+        left_out_ps: list[int] = []
         for position, (index, bound_ps) in enumerate(
             zip(self.indices.tolist(), self.bounds_ps.tolist(), strict=True)
         ):
             if len(best) == count and bound_ps >= self.runs.step_ps[best[-1]]:
-                return self._proof(best, bound_ps)
+                return self._proof(best, [*left_out_ps, bound_ps])
+            if self.runs.is_too_long(index):
+                left_out_ps.append(bound_ps)
+                continue
             if index not in self.runs.step_ps and self.runs.num_passes >= max_passes:
-                return self._proof(best, bound_ps)
+                return self._proof(best, [*left_out_ps, bound_ps])
             self.runs.run(index)
             best = sorted([*best, index], key=self.runs.rank)[:count]
             if progress is not None:
                 done = np.searchsorted(self.bounds_ps, self.runs.step_ps[best[0]])
                 progress("simulating finalists", position + 1, int(done))
-        return self._proof(best, None)
+        return self._proof(best, left_out_ps)
 
-    def _proof(self, best: list[int], next_bound_ps: int | None) -> Proof:
+    def _proof(self, best: list[int], bounds_ps: list[int]) -> Proof:
+        """Return what is known when *bounds_ps* are the bounds of layouts not simulated."""
+        next_bound_ps = min(bounds_ps, default=None)
         proven = bool(best) and (
             next_bound_ps is None or next_bound_ps >= self.runs.step_ps[best[0]]
         )

@@ -15,6 +15,7 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
+from planner.finalists import MAX_PASSES
 from planner.money import Budget
 from planner.options import (
     JobOptions,
@@ -29,7 +30,7 @@ from planner.options import (
     read_tokens,
 )
 from planner.plan_file import SavedPlan, read_plan
-from planner.rules import MAX_PASSES, check_searchable
+from planner.rules import check_searchable
 from planner.servers import resolve_servers
 from planner.space import SpaceLimits, tp_divides
 from simulator import (

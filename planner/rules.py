@@ -17,10 +17,6 @@ from simulator.memory import usable_bytes
 
 Mask = NDArray[np.bool_]
 
-# Fifteen times the 64 stages x 512 microbatches of the largest published steps; more would take
-# minutes and gigabytes.
-MAX_PASSES = 500_000
-
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -80,18 +76,9 @@ def fits_memory(candidates: Candidates) -> dict[str, Mask]:
     return {"needs more memory than a device has": candidates.device_bytes > limit}
 
 
-def can_be_simulated(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what takes more passes than a run can hold; such layouts are far from any optimum."""
-    space = candidates.space
-    stages = space.column("pp") * space.column("num_virtual_stages")
-    reason = f"has more than {MAX_PASSES:,} stages x microbatches, too many to simulate"
-    return {reason: space.num_microbatches > MAX_PASSES // stages}
-
-
 RULES: dict[str, Rule] = {
     "stack": stack_offers,
     "memory": fits_memory,
-    "passes": can_be_simulated,
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from hwprofiles import Cluster, StackProfile
 from planner.bounds import StepBounds
-from planner.finalists import Finalists, Progress, Proof, Runs
+from planner.finalists import MAX_PASSES, Finalists, Progress, Proof, Runs
 from planner.footprint import device_bytes_column, peak_bytes
 from planner.frontier import find_frontier
 from planner.nearest import find_nearest
@@ -108,6 +108,12 @@ def _rank(
     """Return the proof of the best layout, and the best ones known after some more runs."""
     runs = finalists.runs
     proof = finalists.fastest(1, PROOF_PASSES, progress)
+    if len(finalists.indices) and not proof.indices:
+        raise PlanError(
+            f"every layout that fits has more than {MAX_PASSES} stages x microbatches, too many to "
+            f"simulate: global_batch_size={runs.space.job.global_batch_size} is too large for "
+            f"{runs.space.num_gpus} GPUs"
+        )
     if top == 1:
         return proof, proof.indices
     ranking = finalists.fastest(top, runs.num_passes + RUNNER_UP_PASSES, progress)

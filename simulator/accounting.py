@@ -32,14 +32,16 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     for cost in built.chunk_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
     if built.work.blocking_messages:
-        total += _communication(Category.PP_COMM, _port_ps(built, pp_rank), Source.FITTED)
+        sent_ps = _port_ps(built, pp_rank)
+        total += _communication(Category.PP_COMM, sent_ps, built.evidence.messages)
     return total
 
 
 def _exposed(built: BuiltStep, work: RankWork, rank: RankTimes) -> PhaseCost:
     """Return what data-parallel communication the rank waited for."""
-    waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps + built.work.norm_ps
-    return _communication(Category.DP_COMM, waited_ps, Source.FITTED)
+    waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
+    waited = _communication(Category.DP_COMM, waited_ps, built.evidence.replicas)
+    return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
 
 
 def _port_ps(built: BuiltStep, pp_rank: int) -> int:

@@ -100,9 +100,15 @@ def saved_head_bytes(shape: BlockShape) -> int:
     BERT's head also keeps the input and the output of its dense layer.
     """
     value = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
-    per_logit = shape.element_bytes if shape.stack.fused_loss else 4
     values = 4 if shape.model.mlm_head else 2
-    return values * value + shape.num_scored_tokens * shape.local_vocab_size * per_logit
+    return values * value + logits_tensor(shape).size_bytes
+
+
+def logits_tensor(shape: BlockShape) -> SavedTensor:
+    """Return what the loss keeps of the logits: fp32 probabilities, or 16-bit logits if fused."""
+    per_logit = shape.element_bytes if shape.stack.fused_loss else STATISTIC_BYTES
+    size_bytes = shape.num_scored_tokens * shape.local_vocab_size * per_logit
+    return SavedTensor("logits", size_bytes)
 
 
 def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:

@@ -179,6 +179,7 @@ class MemoryPeak:
     buffers_bytes: int
     time_ps: int
     moment: str
+    action: Action | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ class MemoryEvent:
     moment: str
     activations_bytes: int
     buffers_bytes: int
+    action: Action | None = None
 
 
 def memory_timeline(
@@ -210,10 +212,10 @@ def memory_timeline(
             buffers = chunk.forward_workspace_bytes
         else:
             buffers = chunk.backward_workspace_bytes
-        events.append(MemoryEvent(start_ps, str(action), live, buffers))
+        events.append(MemoryEvent(start_ps, str(action), live, buffers, action))
         if action.phase is Phase.BACKWARD:
             live -= chunk.saved_bytes
-        events.append(MemoryEvent(end_ps, f"after {action}", live, 0))
+        events.append(MemoryEvent(end_ps, f"after {action}", live, 0, action))
     events.append(MemoryEvent(update_ps, "optimizer", live, memory.update_temporary_bytes))
     return events
 
@@ -227,6 +229,7 @@ def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak
         buffers_bytes=fullest.buffers_bytes,
         time_ps=fullest.time_ps,
         moment=fullest.moment,
+        action=fullest.action,
     )
 
 

@@ -1,9 +1,9 @@
 """From shapes to operators: what one microbatch runs in an embedding, a layer and a head.
 
 Element-wise traffic is counted per token of width h, 16-bit unless the precision says
-otherwise.  Forward: a norm reads twice and writes (4 values), a residual add with dropout
-moves 3 values and a mask byte.  Backward: a norm moves 5 values, a residual add 3, dropout
-2 and a mask byte, a bias gradient 1.
+otherwise.  Forward: a norm reads and writes (2 values), a residual add with dropout moves 3
+values and a mask byte.  Backward: a norm moves 5 values, a residual add 3, dropout 2 and a
+mask byte, a bias gradient 1.
 """
 
 from dataclasses import replace
@@ -146,8 +146,8 @@ def _attention_core(shape: BlockShape) -> tuple[tuple[Operator, ...], tuple[Oper
     if shape.attention is Attention.FLASH:
         call = FlashAttention("attention", batch, seq_len, dim, causal=causal)
         return (call,), (replace(call, name="attention gradient", backward=True),)
-    scores = Gemm("attention scores", m=seq_len, n=seq_len, k=dim, batch=batch)
-    values = Gemm("attention values", m=seq_len, n=dim, k=seq_len, batch=batch)
+    scores = Gemm("scores", m=seq_len, n=seq_len, k=dim, batch=batch, is_attention=True)
+    values = Gemm("values", m=seq_len, n=dim, k=seq_len, batch=batch, is_attention=True)
     num_scores = batch * seq_len**2
     width = shape.element_bytes
     # Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the

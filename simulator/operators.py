@@ -1,6 +1,6 @@
 """The operators a training step is made of: shapes, FLOPs and bytes, without times."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hwprofiles import CollectiveOp
 from simulator.mesh import Axis
@@ -9,6 +9,8 @@ from simulator.mesh import Axis
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
+
+    ``is_attention`` marks the products of the attention core, which hold no weights.
 
     >>> Gemm("qkv", m=2048, n=4608, k=12288).flops
     231928233984
@@ -19,6 +21,7 @@ class Gemm:
     n: int
     k: int
     batch: int = 1
+    is_attention: bool = False
 
     @property
     def flops(self) -> int:
@@ -118,8 +121,8 @@ def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:
     >>> (dgrad.m, dgrad.n, dgrad.k), (wgrad.m, wgrad.n, wgrad.k)
     ((8, 2, 4), (2, 4, 8))
     """
-    name, m, n, k, batch = forward.name, forward.m, forward.n, forward.k, forward.batch
+    name, m, n, k = forward.name, forward.m, forward.n, forward.k
     return (
-        Gemm(f"{name} input gradient", m=m, n=k, k=n, batch=batch),
-        Gemm(f"{name} weight gradient", m=k, n=n, k=m, batch=batch),
+        replace(forward, name=f"{name} input gradient", n=k, k=n),
+        replace(forward, name=f"{name} weight gradient", m=k, n=n, k=m),
     )

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from hwprofiles import Cluster, Source, StackProfile, Strategy
 from simulator.accounting import time_breakdown
-from simulator.activations import saved_tensors
+from simulator.activations import SavedTensor, layer_tensors, logits_tensor, saved_tensors
 from simulator.advice import plan_warnings
+from simulator.block_shape import BlockShape
 from simulator.costs import CostModel
 from simulator.costs.compute import peak_flops_per_s
+from simulator.data_parallel import Stage
 from simulator.engine import StepTimes, simulate_folded
 from simulator.errors import PlanError
 from simulator.memory import (
@@ -20,9 +22,12 @@ from simulator.memory import (
 )
 from simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
 from simulator.result import MemoryResult, StageMemory, StepResult
-from simulator.schedules import get_schedule
+from simulator.schedules import Action, Phase, get_schedule
 from simulator.step_builder import BuiltStep, build_step
 from simulator.strategies import STRATEGIES, Case
+
+# All that a stage with nothing but the embedding holds to speak of.
+TABLE = SavedTensor("embedding table", 0)
 
 
 def simulate(
@@ -119,9 +124,9 @@ def _memory(
 
 
 def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
-    tensor = max(saved_tensors(built.shape), key=lambda item: item.size_bytes)
     for pp_rank, memory in enumerate(built.memory):
         peak = memory_peak(memory, rank_timeline(built, times, pp_rank))
+        tensor = largest_tensor(built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,
             parameters_bytes=memory.parameters_bytes,
@@ -131,5 +136,18 @@ def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
             buffers_bytes=peak.buffers_bytes,
             peak_time_ps=peak.time_ps,
             peak_moment=peak.moment,
-            largest_tensor=tensor.name,
+            largest_tensor=tensor,
         )
+
+
+def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action | None) -> str:
+    """Return the name of the largest tensor that lives during *action* (None: the update)."""
+    if action is None:
+        return "optimizer states"
+    tensors: list[SavedTensor] = []
+    if any(stage.num_layers for stage in stages):
+        again = action.phase is Phase.BACKWARD
+        tensors += layer_tensors(shape) if again else saved_tensors(shape)
+    if stages[action.chunk].has_head:
+        tensors.append(logits_tensor(shape))
+    return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hwprofiles import CollectiveOp, StackProfile
+from hwprofiles import CollectiveOp, Source, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, CostModel, PhaseCost
 from simulator.data_parallel import (
@@ -44,11 +45,20 @@ class ChunkCost:
     backward: PhaseCost
 
 
+class Evidence(NamedTuple):
+    """What the times of stage messages, of replicas' collectives and of the norm rest on."""
+
+    messages: Source
+    replicas: Source
+    norm: Source
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltStep:
     """A step ready to simulate, with what its report needs.
 
-    ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank.
+    ``stages``, ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank;
+    ``evidence`` is what the times of communication rest on.
     """
 
     job: TrainingJob
@@ -56,6 +66,8 @@ class BuiltStep:
     work: StepWork
     mesh: Mesh
     shape: BlockShape
+    stages: tuple[tuple[Stage, ...], ...]
+    evidence: Evidence
     chunk_costs: tuple[tuple[ChunkCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     memory: tuple[RankMemory, ...]
@@ -156,10 +168,21 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         work=_step_work(context, held, passes),
         mesh=mesh,
         shape=context.shape,
+        stages=tuple(held),
+        evidence=_evidence(context, held[0]),
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
         update_costs=tuple(updates[stages] for stages in held),
         memory=tuple(memory[stages] for stages in held),
     )
+
+
+def _evidence(context: _Context, stages: tuple[Stage, ...]) -> Evidence:
+    costs, plan, shape = context.costs, context.plan, context.shape
+    crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
+    message = costs.message(shape.message_bytes, crosses_nodes=crosses)
+    parameters = sum_parameters(shape, stages)
+    reduce = reduce_cost(costs, parameters, context.wire, context.replication)
+    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source)
 
 
 def _step_work(
@@ -246,6 +269,7 @@ def _chunk_work(
     gathers = stack.overlap_parameter_gather and replication.gather_op is not None
     gathers = gathers and has_replicas and not replication.gathers_units
     reduces = stack.overlap_gradient_reduce and has_replicas and not parts
+    forward_units, backward_units = _units(context, stage, parts)
     return ChunkWork(
         forward_ps=passed.forward.time_ps,
         backward_ps=passed.backward.time_ps,
@@ -253,8 +277,8 @@ def _chunk_work(
         backward_message=backward_message,
         gathers=_gathers(context, stage) if gathers else (),
         reductions=_reductions(context, stage) if reduces else (),
-        forward_units=_units(context, stage, parts)[0] if replication.gathers_units else (),
-        backward_units=_units(context, stage, parts)[1],
+        forward_units=forward_units if replication.gathers_units else (),
+        backward_units=backward_units,
         reduces_each_pass=replication.reduces_each_microbatch,
     )
 

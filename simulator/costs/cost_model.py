@@ -83,8 +83,7 @@ class CostModel:
         """Return what an operator costs and what kind of work it is."""
         match operator:
             case Gemm():
-                is_core = operator.name.startswith("attention ") and operator.batch > 1
-                category = Category.ATTENTION if is_core else Category.MATMUL
+                category = Category.ATTENTION if operator.is_attention else Category.MATMUL
                 return category, self._gemm_cost(operator, shape.precision)
             case FlashAttention():
                 cost = flash_attention_cost(

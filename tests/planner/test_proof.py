@@ -11,7 +11,7 @@ from planner import SpaceLimits, enumerate_space, search
 from planner.bounds import StepBounds
 from planner.footprint import device_bytes_column, peak_bytes
 from planner.shapes import ShapeTable
-from simulator import CostModel, ModelSpec, TrainingJob, load_model, simulate
+from simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from simulator.memory import device_bytes
 
 
@@ -171,6 +171,35 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
         if point.proven:
             within = [t for i, t in fitting.items() if brute.device_bytes[i] <= point.device_bytes]
             assert point.step_ps == min(within)
+
+
+def test_layouts_too_long_to_simulate_stay_in_the_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the optimum out of reach the search finds the next and admits the gap."""
+    from planner import finalists
+
+    case, brute = CASES["many microbatches"], brute_force("many microbatches")
+    stack = load_stack(case.stack)
+    whole = search(job_of(case), load_cluster(case.cluster), stack, case.num_gpus)
+    fastest = whole.plans[0]
+
+    def is_fastest(_runs: finalists.Runs, index: int) -> bool:
+        return brute.step_ps[index] == fastest.step_ps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finalists.Runs, "is_too_long", is_fastest)
+        cut = search(job_of(case), load_cluster(case.cluster), stack, case.num_gpus)
+    assert cut.feasible == whole.feasible
+    assert cut.plans[0].step_ps > fastest.step_ps
+    assert not cut.optimal
+    assert 0 < cut.bound_gap_fraction < 0.5
+    # The gap covers the optimum that was not simulated.
+    assert cut.plans[0].step_ps * (1 - cut.bound_gap_fraction) <= fastest.step_ps * (1 + 1e-12)
+    assert min(brute.step_ps.values()) == fastest.step_ps
+    monkeypatch.setattr(finalists, "MAX_PASSES", 0)
+    with pytest.raises(PlanError, match="too many to simulate"):
+        search(job_of(case), load_cluster(case.cluster), stack, case.num_gpus)
 
 
 def test_the_cases_cover_what_can_go_wrong() -> None:

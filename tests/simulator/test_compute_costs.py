@@ -218,7 +218,7 @@ def test_a_collective_hides_its_share_under_the_shorter_of_itself_and_the_produc
     [
         (Gemm("qkv", m=8, n=8, k=8), Category.MATMUL),
         (Gemm("attention output", m=8, n=8, k=8), Category.MATMUL),
-        (Gemm("attention scores", m=8, n=8, k=8, batch=12), Category.ATTENTION),
+        (Gemm("scores", m=8, n=8, k=8, is_attention=True), Category.ATTENTION),
         (FlashAttention("attention", 12, 8, 8), Category.ATTENTION),
         (MemoryBound("norms", 8), Category.ELEMENTWISE),
         (KernelLaunches("layer", 8), Category.KERNEL_LAUNCH),

@@ -434,3 +434,17 @@ def test_extrapolated_evidence_is_named() -> None:
     cluster = CLUSTER.model_copy(update={"intra_node": guessed})
     warnings = warnings_of(cluster, tp=4)
     assert any(each.endswith("of the busy time rests on extrapolation") for each in warnings)
+
+
+def test_the_largest_tensor_is_one_that_lives_at_the_peak() -> None:
+    """The stage with the head peaks in its logits, an inner one in what is recomputed."""
+    plan = ParallelPlan(pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
+    model = ModelSpec(
+        name="wide head", num_layers=4, hidden_size=256, num_heads=4, vocab_size=50_000, seq_len=128
+    )
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=128, precision=Precision.FP16)
+    stages = simulate(job, plan, CLUSTER, load_stack("megatron-lm-2022")).memory.by_stage
+    assert stages[-1].largest_tensor == "logits"
+    inner = stages[1]
+    assert inner.peak_moment.startswith("B")
+    assert inner.largest_tensor == "mlp activation input"
