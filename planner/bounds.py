@@ -23,7 +23,7 @@ from planner.shapes import ShapeTable, ShapeTimes
 from planner.space import Column, Space
 from simulator import CostModel
 from simulator.data_parallel import Stage, norm_cost
-from simulator.step_builder import PPM
+from simulator.step_builder import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
 
@@ -75,8 +75,7 @@ class StepBounds:
         for group in pipeline_groups(self._space, indices):
             columns = self._columns(group, times)
             bounds[group.indices] = self._group_bounds(group, columns)
-        overhead = round(self._costs.stack.step_overhead_fraction * PPM)
-        return _with_overhead(bounds[indices], overhead)
+        return _with_overhead(bounds[indices], overhead_per_million(self._costs.stack))
 
     def _columns(self, group: Group, times: ShapeTimes) -> _Group:
         shapes = self._table.index[group.indices]

@@ -75,6 +75,9 @@ def _freed(candidates: Candidates, free: SpaceLimits, row: Column) -> list[str]:
 def _more_gpus(candidates: Candidates, free: SpaceLimits) -> list[str]:
     for multiple in GPU_MULTIPLES:
         num_gpus = multiple * candidates.space.num_gpus
+        nodes = -(-num_gpus // candidates.cluster.devices_per_node)
+        if candidates.cluster.num_nodes is not None and nodes > candidates.cluster.num_nodes:
+            break
         _, fitting = _fitting(candidates, free, num_gpus)
         if len(fitting):
             return [f"{num_gpus} GPUs hold it"]

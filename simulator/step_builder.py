@@ -86,6 +86,11 @@ class _Context:
     replication: Replication
 
 
+def overhead_per_million(stack: StackProfile) -> int:
+    """Return the step overhead of *stack* as the engine counts it, per million."""
+    return round(stack.step_overhead_fraction * PPM)
+
+
 def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
     """Return the virtual stages of a pipeline rank: ``r, p + r, 2 p + r, ...``."""
     last = plan.num_stages - 1
@@ -205,7 +210,7 @@ def _step_work(
         shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         norm_ps=norm_cost(costs).time_ps,
-        overhead_per_million=round(stack.step_overhead_fraction * PPM),
+        overhead_per_million=overhead_per_million(stack),
     )
 
 

@@ -20,9 +20,9 @@ from simulator.memory import (
 )
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
+from simulator.step_builder import overhead_per_million
 
 MAX_TASKS = 300_000
-PPM = 1_000_000
 Interval = tuple[int, int]
 
 
@@ -127,8 +127,7 @@ def account_graph(
     total = sum(run.graph.costs, PhaseCost())
     fractions = {source: total.source_ps(source) / max(1, total.time_ps) for source in Source}
     memory = _memory(case, run)
-    overhead = round(costs.stack.step_overhead_fraction * PPM)
-    step_ps = with_overhead(run.step_ps, overhead)
+    step_ps = with_overhead(run.step_ps, overhead_per_million(costs.stack))
     warnings = plan_warnings(job, plan, memory, costs, fractions[Source.EXTRAPOLATED])
     return StepResult(
         job=job,
