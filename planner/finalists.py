@@ -8,7 +8,16 @@ from numpy.typing import NDArray
 
 from planner.result import SimulatedPlan
 from planner.space import Column, Space
-from simulator import CostModel, build_step, simulate_folded
+from simulator import (
+    BuiltStep,
+    CostModel,
+    StepResult,
+    StepTimes,
+    account,
+    build_step,
+    simulate,
+    simulate_folded,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -17,24 +26,47 @@ Progress = Callable[[str, int, int], None]
 MAX_PASSES = 500_000
 
 
+# Runs of up to so many passes are kept whole, below a megabyte each, to be reported without
+# another run.
+KEPT_PASSES = 5_000
+
+
 @dataclass
 class Runs:
-    """The simulated layouts of a search; each is run once."""
+    """The simulated layouts of a search; each is run once, but for long ones to report."""
 
     space: Space
     costs: CostModel
     memory_peaks: Column
     device_needs: Column
     step_ps: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
     num_passes: int = 0
 
     def run(self, index: int) -> int:
         """Return the simulated step time of layout *index*."""
         if index not in self.step_ps:
             built = build_step(self.space.job, self.space.plan(index), self.costs)
-            self.step_ps[index] = simulate_folded(built.work).step_ps
-            self.num_passes += sum(map(len, built.work.actions))
+            times = simulate_folded(built.work)
+            self.step_ps[index] = times.step_ps
+            num_passes = sum(map(len, built.work.actions))
+            self.num_passes += num_passes
+            if num_passes <= KEPT_PASSES:
+                self.kept[index] = built, times
         return self.step_ps[index]
+
+    def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
+        """Return the full result of layout *index*."""
+        if index in self.kept:
+            return account(*self.kept[index], self.costs, memory_limit_bytes)
+        return simulate(
+            self.space.job,
+            self.space.plan(index),
+            self.costs.cluster,
+            self.costs.stack,
+            memory_limit_bytes=memory_limit_bytes,
+            costs=self.costs,
+        )
 
     def is_too_long(self, index: int) -> bool:
         """Whether layout *index* has too many passes to simulate."""

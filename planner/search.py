@@ -12,7 +12,7 @@ from planner.result import SearchResult
 from planner.rules import Candidates, apply_rules, check_searchable
 from planner.shapes import ShapeTable
 from planner.space import SpaceLimits, enumerate_space
-from simulator import CostModel, PlanError, StepResult, TrainingJob, simulate
+from simulator import CostModel, PlanError, TrainingJob
 from simulator.memory import usable_bytes
 
 MAX_GPUS = 10_000_000
@@ -84,7 +84,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
         rejections=rejections,
-        plans=tuple(_report(runs, index, memory_limit_bytes) for index in ranking),
+        plans=tuple(runs.result(index, memory_limit_bytes) for index in ranking),
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
         nearest=None if len(feasible) else find_nearest(candidates, limits, limit_bytes),
@@ -124,14 +124,3 @@ def _gap_fraction(proof: Proof, runs: Runs) -> float:
     if proof.is_proven or proof.next_bound_ps is None or not proof.indices:
         return 0.0
     return 1 - proof.next_bound_ps / runs.step_ps[proof.indices[0]]
-
-
-def _report(runs: Runs, index: int, memory_limit_bytes: int | None) -> StepResult:
-    return simulate(
-        runs.space.job,
-        runs.space.plan(index),
-        runs.costs.cluster,
-        runs.costs.stack,
-        memory_limit_bytes=memory_limit_bytes,
-        costs=runs.costs,
-    )

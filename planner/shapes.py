@@ -19,7 +19,8 @@ from simulator.block_shape import BlockParameters, BlockShape
 from simulator.parameters import Block
 from simulator.step_builder import message_between
 
-BLOCKS: tuple[Block, ...] = ("layer", "embedding", "head")
+ENDS: tuple[Block, ...] = ("embedding", "head")
+BLOCKS: tuple[Block, ...] = ("layer", *ENDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,21 @@ class ShapeTimes:
         """Return the times of the shapes that *used* indexes; zeros for the others."""
         blocks = np.zeros((len(table.shapes), 2 * len(BLOCKS)), np.int64)
         messages = np.zeros((len(table.shapes), 4), np.int64)
+        # Recomputation is of layers: shapes that differ in it share the ends and the messages.
+        known: dict[tuple[int, int, bool], tuple[list[int], list[int]]] = {}
         for index in used.tolist():
-            blocks[index] = _block_times(table.shapes[index], costs)
-            messages[index] = _message_times(table.shapes[index], costs)
+            shape = table.shapes[index]
+            key = (shape.tp, shape.microbatch_size, shape.sequence_parallel)
+            if key not in known:
+                ends = _block_times(shape, costs, ENDS)
+                known[key] = ends, _message_times(shape, costs)
+            ends, messages[index] = known[key]
+            blocks[index] = [*_block_times(shape, costs, ("layer",)), *ends]
         return cls(blocks, messages)
 
 
-def _block_times(shape: BlockShape, costs: CostModel) -> list[int]:
-    priced = [costs.block_cost(shape, block) for block in BLOCKS]
+def _block_times(shape: BlockShape, costs: CostModel, blocks: tuple[Block, ...]) -> list[int]:
+    priced = [costs.block_cost(shape, block) for block in blocks]
     return [part.time_ps for cost in priced for part in (cost.forward, cost.backward)]
 
 
