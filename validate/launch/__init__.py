@@ -1,0 +1,1 @@
+"""Runs of real processes: started, watched, reported; launch files for clusters."""

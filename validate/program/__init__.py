@@ -1,0 +1,1 @@
+"""From a plan to the PyTorch program that its stack stands for."""
