@@ -1,0 +1,194 @@
+"""Contiguous weights and gradients of a model chunk, cut into buckets, as Megatron-Core has them.
+
+Weights lie in the buffers in reverse order of the model, so that backward fills them from the
+front; a bucket is closed once it holds the stack's bucket size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hwprofiles import StackProfile
+from validate.program.collectives import all_gather, reduce_scatter
+from validate.program.fused_ops import accumulate_weight_gradient
+
+FLOATS = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The data-parallel ranks of a rank; ``group`` is None where there is only one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A weight, where it lies in its bucket, and whether other tensor ranks hold it, too."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    is_duplicate: bool
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Bucket:
+    """Some weights of a chunk: their values, gradients, and who is still without one."""
+
+    weights: Tensor
+    gradients: Tensor
+    held: tuple[Held, ...]
+    waiting: set[nn.Parameter] = field(default_factory=set)
+
+    def shard(self, replicas: ReplicaGroup) -> slice:
+        """Return the part of the bucket that this rank updates."""
+        size = self.weights.numel() // replicas.size
+        return slice(replicas.rank * size, (replicas.rank + 1) * size)
+
+
+class ChunkBuffers:
+    """All weights of one model chunk in buckets; the sink of its products.
+
+    Args:
+        module: Whose weights; they become views of the buffers.
+        stack: Bucket size, gradient width, fusion and overlap.
+        replicas: Over whom gradients are reduced.
+        shards: Whether each rank keeps a part alone (the distributed optimizer).
+        duplicates: Weights that every tensor-parallel rank holds whole, on ranks but the first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stack: StackProfile,
+        replicas: ReplicaGroup,
+        *,
+        shards: bool,
+        is_duplicate: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self.stack, self.replicas, self.shards = stack, replicas, shards
+        self.last_pass = False
+        parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
+        limit = stack.gradient_bucket_parameters if stack.overlap_gradient_reduce else 10**15
+        self.buckets = [self._bucket(group, is_duplicate) for group in _bucketed(parameters, limit)]
+        self._places = {
+            held.parameter: (bucket, held) for bucket in self.buckets for held in bucket.held
+        }
+        self.shared: set[nn.Parameter] = set()
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether *parameter* is one of this chunk."""
+        return parameter in self._places
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the gradient of *parameter*, a view of its bucket."""
+        bucket, held = self._places[parameter]
+        return bucket.gradients[held.start : held.end].view(parameter.shape)
+
+    def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+        """Add ``gradient^T inputs`` to the gradient of *weight*, or return it if not fused."""
+        if not self.stack.fused_gradient_accumulation:
+            return gradient.t().mm(inputs)
+        assert isinstance(weight, nn.Parameter)
+        accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
+        if weight not in self.shared:
+            self._is_ready(weight)
+        return None
+
+    def start_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.waiting = {held.parameter for held in bucket.held}
+
+    def finish(self) -> None:
+        """Reduce what did not go out under the last backward pass."""
+        if not self.stack.overlap_gradient_reduce:
+            for bucket in self.buckets:
+                self._reduce(bucket)
+
+    def gather(self) -> None:
+        """Give every rank the weights that the others have updated."""
+        if not self.shards or self.replicas.size == 1:
+            return
+        for bucket in self.buckets:
+            own = bucket.weights[bucket.shard(self.replicas)]
+            all_gather(bucket.weights, own, self.replicas.group)
+
+    def _bucket(
+        self, parameters: Sequence[nn.Parameter], is_duplicate: Callable[[nn.Parameter], bool]
+    ) -> Bucket:
+        held, start = [], 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            held.append(
+                Held(
+                    parameter=parameter, start=start, end=end, is_duplicate=is_duplicate(parameter)
+                )
+            )
+            start = end
+        parts = self.replicas.size if self.shards else 1
+        size = -(-start // parts) * parts
+        first = parameters[0]
+        fp32 = first.dtype is torch.float32
+        dtype = torch.float32 if fp32 else _float_of(self.stack.gradient_bytes, first.dtype)
+        weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        for each in held:
+            view = weights[each.start : each.end].view(each.parameter.shape)
+            view.copy_(each.parameter.data)
+            each.parameter.data = view
+        return Bucket(
+            weights=weights,
+            gradients=torch.zeros(size, dtype=dtype, device=first.device),
+            held=tuple(held),
+        )
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Move a gradient that autograd has made to its place."""
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:
+            return
+        self.gradient_of(parameter).add_(parameter.grad)
+        parameter.grad = None
+        self._is_ready(parameter)
+
+    def _is_ready(self, parameter: nn.Parameter) -> None:
+        if not (self.last_pass and self.stack.overlap_gradient_reduce):
+            return
+        bucket, _ = self._places[parameter]
+        bucket.waiting.discard(parameter)
+        if not bucket.waiting:
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Average a bucket over the replicas; with shards, the own part alone."""
+        if self.replicas.size == 1:
+            return
+        gradients = bucket.gradients.mul_(1 / self.replicas.size)
+        if self.shards:
+            own = gradients[bucket.shard(self.replicas)]
+            reduce_scatter(own, gradients, self.replicas.group)
+        else:
+            dist.all_reduce(gradients, group=self.replicas.group)
+
+
+def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
+    return torch.float32 if num_bytes == 4 else narrow
+
+
+def _bucketed(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Return *parameters* cut after each that fills a bucket of *limit* weights."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    for parameter in parameters:
+        if buckets[-1] and sum(each.numel() for each in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets

@@ -1,0 +1,66 @@
+"""The process groups of a rank in a mesh of pipeline, data and tensor ranks."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from simulator import ParallelPlan
+from validate.program.mail import Neighbours
+from validate.program.megatron_buffers import ReplicaGroup
+from validate.program.tensor_parallel import TensorGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronGroups:
+    """Where a rank stands, and with whom it talks.
+
+    Args:
+        tp: Tensor-parallel ranks.
+        replicas: Data-parallel ranks.
+        pipeline: Pipeline ranks.
+        ends: First and last pipeline rank, on these; None elsewhere.
+        world: All ranks; None where there is one.
+        names: Axis of each group, by its ranks.
+    """
+
+    tp: TensorGroup
+    replicas: ReplicaGroup
+    pipeline: Neighbours
+    ends: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
+    names: dict[tuple[int, ...], str]
+
+
+def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> MegatronGroups:
+    """Return the groups of *rank*; every rank must call this at the same time."""
+    sizes = (plan.pp, plan.dp, plan.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    index, replica, shard = (int(mesh.get_local_rank(name)) for name in ("pp", "dp", "tp"))
+    stride = plan.dp * plan.tp
+    columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
+    own = columns[rank % stride]
+    backward = _own_group(columns, own) if plan.pp > 1 else None
+    ends = None
+    if plan.pp > 1:
+        ends = _own_group([(ranks[0], ranks[-1]) for ranks in columns], (own[0], own[-1]))
+    groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
+    names: dict[tuple[int, ...], str] = {tuple(range(plan.world_size)): "world"}
+    names[own[0], own[-1]] = "pp"
+    for name, group in groups.items():
+        names[tuple(dist.get_process_group_ranks(group))] = name
+    return MegatronGroups(
+        tp=TensorGroup(groups["tp"], shard, plan.tp, plan.sequence_parallel),
+        replicas=ReplicaGroup(groups["dp"], replica, plan.dp),
+        pipeline=Neighbours(ranks=own, index=index, forward=groups["pp"], backward=backward),
+        ends=ends if index in (0, plan.pp - 1) else None,
+        world=dist.group.WORLD if plan.world_size > 1 else None,
+        names=names,
+    )
+
+
+def _own_group(groups: list[tuple[int, ...]], own: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return the group with the ranks *own*, after making all *groups*."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+    return made[own]

@@ -1,0 +1,92 @@
+"""AdamW over contiguous shards: fp32 master copies and moments, clipped by the global norm."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from validate.measurement import ByteKind
+from validate.program.contract import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY
+from validate.program.megatron_buffers import Bucket, ChunkBuffers, Held
+
+
+class ShardedAdam:
+    """The optimizer of one rank: its part of every bucket, or all of it.
+
+    Args:
+        chunks: Buffers of the rank's model chunks.
+        world: Ranks over which the gradient norm is summed; None where there is one rank.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkBuffers], world: dist.ProcessGroup | None) -> None:
+        self.world = world
+        self.shards = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
+        self.masters = [self._master(chunk, bucket) for chunk, bucket in self.shards]
+        self.adam = torch.optim.AdamW(
+            self.masters,
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            eps=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def step(self) -> None:
+        """Clip, update, and hand the new weights out."""
+        self._clip()
+        for master, gradient in zip(self.masters, self._gradients(), strict=True):
+            master.grad = gradient.to(master.dtype)
+        self.adam.step()
+        for master, (chunk, bucket) in zip(self.masters, self.shards, strict=True):
+            master.grad = None
+            weights = bucket.weights[_own(chunk, bucket)]
+            if weights.dtype is not master.dtype:
+                weights.copy_(master.detach())
+        for chunk in dict.fromkeys(chunk for chunk, _ in self.shards):
+            chunk.gather()
+
+    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield master copies and moments."""
+        for master, (_, bucket) in zip(self.masters, self.shards, strict=True):
+            if master.dtype is not bucket.weights.dtype:
+                yield master, ByteKind.OPTIMIZER
+            for name, state in self.adam.state[master].items():
+                if name != "step":
+                    yield state, ByteKind.OPTIMIZER
+
+    def _gradients(self) -> list[Tensor]:
+        return [bucket.gradients[_own(chunk, bucket)] for chunk, bucket in self.shards]
+
+    def _master(self, chunk: ChunkBuffers, bucket: Bucket) -> Tensor:
+        """Return what the optimizer updates: an fp32 copy, or the weights if they are fp32."""
+        weights = bucket.weights[_own(chunk, bucket)]
+        return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
+
+    def _clip(self) -> None:
+        total = self.masters[0].new_zeros(())
+        for chunk, bucket in self.shards:
+            copies = 1 if chunk.shards else chunk.replicas.size
+            for part in _counted_once(bucket, _own(chunk, bucket)):
+                total += part.float().square().sum() / copies
+        if self.world is not None:
+            dist.all_reduce(total, group=self.world)
+        factor = (CLIP_NORM / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+
+def _own(chunk: ChunkBuffers, bucket: Bucket) -> slice:
+    return bucket.shard(chunk.replicas) if chunk.shards else slice(0, bucket.weights.numel())
+
+
+def _counted_once(bucket: Bucket, own: slice) -> Iterator[Tensor]:
+    """Yield the gradients of *own* that no other tensor-parallel rank counts."""
+    for held in bucket.held:
+        start, end = max(held.start, own.start), min(held.end, own.stop)
+        if start < end and not _is_counted_elsewhere(held):
+            yield bucket.gradients[start:end]
+
+
+def _is_counted_elsewhere(held: Held) -> bool:
+    return held.is_duplicate

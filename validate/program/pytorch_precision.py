@@ -1,0 +1,20 @@
+"""Number formats of a job as PyTorch calls them."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hwprofiles import Precision
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+
+
+def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
+    """Return the context in which fp32 weights compute in a 16-bit *precision*."""
+    if precision is Precision.FP32:
+        return nullcontext()
+    return torch.autocast(device_type, DTYPES[precision])

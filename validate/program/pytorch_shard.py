@@ -1,0 +1,57 @@
+"""FSDP2 over a stage: one unit a layer, the rest of the stage in the root unit."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from hwprofiles import Precision, StackProfile
+from validate.program.pytorch_precision import DTYPES
+from validate.program.transformer import Stage
+
+REDUCE_DTYPES = {2: None, 4: torch.float32}  # None: reduced as computed
+
+
+def mixed_precision(precision: Precision, stack: StackProfile) -> MixedPrecisionPolicy:
+    """Return how the fp32 shards of *stack* compute and are reduced.
+
+    An fp32 job has nothing to cast.
+    """
+    if precision is Precision.FP32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[precision], reduce_dtype=REDUCE_DTYPES[stack.gradient_reduce_bytes]
+    )
+
+
+def shard_stage(
+    stage: Stage,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshards: bool,
+    offloads: bool = False,
+) -> FSDPModule:
+    """Shard *stage* in place, each layer a unit, and return it.
+
+    The root unit (embedding, final norm and head) keeps PyTorch's default: it is not resharded
+    after its forward pass, which its backward soon follows.
+
+    Args:
+        stage: Whole, or split over tensor-parallel ranks.
+        mesh: Over which; with two dims, shards on the second and replicas on the first.
+        policy: Precision of gathered parameters and of reductions.
+        reshards: Free a layer's gathered parameters after its forward pass.
+        offloads: Keep shards, gradients and states in host memory.
+    """
+    place = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
+    for layer in stage.layers.values():
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, offload_policy=place
+        )
+    return fully_shard(stage, mesh=mesh, mp_policy=policy, offload_policy=place)

@@ -1,0 +1,142 @@
+"""Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from validate.program.collectives import all_gather
+from validate.program.tensor_parallel import TensorGroup
+
+NUM_STATISTICS = 3
+
+
+class _EagerLoss(torch.autograd.Function):
+    """Mean loss as Megatron-LM computes it; keeps fp32 probabilities.
+
+    Three numbers a token are reduced over the ranks: maximum, target's logit, sum of exponents.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch adds what backward finds there
+        logits: Tensor,
+        targets: Tensor,
+        tp: TensorGroup,
+    ) -> Tensor:
+        maximum = tp.maximum(logits.max(dim=-1).values)
+        shifted = logits - maximum.unsqueeze(-1)
+        local, outside = _local_targets(targets, shifted.shape[-1], tp)
+        target_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        tp.sum(target_logit.masked_fill_(outside, 0.0))
+        exponents = shifted.exp_()
+        total = tp.sum(exponents.sum(dim=-1))
+        exponents.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponents, local, outside)
+        return (total.log() - target_logit).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        probabilities, local, outside = ctx.saved_tensors
+        _subtract_targets(probabilities, local, outside)
+        return probabilities.mul_(gradient / local.numel()), None, None
+
+
+def _local_targets(targets: Tensor, num_rows: int, tp: TensorGroup) -> tuple[Tensor, Tensor]:
+    """Return the targets counted from this rank's first row, and which lie outside its rows."""
+    local = targets - tp.rank * num_rows
+    outside = (local < 0) | (local >= num_rows)
+    return local.masked_fill_(outside, 0), outside
+
+
+def _subtract_targets(probabilities: Tensor, local: Tensor, outside: Tensor) -> None:
+    ones = (~outside).to(probabilities.dtype).unsqueeze(-1)
+    probabilities.scatter_add_(-1, local.unsqueeze(-1), -ones)
+
+
+@torch.library.custom_op("meshwright::softmax_statistics", mutates_args=())
+def softmax_statistics(logits: Tensor, local: Tensor, outside: Tensor) -> Tensor:
+    """Return ``[3, tokens, batch]`` fp32: maximum, sum of exponents, target's logit."""
+    wide = logits.float()
+    maximum = wide.max(dim=-1).values
+    total = (wide - maximum.unsqueeze(-1)).exp().sum(dim=-1)
+    target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    return torch.stack([maximum, total, target.masked_fill(outside, 0.0)])
+
+
+@softmax_statistics.register_fake
+def _(logits: Tensor, local: Tensor, outside: Tensor) -> Tensor:  # noqa: ARG001
+    return logits.new_empty((NUM_STATISTICS, *local.shape), dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::logits_to_gradient", mutates_args={"logits"})
+def logits_to_gradient(
+    logits: Tensor, statistics: Tensor, local: Tensor, outside: Tensor
+) -> Tensor:
+    """Write the gradient of each token's loss over its logits; return the losses.
+
+    Args:
+        logits: ``[tokens, batch, rows]``, changed in place.
+        statistics: ``[ranks, 3, tokens, batch]`` of all ranks.
+        local: Targets counted from this rank's first row.
+        outside: Which targets other ranks hold.
+    """
+    maximum = statistics[:, 0].max(dim=0).values
+    total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(dim=0)
+    target = statistics[:, 2].sum(dim=0)
+    probabilities = (logits.float() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    _subtract_targets(probabilities, local, outside)
+    logits.copy_(probabilities)
+    return total.log() + maximum - target
+
+
+@logits_to_gradient.register_fake
+def _(
+    logits: Tensor,  # noqa: ARG001
+    statistics: Tensor,
+    local: Tensor,
+    outside: Tensor,  # noqa: ARG001
+) -> Tensor:
+    return statistics.new_empty(local.shape)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Mean loss as Transformer Engine computes it: the gradient replaces a copy of the logits.
+
+    One gather of three numbers a token from every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:  # noqa: ANN401
+        own = logits.clone()
+        local, outside = _local_targets(targets, own.shape[-1], tp)
+        statistics = softmax_statistics(own, local, outside)
+        everyone = statistics.unsqueeze(0)
+        if tp.size > 1:
+            everyone = statistics.new_empty((tp.size, *statistics.shape))
+            all_gather(everyone, statistics, tp.group)
+        losses = logits_to_gradient(own, everyone, local, outside)
+        ctx.save_for_backward(own)
+        ctx.num_tokens = targets.numel()
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (own,) = ctx.saved_tensors
+        return own.mul_(gradient / ctx.num_tokens), None, None
+
+
+def vocabulary_loss(logits: Tensor, targets: Tensor, tp: TensorGroup, *, fused: bool) -> Tensor:
+    """Return the mean loss of ``[tokens, batch, local rows]`` logits.
+
+    Args:
+        logits: This rank's part, in the precision of the products.
+        targets: ``[tokens, batch]`` ids of the whole vocabulary.
+        tp: Who holds the other rows.
+        fused: As Transformer Engine computes it; if not, as Megatron-LM does in fp32.
+    """
+    if fused:
+        loss: Tensor = _FusedLoss.apply(logits, targets, tp)
+    else:
+        loss = _EagerLoss.apply(logits.float(), targets, tp)
+    return loss
