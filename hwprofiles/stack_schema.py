@@ -35,6 +35,9 @@ class StackProfile(Profile):
     (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
     sharded over a part of the data-parallel ranks and replicated over the rest.
 
+    ``loss_in_place`` says whether a loss that is not fused writes its gradient over the
+    probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not).
+
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
     """
@@ -66,6 +69,7 @@ class StackProfile(Profile):
     scatter_gather_p2p: Flag
     fused_gradient_accumulation: Flag
     fused_loss: Flag
+    loss_in_place: Flag = True
     gradient_bucket_parameters: Count
     reduces_each_microbatch: Flag = False
     hybrid_sharding: Flag = False

@@ -20,6 +20,7 @@ from planner.space import Column, Space
 from simulator import SCHEDULES, Phase, Schedule
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, part_parameters, sharded_parts
+from simulator.liveness import pass_workspace_bytes
 from simulator.memory import Shards, StateBytes, sharded_workspace_bytes
 from simulator.mesh import GroupSpan
 
@@ -72,6 +73,29 @@ class ParameterCounts:
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 
 
+class PassWorkspaces:
+    """What passes through a stage need beside what they keep, a column over shapes a stage."""
+
+    def __init__(self, table: ShapeTable) -> None:
+        self._table = table
+        self._known: dict[Stage, NDArray[np.int64]] = {}
+
+    def of(self, stage: Stage) -> NDArray[np.int64]:
+        """Return the bytes of forward and backward, one row a shape."""
+        if stage not in self._known:
+            rows = [
+                pass_workspace_bytes(
+                    shape,
+                    stage.num_layers,
+                    has_embedding=stage.has_embedding,
+                    has_head=stage.has_head,
+                )
+                for shape in self._table.shapes
+            ]
+            self._known[stage] = np.array(rows, np.int64).reshape(-1, 2)
+        return self._known[stage]
+
+
 class ShardedWorkspaces:
     """What passes hold of sharded parameters and gradients, a column over shapes a stage."""
 
@@ -104,6 +128,7 @@ class _Sizes:
     shapes: ShapeBytes
     counts: ParameterCounts
     state: StateBytes
+    passes: PassWorkspaces
     workspaces: ShardedWorkspaces
     moments: dict[tuple[str, Role, int, int], list[Moment]] = field(default_factory=dict)
 
@@ -119,7 +144,9 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment."""
     state = StateBytes.of(space.stack, space.job.precision)
     workspaces = ShardedWorkspaces(table, state)
-    sizes = _Sizes(ShapeBytes.of(table), ParameterCounts(table), state, workspaces)
+    sizes = _Sizes(
+        ShapeBytes.of(table), ParameterCounts(table), state, PassWorkspaces(table), workspaces
+    )
     peaks = np.zeros(len(space), np.int64)
     for group in pipeline_groups(space, np.arange(len(space))):
         zero_stages = space.column("zero_stage")[group.indices]
@@ -172,7 +199,7 @@ def _moving_bytes(
         chosen = np.flatnonzero(microbatches == number)
         shapes = shape_index[chosen]
         for moment in sizes.fullest_moments(group, role, number):
-            bytes_then = _moment_bytes(moment, sizes.shapes, shapes)
+            bytes_then = _moment_bytes(moment, sizes, shapes)
             if to.zero_stage >= 2:
                 which = 0 if moment.phase is Phase.FORWARD else 1
                 sharded = sizes.workspaces.of(to, moment.stage)[shapes, which]
@@ -181,17 +208,15 @@ def _moving_bytes(
     return most
 
 
-def _moment_bytes(moment: Moment, sizes: ShapeBytes, shapes: Column) -> Column:
+def _moment_bytes(moment: Moment, sizes: _Sizes, shapes: Column) -> Column:
+    saved = sizes.shapes
     kept = (
-        moment.layer_passes * sizes.saved_layer[shapes]
-        + moment.embedding_passes * sizes.saved_embedding[shapes]
-        + moment.head_passes * sizes.saved_head[shapes]
+        moment.layer_passes * saved.saved_layer[shapes]
+        + moment.embedding_passes * saved.saved_embedding[shapes]
+        + moment.head_passes * saved.saved_head[shapes]
     )
     which = 0 if moment.phase is Phase.FORWARD else 1
-    workspace = sizes.layer_workspace[which][shapes]
-    if moment.stage.has_head:
-        workspace = np.maximum(workspace, sizes.head_workspace[which][shapes])
-    return np.asarray(kept + workspace, np.int64)
+    return np.asarray(kept + sizes.passes.of(moment.stage)[shapes, which], np.int64)
 
 
 def device_bytes_column(allocated: Column, stack: StackProfile) -> Column:

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from planner.space import RECOMPUTES, Column, Space
 from simulator import CostModel
 from simulator.activations import (
-    head_workspace_bytes,
-    layer_workspace_bytes,
     saved_embedding_bytes,
     saved_head_bytes,
     saved_layer_bytes,
@@ -69,35 +67,24 @@ def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]
 
 @dataclass(frozen=True, slots=True)
 class ShapeBytes:
-    """Bytes of each shape: what blocks keep for one microbatch, and their workspaces."""
+    """Bytes of each shape: what blocks keep for one microbatch."""
 
     saved_layer: Column
     saved_embedding: Column
     saved_head: Column
-    layer_workspace: tuple[Column, Column]
-    head_workspace: tuple[Column, Column]
 
     @classmethod
     def of(cls, table: ShapeTable) -> "ShapeBytes":
         """Return the bytes of every shape of *table*."""
-        layers = [layer_workspace_bytes(shape) for shape in table.shapes]
-        heads = [head_workspace_bytes(shape) for shape in table.shapes]
         return cls(
             _column(table, saved_layer_bytes),
             _column(table, saved_embedding_bytes),
             _column(table, saved_head_bytes),
-            _pair(layers),
-            _pair(heads),
         )
 
 
 def _column(table: ShapeTable, of: Callable[[BlockShape], int]) -> Column:
     return np.array([of(shape) for shape in table.shapes], np.int64)
-
-
-def _pair(values: list[tuple[int, int]]) -> tuple[Column, Column]:
-    array = np.array(values, np.int64).reshape(-1, 2)
-    return array[:, 0], array[:, 1]
 
 
 @dataclass(frozen=True, slots=True)

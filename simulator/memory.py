@@ -5,14 +5,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hwprofiles import Cluster, Precision, StackProfile
-from simulator.activations import (
-    head_workspace_bytes,
-    layer_workspace_bytes,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-)
+from simulator.activations import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
 from simulator.block_shape import BlockShape
+from simulator.liveness import pass_workspace_bytes
 from simulator.schedules import Action, Phase
 
 
@@ -104,14 +99,12 @@ def chunk_memory(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
 ) -> ChunkMemory:
     """Return the memory of one pass through *num_layers* layers and their extras."""
-    forward, backward = layer_workspace_bytes(shape) if num_layers else (0, 0)
+    forward, backward = pass_workspace_bytes(
+        shape, num_layers, has_embedding=has_embedding, has_head=has_head
+    )
     saved = num_layers * saved_layer_bytes(shape)
-    if has_embedding:
-        saved += saved_embedding_bytes(shape)
-    if has_head:
-        head_forward, head_backward = head_workspace_bytes(shape)
-        saved += saved_head_bytes(shape)
-        forward, backward = max(forward, head_forward), max(backward, head_backward)
+    saved += saved_embedding_bytes(shape) if has_embedding else 0
+    saved += saved_head_bytes(shape) if has_head else 0
     return ChunkMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,

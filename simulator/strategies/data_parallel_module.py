@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from simulator.activations import head_workspace_bytes, saved_head_bytes, saved_tensors
+from simulator.activations import saved_head_bytes, saved_tensors
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, PhaseCost
 from simulator.costs.compute import constant_cost
 from simulator.data_parallel import Stage, Wire, stage_parameters
 from simulator.engine import TaskKind, simulate_tasks
 from simulator.errors import PlanError
+from simulator.liveness import head_workspace_bytes
 from simulator.memory import RankMemory, Shards, StateBytes, chunk_memory, rank_memory
 from simulator.operator_graph import embedding_operators, head_operators, layer_operators
 from simulator.operators import KernelLaunches, MemoryBound, Operator

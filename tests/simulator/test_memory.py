@@ -1,5 +1,7 @@
 """Memory of a rank: published closed forms, model states, and the peak over time."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,15 +10,19 @@ from hwprofiles import Attention, Precision, Recompute, StackProfile, load_clust
 from simulator.activations import (
     SavedTensor,
     attention_core_tensors,
-    head_workspace_bytes,
     layer_tensors,
-    layer_workspace_bytes,
     saved_embedding_bytes,
     saved_head_bytes,
     saved_layer_bytes,
     saved_tensors,
 )
 from simulator.block_shape import BlockShape
+from simulator.liveness import (
+    embedding_backward_steps,
+    head_workspace_bytes,
+    highest,
+    layer_workspace_bytes,
+)
 from simulator.memory import (
     ChunkMemory,
     RankMemory,
@@ -196,16 +202,29 @@ def test_embedding_and_head_keep_ids_masks_norm_and_probabilities() -> None:
 
 
 def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
-    s, h, f, a = 1024, 1024, 4096, 16
-    forward, backward = layer_workspace_bytes(block_shape(gpt()))
-    assert forward == 2 * a * s * s
-    assert backward == max(2 * s * (f + f), 2 * 2 * a * s * s) + 2 * s * h
-    full = block_shape(gpt(), recompute=Recompute.FULL)
+    s, h, f, vocab = 1024, 1024, 4096, 50_048
+    flash = block_shape(
+        gpt().model_copy(update={"dropout": False}), stack=FUSED, attention=Attention.FLASH
+    )
+    # Forward ends with the second product beside its sum with the residual stream; backward is
+    # fullest where the activation's gradient stands beside the layer's.
+    assert layer_workspace_bytes(flash) == (2 * 2 * s * h, 2 * s * h + 2 * s * f)
+    full = replace(flash, recompute=Recompute.FULL)
     again = sum(each.size_bytes for each in layer_tensors(full)) - 2 * s * h
-    assert layer_workspace_bytes(full) == (2 * 2 * a * s * s, again + backward)
-    vocab = 50_048
-    assert head_workspace_bytes(block_shape(gpt())) == (8 * s * vocab, 2 * s * vocab)
-    assert head_workspace_bytes(block_shape(gpt(), stack=FUSED)) == (2 * s * vocab, 2 * s * vocab)
+    # Nothing is kept: residual stream, norm, and both sides of the activation.
+    forward = 2 * s * (2 * h + 2 * f)
+    assert layer_workspace_bytes(full) == (forward, again + 2 * s * h + 2 * s * f)
+    # Fused: a second 16-bit copy, then the gradient in its place beside that of the norm's output.
+    assert head_workspace_bytes(flash) == (2 * s * vocab, 2 * s * h)
+
+
+@pytest.mark.parametrize(("in_place", "most"), [(True, 10), (False, 12)])
+def test_a_loss_holds_so_many_bytes_a_logit(*, in_place: bool, most: int) -> None:
+    stack = load_stack("megatron-lm-2022").model_copy(update={"loss_in_place": in_place})
+    shape = block_shape(gpt(), stack=stack)
+    kept = 4 * 1024 * 50_048
+    forward, backward = head_workspace_bytes(shape)
+    assert kept + max(forward, backward) == most * 1024 * 50_048
 
 
 @pytest.mark.parametrize(
@@ -260,8 +279,9 @@ def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
     ends = chunk_memory(shape, 3, has_embedding=True, has_head=True)
     extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
     assert ends.saved_bytes - inner.saved_bytes == extra
-    assert ends.forward_workspace_bytes == max(layer[0], head[0])
-    assert ends.backward_workspace_bytes == max(layer[1], head[1])
+    # A layer runs while nothing of the head is kept yet, or any more.
+    assert ends.forward_workspace_bytes == max(layer[0] - saved_head_bytes(shape), head[0])
+    assert ends.backward_workspace_bytes == max(layer[1] - saved_head_bytes(shape), head[1])
 
 
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
@@ -270,7 +290,7 @@ def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> N
     assert embedding == ChunkMemory(
         saved_bytes=saved_embedding_bytes(shape),
         forward_workspace_bytes=0,
-        backward_workspace_bytes=0,
+        backward_workspace_bytes=highest(embedding_backward_steps(shape)),
     )
     head = chunk_memory(shape, 0, has_embedding=False, has_head=True)
     workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)

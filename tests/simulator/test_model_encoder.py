@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hwprofiles import Attention, load_stack
-from simulator.activations import head_workspace_bytes, saved_embedding_bytes, saved_head_bytes
+from simulator.activations import saved_embedding_bytes, saved_head_bytes
 from simulator.block_shape import BlockShape
+from simulator.liveness import head_workspace_bytes
 from simulator.model_catalog import load_model
 from simulator.model_flops import model_flops
 from simulator.model_spec import ModelSpec

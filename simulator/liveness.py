@@ -1,0 +1,339 @@
+"""What lives for a moment in a pass through a block, step by step.
+
+Each step allocates, then runs, then frees; the highest level over the steps is what a block
+needs beside the tensors that wait for backward.  The steps follow the order in which PyTorch's
+autograd runs and frees: a node's saved tensors go when its backward has run, the gradient that
+arrives when the node that received it has.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hwprofiles import Attention, Recompute
+from simulator.activations import (
+    attention_core_tensors,
+    layer_tensors,
+    logits_tensor,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
+from simulator.block_shape import BlockShape
+
+
+class Step(NamedTuple):
+    """Bytes that a step allocates before it runs, and frees after."""
+
+    name: str
+    allocates: int
+    frees: int
+
+
+def highest(steps: Iterable[Step], live: int = 0) -> int:
+    """Return the most bytes that live at one time; *live* before the first step.
+
+    >>> highest([Step("product", 6, 4), Step("sum", 3, 5)], live=1)
+    7
+    """
+    most = live
+    for step in steps:
+        most = max(most, live + step.allocates)
+        live += step.allocates - step.frees
+    return most
+
+
+class Widths(NamedTuple):
+    """Bytes of the tensors of a layer's passes on one rank.
+
+    ``local`` is an activation outside tensor-parallel regions, ``whole`` one with all tokens,
+    ``gathered`` a copy with all tokens where the rank keeps its own only.
+    """
+
+    local: int
+    whole: int
+    gathered: int
+    core: int
+    key_value: int
+    mlp_in: int
+    mlp_out: int
+    scores: int
+    score_mask: int
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> "Widths":
+        """Return the widths of *shape*."""
+        element = shape.num_tokens * shape.element_bytes
+        whole = element * shape.model.hidden_size
+        num_scores = 0
+        if shape.attention is Attention.UNFUSED:
+            num_scores = shape.num_local_heads * shape.microbatch_size * shape.seq_len**2
+        return cls(
+            local=shape.message_bytes,
+            whole=whole,
+            gathered=whole if shape.sequence_parallel else 0,
+            core=element * shape.local_width,
+            key_value=element * shape.local_kv_width,
+            mlp_in=element * shape.mlp_in_width,
+            mlp_out=element * shape.local_ffn_width,
+            scores=num_scores * shape.element_bytes,
+            score_mask=num_scores if shape.model.dropout else 0,
+        )
+
+    @property
+    def qkv(self) -> int:
+        """Queries, keys and values."""
+        return self.core + 2 * self.key_value
+
+
+def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return the last layer's forward: its kept tensors are allocated in it, and stay."""
+    wide = Widths.of(shape)
+    mlp, attention = _outside_core(shape)
+    core = sum(tensor.size_bytes for tensor in attention_core_tensors(shape))
+    recomputed = core if shape.recompute is Recompute.SELECTIVE else 0
+    copied = wide.core if shape.attention is Attention.UNFUSED else 0
+    return (
+        Step("before the core", attention - wide.core, 0),
+        Step("scores", wide.scores, 0),
+        Step("core", core, wide.scores),
+        Step("core output", wide.core + copied, copied + recomputed),
+        Step("attention output", wide.whole + _part(shape), wide.whole + _part(shape)),
+        Step("mlp", mlp, 0),
+        Step("mlp out", wide.whole + wide.local, 0),
+    )
+
+
+def _outside_core(shape: BlockShape) -> tuple[int, int]:
+    """Return the bytes kept of the MLP and of the attention but for its core."""
+    core = {tensor.name for tensor in attention_core_tensors(shape)}
+    outside = [tensor for tensor in layer_tensors(shape) if tensor.name not in core]
+    mlp = sum(tensor.size_bytes for tensor in outside if tensor.name.startswith("mlp"))
+    return mlp, sum(tensor.size_bytes for tensor in outside) - mlp
+
+
+def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return a layer's forward that keeps nothing but its input, which is not counted.
+
+    A block's normalised input lives until the block returns.
+    """
+    wide = Widths.of(shape)
+    norm = wide.local
+    unfused = shape.attention is Attention.UNFUSED
+    mask = wide.score_mask
+    dropped = wide.scores if shape.model.dropout else 0
+    return (
+        Step("attention norm", norm, 0),
+        Step("qkv", wide.gathered + wide.qkv, wide.gathered),
+        Step("softmax", 2 * wide.scores, wide.scores),
+        Step("attention dropout", dropped + mask, wide.scores * bool(dropped) + mask),
+        Step("core", wide.core * (1 + unfused), wide.core * unfused + wide.scores + wide.qkv),
+        Step("attention output", wide.whole + _part(shape), wide.core + norm),
+        Step("attention residual", wide.local, wide.whole + _part(shape)),
+        Step("mlp norm", norm, 0),
+        Step("mlp in", wide.gathered + wide.mlp_in, wide.gathered),
+        Step("mlp activation", wide.mlp_out, wide.mlp_in),
+        Step("mlp out", wide.whole + _part(shape), norm + wide.mlp_out),
+        Step("mlp residual", wide.local, wide.whole + _part(shape) + wide.local),
+    )
+
+
+def _part(shape: BlockShape) -> int:
+    """Return a rank's own tokens of a sum, where the sum is scattered."""
+    return shape.message_bytes if shape.sequence_parallel else 0
+
+
+def _weight_gradient(shape: BlockShape, outputs: int, inputs: int) -> int:
+    """Return a weight's gradient before it is added to the buffer; none where that is fused."""
+    return 0 if shape.stack.fused_gradient_accumulation else outputs * inputs * shape.element_bytes
+
+
+def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return a layer's backward; kept tensors count as negative once they are freed."""
+    kept = {tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)}
+    wide = Widths.of(shape)
+    hidden = shape.model.hidden_size
+    dropped = wide.local if shape.model.dropout else 0
+    again = wide.gathered
+    weight = _weight_gradient(shape, hidden, shape.local_ffn_width)
+    mlp = (
+        Step("gradient", wide.local, 0),
+        Step("mlp dropout", dropped, kept["mlp dropout mask"]),
+        Step(
+            "mlp out",
+            again + wide.mlp_out + weight,
+            again + weight + dropped + kept["mlp activation output"],
+        ),
+        Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
+        _column_step(shape, "mlp in", wide.mlp_in, shape.mlp_in_width, kept["mlp input"]),
+        Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
+        Step("mlp residual", 0, wide.local),
+    )
+    weight = _weight_gradient(shape, hidden, shape.local_width)
+    unfused = shape.attention is Attention.UNFUSED
+    attention = (
+        Step("attention dropout", dropped, kept["attention dropout mask"]),
+        Step(
+            "attention output",
+            again + wide.core + weight,
+            again + weight + dropped + kept["attention output"] * unfused,
+        ),
+        *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
+        *_packed(wide, kept),
+        _column_step(
+            shape,
+            "qkv",
+            wide.qkv,
+            shape.local_width + 2 * shape.local_kv_width,
+            kept["qkv input"],
+        ),
+        Step("attention norm", wide.local, 2 * wide.local),
+    )
+    return (*mlp, *attention)
+
+
+def _column_step(
+    shape: BlockShape, name: str, gradient: int, outputs: int, kept_input: int
+) -> Step:
+    """Return the backward of a column-parallel product: the input again, and its gradient."""
+    wide = Widths.of(shape)
+    weight = _weight_gradient(shape, outputs, shape.model.hidden_size)
+    part = _part(shape)
+    allocated = wide.gathered + wide.whole + part + weight
+    return Step(name, allocated, allocated - wide.local + gradient + kept_input)
+
+
+def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
+    """Return the core's backward: value product, dropout, softmax, score product."""
+    dropped = wide.scores if shape.model.dropout else 0
+    again = _recomputed_core(shape, wide.score_mask + dropped + wide.scores, wide.scores)
+    return (
+        *again,
+        Step("values", wide.scores + wide.key_value, wide.core + dropped),
+        Step("probability dropout", dropped, dropped + wide.score_mask),
+        Step("softmax", wide.scores, 2 * wide.scores),
+        Step("scores", wide.core + wide.key_value, wide.scores),
+    )
+
+
+def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+    statistics = kept["log-sum-exp"]
+    rotated = kept["rotated queries and keys"]
+    turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
+    again = _recomputed_core(shape, wide.core + statistics, 0)
+    recomputed = wide.core if again else 0
+    return (
+        *again,
+        Step(
+            "attention core",
+            wide.qkv,
+            wide.core + statistics + rotated + kept["attention output"] + recomputed,
+        ),
+        Step("rotary", turned, turned),
+    )
+
+
+def _recomputed_core(shape: BlockShape, size_bytes: int, transient: int) -> tuple[Step, ...]:
+    """Return the core's forward in backward, where only that is recomputed."""
+    if shape.recompute is not Recompute.SELECTIVE:
+        return ()
+    return (Step("core again", size_bytes + transient, transient),)
+
+
+def _packed(wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+    """Return the gradients of queries, keys and values becoming that of a fused product."""
+    return (Step("pack qkv", wide.qkv, wide.qkv + kept["queries, keys and values"]),)
+
+
+def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return the head's forward; the kept copy of the logits, in 16 bit or fp32, stays."""
+    wide = Widths.of(shape)
+    norm = 2 * shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
+    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
+    kept = logits_tensor(shape).size_bytes
+    copy = 0 if shape.stack.fused_loss else kept
+    return (
+        Step("final norm", norm, 0),
+        Step("logits", wide.gathered + logits, wide.gathered),
+        Step("loss", copy + kept, copy + logits),
+    )
+
+
+def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return the head's backward; the gradient of the logits takes the place of the kept copy."""
+    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
+    kept = logits_tensor(shape).size_bytes
+    narrow = 0 if shape.stack.fused_loss else logits
+    norm = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
+    eager = 0 if shape.stack.loss_in_place or shape.stack.fused_loss else kept
+    return (
+        Step("loss", 2 * eager, 2 * eager),
+        Step("16-bit gradient", narrow, kept if narrow else 0),
+        _column_step(shape, "logits", logits, shape.local_vocab_size, norm),
+        Step("final norm", norm, norm + shape.message_bytes),
+    )
+
+
+def embedding_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
+    """Return the embedding's backward: the gradient of a whole table, before it is added."""
+    table = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
+    mask = shape.num_local_tokens * shape.model.hidden_size if shape.model.dropout else 0
+    dropped = shape.message_bytes if shape.model.dropout else 0
+    whole = Widths.of(shape).gathered
+    return (
+        Step("gradient", shape.message_bytes, 0),
+        Step("embedding dropout", dropped, mask + dropped),
+        Step("gathered gradient", whole, 0),
+        Step("table gradient", table, table + whole),
+    )
+
+
+def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
+    """Return what the last layer's forward, and the first backward, need beside what is kept."""
+    kept = saved_layer_bytes(shape)
+    if shape.recompute is not Recompute.FULL:
+        return highest(forward_steps(shape)) - kept, highest(backward_steps(shape))
+    gradient, *rest = backward_steps(shape)
+    again = forward_steps(shape)
+    recomputation = (
+        gradient,
+        again[0]._replace(allocates=again[0].allocates - kept),
+        *again[1:-1],
+        again[-1]._replace(frees=again[-1].allocates),
+    )
+    return highest(unkept_forward_steps(shape)), highest((*recomputation, *rest))
+
+
+def head_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
+    """Return what the head's forward and backward need beside what is kept.
+
+    Unfused, PyTorch's loss holds 12 bytes a logit at most, Megatron-LM's 10; fused ones 4.
+    """
+    forward = highest(head_forward_steps(shape)) - saved_head_bytes(shape)
+    return forward, highest(head_backward_steps(shape))
+
+
+def pass_workspace_bytes(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> tuple[int, int]:
+    """Return what one pass through a virtual stage needs beside all that it keeps.
+
+    Args:
+        shape: Sizes of its blocks.
+        num_layers: Layers of the virtual stage.
+        has_embedding: Whether it holds the embedding.
+        has_head: Whether it holds the head.
+
+    Returns:
+        Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
+        wait for backward; 0 where those are the most.
+    """
+    head = saved_head_bytes(shape) if has_head else 0
+    forward = backward = 0
+    if num_layers:
+        forward, backward = (size - head for size in layer_workspace_bytes(shape))
+    if has_head:
+        of_head = head_workspace_bytes(shape)
+        forward, backward = max(forward, of_head[0]), max(backward, of_head[1])
+    if has_embedding:
+        layers = num_layers * saved_layer_bytes(shape)
+        backward = max(backward, highest(embedding_backward_steps(shape)) - layers - head)
+    return max(0, forward), max(0, backward)
