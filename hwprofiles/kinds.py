@@ -36,6 +36,7 @@ class CollectiveOp(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     BROADCAST = "broadcast"
+    REDUCE = "reduce"
     ALL_TO_ALL = "all_to_all"
     P2P = "p2p"
 
@@ -61,6 +62,13 @@ class StageSplit(StrEnum):
     EVEN = "even"
     BALANCED = "balanced"
     GREEDY = "greedy"
+
+
+class ParameterGather(StrEnum):
+    """How ranks get parameters that are sharded: all shards at once, or each from its owner."""
+
+    ALL_GATHER = "all-gather"
+    BROADCAST = "broadcast"
 
 
 class Strategy(StrEnum):

@@ -17,7 +17,14 @@ from hwprofiles.base import (
     Text,
 )
 from hwprofiles.errors import ProfileError
-from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit, Strategy
+from hwprofiles.kinds import (
+    Attention,
+    ParameterGather,
+    Precision,
+    Recompute,
+    StageSplit,
+    Strategy,
+)
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 
@@ -33,7 +40,9 @@ class StackProfile(Profile):
     while the layer before it computes, ``pipeline_zero_stages`` what goes with pipeline
     parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
     (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
-    sharded over a part of the data-parallel ranks and replicated over the rest.
+    sharded over a part of the data-parallel ranks and replicated over the rest,
+    ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
+    gradient to the owner.
 
     ``loss_in_place`` says whether a loss that is not fused writes its gradient over the
     probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not).
@@ -74,6 +83,7 @@ class StackProfile(Profile):
     reduces_each_microbatch: Flag = False
     hybrid_sharding: Flag = False
     prefetches_units: Flag = True
+    parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
     pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
 
     gradient_bytes: Size
@@ -113,8 +123,20 @@ class StackProfile(Profile):
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
                 "allowed: a name exactly where attention_kernels lists flash"
             )
+        _check_gather(self)
         _check_strategy(self)
         return self
+
+
+def _check_gather(stack: StackProfile) -> None:
+    """Raise ProfileError where owners would broadcast what the stack does not shard so."""
+    if stack.parameter_gather is ParameterGather.ALL_GATHER:
+        return
+    if 3 not in stack.zero_stages or {1, 2} & {*stack.zero_stages} or stack.hybrid_sharding:
+        raise ProfileError(
+            f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
+            "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding"
+        )
 
 
 def _check_strategy(stack: StackProfile) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,13 @@ class Runs:
             )
             for index in sorted(self.step_ps)
         )
+
+
+class Field(NamedTuple):
+    """The layouts of a search, simulated on demand, and the function of their lower bounds."""
+
+    runs: Runs
+    lower_bounds_ps: Callable[[NDArray[np.int64]], Column]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hwprofiles import format_bytes
+from hwprofiles import Strategy, format_bytes
 from planner.footprint import device_bytes_column, peak_bytes
 from planner.result import Nearest
 from planner.rules import Candidates, apply_rules
@@ -40,6 +40,8 @@ def _changes(
 ) -> tuple[str, ...]:
     space = candidates.space
     changes = [f"{format_bytes(lacks_bytes)} more memory a device"]
+    if space.stack.strategy is not Strategy.MESH:
+        return tuple(changes)
     free = SpaceLimits(attention=limits.attention, stages=limits.stages)
     if limits != free:
         changes += _freed(candidates, free, space.rows[index])

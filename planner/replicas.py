@@ -9,6 +9,7 @@ from simulator.block_shape import BlockShape
 from simulator.data_parallel import (
     Replication,
     Stage,
+    UnitCost,
     Wire,
     bucket_parameters,
     bucket_stages,
@@ -17,6 +18,7 @@ from simulator.data_parallel import (
     reduce_cost,
     sharded_parts,
     sum_parameters,
+    unit_costs,
     update_cost,
 )
 from simulator.plan import ParallelPlan
@@ -74,7 +76,12 @@ class ReplicaCosts:
         mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=node_size)
         reduces_each = self._stack.reduces_each_microbatch and pp == 1
         span = mesh.span(Axis.DP)
-        return Replication.of(zero_stage, span, reduces_each_microbatch=reduces_each)
+        return Replication.of(
+            zero_stage,
+            span,
+            reduces_each_microbatch=reduces_each,
+            parameter_gather=self._stack.parameter_gather,
+        )
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
@@ -109,8 +116,9 @@ class ReplicaCosts:
         self, shape: BlockShape, role: Role, to: Replication, update: int
     ) -> ReplicaTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
-        gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
-        reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
+        parts = [self._part_times(shape, stage, to) for stage in role.stages]
+        gathers = [[each.gather_ps for each in stage] for stage in parts]
+        reduces = [[each.reduce_ps for each in stage] for stage in parts]
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
         each = to.reduces_each_microbatch
         if not to.gathers_units and not self._stack.overlap_parameter_gather:
@@ -139,15 +147,10 @@ class ReplicaCosts:
             forward_wait=port_gather, backward_wait=port_gather + port_reduce * each
         )
 
-    def _part_times(
-        self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
-    ) -> list[int]:
-        """Return the time of each part's gather, or of its reduction, in model order."""
-        if gathers and not to.gathers_units:
-            return [0]
-        cost = gather_cost if gathers else reduce_cost
+    def _part_times(self, shape: BlockShape, stage: Stage, to: Replication) -> list[UnitCost]:
+        """Return the times of each part's gather and reduction, in model order."""
         counts = part_parameters(shape, stage, sharded_parts(shape, stage, to))
-        return [cost(self._costs, each, self._wire, to).time_ps for each in counts]
+        return unit_costs(self._costs, counts, self._wire, to)
 
     def _bucket(self, shape: BlockShape, stage: Stage) -> tuple[list[int], list[int]]:
         """Return parameters and layers of each bucket of *stage*, in model order."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hwprofiles import Cluster, StackProfile, Strategy
+from hwprofiles import Cluster
 from planner.space import RECOMPUTES, Column, Space
-from simulator import PlanError
 from simulator.memory import usable_bytes
 
 Mask = NDArray[np.bool_]
@@ -26,12 +25,6 @@ class Candidates:
     cluster: Cluster
     device_bytes: Column
     memory_limit_bytes: int | None
-
-
-def check_searchable(stack: StackProfile) -> None:
-    """Raise PlanError when the layouts of *stack* are no mesh of ranks to search."""
-    if stack.strategy is not Strategy.MESH:
-        raise PlanError(f"stack {stack.name} has no layouts to search; allowed: simulate")
 
 
 Rule = Callable[[Candidates], dict[str, Mask]]

@@ -2,14 +2,15 @@
 
 import numpy as np
 
-from hwprofiles import Cluster, StackProfile
+from hwprofiles import Cluster, StackProfile, Strategy
 from planner.bounds import StepBounds
-from planner.finalists import MAX_PASSES, Finalists, Progress, Proof, Runs
+from planner.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from planner.footprint import device_bytes_column, peak_bytes
 from planner.frontier import find_frontier
 from planner.nearest import find_nearest
+from planner.replica_search import replica_field
 from planner.result import SearchResult
-from planner.rules import Candidates, apply_rules, check_searchable
+from planner.rules import Candidates, apply_rules
 from planner.shapes import ShapeTable
 from planner.space import SpaceLimits, enumerate_space
 from simulator import CostModel, PlanError, TrainingJob
@@ -50,22 +51,16 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         progress: Called with what is being done, how much is done, and of how much.
 
     Raises:
-        PlanError: If *num_gpus* or *top* is out of range, or the cluster cannot run the job.
+        PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     _check_request(cluster, num_gpus, top)
-    check_searchable(stack)
     limits = limits or SpaceLimits()
-    space = enumerate_space(job, stack, num_gpus, limits)
-    table = ShapeTable.of(space)
-    peaks = peak_bytes(space, table)
-    needs = device_bytes_column(peaks, stack)
-    candidates = Candidates(space, cluster, needs, memory_limit_bytes)
+    prepare = _mesh_field if stack.strategy is Strategy.MESH else replica_field
+    runs, lower_bounds_ps = prepare(job, cluster, stack, num_gpus, limits)
+    candidates = Candidates(runs.space, cluster, runs.device_needs, memory_limit_bytes)
     left, rejections = apply_rules(candidates)
     feasible = np.flatnonzero(left)
-    costs = CostModel(cluster, stack, num_gpus)
-    bounds = StepBounds(space, table, costs).lower_bounds_ps(feasible)
-    runs = Runs(space, costs, peaks, needs)
-    finalists = Finalists.ordered(feasible, bounds, runs)
+    finalists = Finalists.ordered(feasible, lower_bounds_ps(feasible), runs)
     proof, ranking = _rank(finalists, top, progress)
     frontier = find_frontier(
         finalists,
@@ -78,7 +73,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         cluster=cluster,
         stack=stack,
         num_gpus=num_gpus,
-        space_size=len(space),
+        space_size=len(runs.space),
         feasible=len(feasible),
         simulated=len(runs.step_ps),
         optimal=proof.is_proven,
@@ -89,6 +84,18 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         frontier=frontier,
         nearest=None if len(feasible) else find_nearest(candidates, limits, limit_bytes),
     )
+
+
+def _mesh_field(
+    job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> Field:
+    """Return the layouts of a mesh of ranks: exact memory and bounds without a run."""
+    space = enumerate_space(job, stack, num_gpus, limits)
+    table = ShapeTable.of(space)
+    peaks = peak_bytes(space, table)
+    costs = CostModel(cluster, stack, num_gpus)
+    runs = Runs(space, costs, peaks, device_bytes_column(peaks, stack))
+    return Field(runs, StepBounds(space, table, costs).lower_bounds_ps)
 
 
 def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hwprofiles import GIBI, PS_PER_S, format_bytes
+from hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
 from planner.money import Budget
 from planner.report import (
     facts_table,
@@ -63,9 +63,11 @@ def proof_text(result: SearchResult) -> str:
 
 def layout_text(plan: ParallelPlan) -> str:
     """Return a plan in one line, for people."""
+    servers = plan.parameter_server
     return (
         f"tp={plan.tp} pp={plan.pp} dp={plan.dp} vpp={plan.num_virtual_stages} "
         f"mb={plan.microbatch_size} {plan.schedule} {switches_text(plan)}"
+        f"{'' if servers is None else f' servers={servers.servers}'}"
     )
 
 
@@ -95,7 +97,7 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
 
 def _plans_table(result: SearchResult, budget: Budget | None) -> Table:
     money = [] if budget is None else _money_columns(budget, result.plans[0])
-    table = _table("", *LAYOUT_COLUMNS, *RESULT_COLUMNS, *money)
+    table = _table("", *_layout_columns(result), *RESULT_COLUMNS, *money)
     for rank, step in enumerate(result.plans, 1):
         cells = [str(rank), *_layout_cells(step.plan), *_result_cells(step)]
         table.add_row(*cells, *([] if budget is None else _money_cells(step, budget)))
@@ -103,7 +105,7 @@ def _plans_table(result: SearchResult, budget: Budget | None) -> Table:
 
 
 def _frontier_table(result: SearchResult) -> Table:
-    table = _table("GiB", "step s", *LAYOUT_COLUMNS, "proven")
+    table = _table("GiB", "step s", *_layout_columns(result), "proven")
     for point in _thinned(result.frontier):
         size, time = f"{point.device_bytes / GIBI:.1f}", f"{point.step_ps / PS_PER_S:.4g}"
         table.add_row(size, time, *_layout_cells(point.plan), yes_no(point.proven))
@@ -118,6 +120,12 @@ def _table(*names: str) -> Table:
     return table
 
 
+def _layout_columns(result: SearchResult) -> tuple[str, ...]:
+    """Return the heads of `_layout_cells`."""
+    has_servers = result.stack.strategy is Strategy.PARAMETER_SERVER
+    return (*LAYOUT_COLUMNS, "servers") if has_servers else LAYOUT_COLUMNS
+
+
 def _layout_cells(plan: ParallelPlan) -> list[str]:
     degrees = (plan.tp, plan.pp, plan.dp, plan.num_virtual_stages, plan.microbatch_size)
     return [
@@ -126,6 +134,7 @@ def _layout_cells(plan: ParallelPlan) -> list[str]:
         yes_no(plan.sequence_parallel),
         plan.recompute,
         plan.schedule,
+        *([] if plan.parameter_server is None else [str(plan.parameter_server.servers)]),
     ]
 
 

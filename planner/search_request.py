@@ -7,7 +7,6 @@ from hwprofiles import Recompute, StackProfile, StageSplit
 from planner.option_words import option_name
 from planner.options import LayoutOptions, LimitOptions, check_counts
 from planner.request import Setting, default_attention
-from planner.rules import check_searchable
 from planner.space import SpaceLimits, tp_divides
 from simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
 from simulator.costs.compute import peak_flops_per_s
@@ -24,7 +23,6 @@ def read_limits(setting: Setting, layout: LayoutOptions, limits: LimitOptions) -
     """
     check_counts(layout)
     check_counts(limits)
-    check_searchable(setting.stack)
     check_pins(setting, layout, limits)
     return SpaceLimits(
         tp=_pin(layout.tp),
@@ -113,7 +111,7 @@ def _check_division(job: TrainingJob, layout: LayoutOptions) -> None:
 def _probe(layout: LayoutOptions, stack: StackProfile) -> ParallelPlan:
     """Return a plan with the pinned switches, to ask a stack whether it offers them."""
     return ParallelPlan(
-        tp=layout.tp or 2,
+        tp=layout.tp or 1 + stack.tensor_parallel,
         dp=layout.dp or 2,
         zero_stage=stack.zero_stage if layout.zero is None else layout.zero,
         sequence_parallel=bool(layout.sequence_parallel),

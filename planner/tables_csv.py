@@ -57,6 +57,8 @@ def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
         "device_bytes": memory.device_bytes,
         "fits": memory.fits,
     }
+    if plan.parameter_server is not None:
+        row["servers"] = plan.parameter_server.servers
     row |= {
         f"{category.value}_s": time_ps / PS_PER_S
         for category, time_ps in result.breakdown_ps.items()

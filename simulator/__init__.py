@@ -2,7 +2,7 @@
 
 from simulator.costs import COMMUNICATION, Category, Cost, CostModel
 from simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
-from simulator.errors import DeadlockError, PlanError
+from simulator.errors import DeadlockError, PlanError, TooManyTasksError
 from simulator.mesh import Axis, Mesh
 from simulator.model_catalog import list_models, load_model
 from simulator.model_flops import CONVENTION, hardware_flops, model_flops
@@ -39,6 +39,7 @@ __all__ = [
     "StepResult",
     "StepTimes",
     "StepWork",
+    "TooManyTasksError",
     "TrainingJob",
     "account",
     "build_step",

@@ -1,9 +1,10 @@
 """What data parallelism adds to a rank's step: reductions, gathers and the update."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from hwprofiles import CollectiveOp, Precision, StackProfile
+from hwprofiles import CollectiveOp, ParameterGather, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.memory import Shards, rank_parameters
@@ -49,6 +50,11 @@ class Replication(NamedTuple):
         """Whether parameters are gathered unit by unit in every pass."""
         return self.shards.parameters > 1
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether a unit's parameters come from their owner, and its gradient goes there."""
+        return self.gather_op is CollectiveOp.BROADCAST
+
     @classmethod
     def of(
         cls,
@@ -57,23 +63,32 @@ class Replication(NamedTuple):
         *,
         replica_span: GroupSpan | None = None,
         reduces_each_microbatch: bool = False,
+        parameter_gather: ParameterGather = ParameterGather.ALL_GATHER,
     ) -> "Replication":
         """Return the replication of a plan; its collectives follow from the placements.
+
+        Where owners broadcast sharded parameters (Rajbhandari et al. 2020, arXiv 1910.02054,
+        section 7.2.2), shards are as large, but each is a stretch of the model, not of every unit.
 
         Args:
             zero_stage: What is sharded.
             span: Where a set of shards lies; without sharding, a data-parallel group.
             replica_span: Where the ranks with the same shard lie.
             reduces_each_microbatch: Whether stages 2 and 3 reduce in each microbatch.
+            parameter_gather: How stage 3 gets parameters to the ranks.
         """
         communication = zero_communication(zero_stage)
-        assert communication.gradient.op is not None
+        reduce_op = communication.gradient.op
+        gather_op = communication.parameters and communication.parameters.op
+        if zero_stage >= 3 and parameter_gather is ParameterGather.BROADCAST:
+            reduce_op, gather_op = CollectiveOp.REDUCE, CollectiveOp.BROADCAST
+        assert reduce_op is not None
         return cls(
             zero_stage=zero_stage,
             span=span,
             replica_span=replica_span,
-            reduce_op=communication.gradient.op,
-            gather_op=communication.parameters and communication.parameters.op,
+            reduce_op=reduce_op,
+            gather_op=gather_op,
             shards=Shards.of(
                 span.num_ranks, zero_stage, reduces_each_microbatch=reduces_each_microbatch
             ),
@@ -180,6 +195,49 @@ def sharded_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[Stag
     if to.shards.gradients > 1:
         return bucket_stages(shape, stage)
     return []
+
+
+def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
+
+    >>> owned_parts([6, 4, 2], 3)
+    [[4, 2], [2, 2], [2]]
+    """
+    share = -(-sum(counts) // num_owners)
+    parts: list[list[int]] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        cuts = [start, *range((start // share + 1) * share, end, share), end]
+        parts.append([right - left for left, right in pairwise(cuts)])
+        start = end
+    return parts
+
+
+class UnitCost(NamedTuple):
+    """Picoseconds of gathering the parameters of a unit, and of reducing its gradient."""
+
+    gather_ps: int
+    reduce_ps: int
+
+
+def unit_costs(
+    costs: CostModel, counts: Sequence[int], wire: Wire, to: Replication
+) -> list[UnitCost]:
+    """Return the collectives of units of so many parameters, in model order.
+
+    What several ranks own of a unit goes out as that many collectives, one after the other.
+    """
+    parts = [[count] for count in counts]
+    if to.has_owners:
+        parts = owned_parts(counts, to.span.num_ranks)
+    return [
+        UnitCost(
+            sum(gather_cost(costs, each, wire, to).time_ps for each in unit) * to.gathers_units,
+            sum(reduce_cost(costs, each, wire, to).time_ps for each in unit),
+        )
+        for unit in parts
+    ]
 
 
 def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:

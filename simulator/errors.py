@@ -5,5 +5,9 @@ class PlanError(ValueError):
     """A model, job or plan that can never run; the message is one line for the user."""
 
 
+class TooManyTasksError(PlanError):
+    """A plan that could run, but has more tasks than are simulated."""
+
+
 class DeadlockError(RuntimeError):
     """A simulated step that stopped early because actions wait for each other."""

@@ -19,6 +19,7 @@ from simulator.data_parallel import (
     reduce_cost,
     sharded_parts,
     sum_parameters,
+    unit_costs,
     update_cost,
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
@@ -146,6 +147,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         mesh.span_of(stride, plan.num_shards),
         replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
         reduces_each_microbatch=stack.reduces_each_microbatch and plan.pp == 1,
+        parameter_gather=stack.parameter_gather,
     )._replace(reshards=plan.reshard_after_forward)
 
 
@@ -295,12 +297,9 @@ def _units(
     costs, shape, to = context.costs, context.shape, context.replication
     forward, backward = [], []
     counts = part_parameters(shape, stage, parts) if parts else []
-    for part, parameters in zip(parts, counts, strict=True):
+    collectives = unit_costs(costs, counts, context.wire, to)
+    for part, (gather_ps, reduce_ps) in zip(parts, collectives, strict=True):
         passed = chunk_cost(costs, shape, part)
-        gather_ps = 0
-        if to.gathers_units:
-            gather_ps = gather_cost(costs, parameters, context.wire, to).time_ps
-        reduce_ps = reduce_cost(costs, parameters, context.wire, to).time_ps
         forward.append(Unit(passed.forward.time_ps, gather_ps))
         regather_ps = gather_ps if to.reshards else 0
         backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps))

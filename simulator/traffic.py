@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from hwprofiles import CollectiveOp, StackProfile
 from simulator.block_shape import BlockShape
-from simulator.costs.links import bus_ratio
+from simulator.costs.links import sent_ratio
 from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
     bucket_parameters,
+    owned_parts,
     part_parameters,
     sharded_parts,
     sum_parameters,
@@ -35,12 +36,12 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes the rank sends in all of them, by ring.
+        """Bytes the rank sends in all of them, by ring; where one rank is the root, on average.
 
         >>> Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 800, 8, 1).sent_bytes
         Fraction(1400, 1)
         """
-        return self.num_calls * self.size_bytes * bus_ratio(self.op, self.num_ranks)
+        return self.num_calls * self.size_bytes * sent_ratio(self.op, self.num_ranks)
 
 
 def rank_traffic(
@@ -120,7 +121,10 @@ def _reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[int
     """
     parts = sharded_parts(shape, stage, to)
     if parts:
-        return part_parameters(shape, stage, parts)
+        counts = part_parameters(shape, stage, parts)
+        if to.has_owners:
+            return [owned for unit in owned_parts(counts, to.span.num_ranks) for owned in unit]
+        return counts
     return bucket_parameters(shape, stage)
 
 

@@ -66,8 +66,11 @@ def test_each_option_changes_the_result_and_is_refused_elsewhere(
 
 
 REFUSED = {
-    "search": (["search", *JOB, "--stack", "dataparallel"], "no layouts to search"),
-    "search of servers": (["search", *JOB, "--stack", "parameter-server"], "no layouts to search"),
+    "search over nodes": (
+        ["search", *JOB, "--gpus", "16", "--stack", "dataparallel"],
+        "8 devices of a node",
+    ),
+    "search of tp": (["search", *JOB, "--stack", "parameter-server", "--tp", "2"], "tp=2 is not"),
     "options of a search": (["search", *JOB, "--servers", "2"], "--servers"),
     "nodes": ([*MODULE, "--gpus", "16"], "8 devices of a node"),
     "tp": ([*MODULE, "--tp", "2"], "tp=2 is not offered"),

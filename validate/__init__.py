@@ -3,9 +3,11 @@
 from validate.published import (
     ExcludedRun,
     MemoryKind,
+    PaddedLength,
     PublishedLayer,
     PublishedRun,
     load_excluded_runs,
+    load_padded_lengths,
     load_published_layers,
     load_published_runs,
 )
@@ -24,12 +26,14 @@ from validate.scoreboard import (
     layer_time_s,
     scoreboard,
     simulate_run,
+    step_time_s,
 )
 
 __all__ = [
     "Comparison",
     "ExcludedRun",
     "MemoryKind",
+    "PaddedLength",
     "PublishedLayer",
     "PublishedRun",
     "Quantity",
@@ -41,9 +45,11 @@ __all__ = [
     "format_scoreboard",
     "layer_time_s",
     "load_excluded_runs",
+    "load_padded_lengths",
     "load_published_layers",
     "load_published_runs",
     "scoreboard",
     "scoreboard_json",
     "simulate_run",
+    "step_time_s",
 ]

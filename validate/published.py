@@ -23,6 +23,7 @@ from simulator.model_spec import parse_model
 RUNS_FILE = "published_runs.csv"
 LAYERS_FILE = "published_layers.csv"
 EXCLUDED_FILE = "published_excluded.csv"
+LENGTHS_FILE = "padded_lengths.csv"
 
 
 class Family(StrEnum):
@@ -232,6 +233,31 @@ class ExcludedRun(_Row):
     reason: Text
 
 
+class PaddedLength(_Row):
+    """Sequences that runs pad to less than the length they name, to that of their batch alone.
+
+    Args:
+        seq_len: Length that the rows of the source name.
+        padded_len: Length that these sequences run with.
+        num_sequences: How many of them the corpus holds.
+        note: Where the numbers come from.
+    """
+
+    seq_len: Count
+    padded_len: Count
+    num_sequences: Count
+    note: Note
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.padded_len > self.seq_len:
+            raise ValueError(
+                f"padded_len={self.padded_len} is longer than seq_len={self.seq_len}; "
+                f"allowed: 1 to {self.seq_len}"
+            )
+        return self
+
+
 R = TypeVar("R", bound=_Row)
 
 
@@ -281,6 +307,21 @@ def load_excluded_runs(path: Path | None = None) -> tuple[ExcludedRun, ...]:
     True
     """
     return _load(ExcludedRun, path, EXCLUDED_FILE)
+
+
+def load_padded_lengths(path: Path | None = None) -> tuple[PaddedLength, ...]:
+    """Return the lengths to which the batches of some sources are padded.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> [each.padded_len for each in load_padded_lengths()][:3]
+    [64, 128, 192]
+    """
+    return _load(PaddedLength, path, LENGTHS_FILE)
 
 
 def _check_layout(run: PublishedRun, file: str) -> None:

@@ -11,10 +11,12 @@ from simulator.block_shape import BlockShape
 from validate.published import (
     ExcludedRun,
     MemoryKind,
+    PaddedLength,
     Phase,
     PublishedLayer,
     PublishedRun,
     load_excluded_runs,
+    load_padded_lengths,
     load_published_layers,
     load_published_runs,
 )
@@ -120,12 +122,16 @@ def scoreboard(
         excluded: Rows to list as left out, by default the built-in table.
     """
     runs = load_published_runs() if runs is None else tuple(runs)
+    padded = load_padded_lengths()
+    ragged = {(each.source, each.seq_len) for each in padded}
     layers = load_published_layers() if layers is None else layers
     comparisons: list[Comparison] = []
     verdicts: list[Verdict] = []
     for run in runs:
         result = simulate_run(run)
-        comparisons += _run_comparisons(run, result)
+        is_ragged = (run.source, run.seq_len) in ragged
+        predicted_s = step_time_s(run, padded) if is_ragged else result.step_time_s
+        comparisons += _run_comparisons(run, result, predicted_s)
         if run.out_of_memory:
             verdicts.append(_verdict(run, result))
     comparisons += [_layer_comparison(layer) for layer in layers]
@@ -139,6 +145,27 @@ def scoreboard(
 def simulate_run(run: PublishedRun) -> StepResult:
     """Return the simulated step of a published run."""
     return simulate(run.job, run.plan, load_cluster(run.cluster), load_stack(run.stack))
+
+
+def step_time_s(run: PublishedRun, lengths: Iterable[PaddedLength] | None = None) -> float:
+    """Return the predicted seconds of a step of *run*.
+
+    Where each batch is padded to its own length, the mean of the steps of those lengths: all
+    microbatches of a step being alike or not, their times add up.
+
+    Args:
+        run: What was run.
+        lengths: Lengths of sources that pad so, by default the built-in table.
+    """
+    lengths = load_padded_lengths() if lengths is None else lengths
+    own = [each for each in lengths if (each.source, each.seq_len) == (run.source, run.seq_len)]
+    if not own:
+        return simulate_run(run).step_time_s
+    total_s = 0.0
+    for each in own:
+        padded = run.model_copy(update={"seq_len": each.padded_len})
+        total_s += each.num_sequences * simulate_run(padded).step_time_s
+    return total_s / sum(each.num_sequences for each in own)
 
 
 def layer_time_s(layer: PublishedLayer) -> float:
@@ -175,9 +202,11 @@ def _layer_comparison(layer: PublishedLayer) -> Comparison:
     )
 
 
-def _run_comparisons(run: PublishedRun, result: StepResult) -> Iterator[Comparison]:
+def _run_comparisons(
+    run: PublishedRun, result: StepResult, predicted_s: float
+) -> Iterator[Comparison]:
     figures: list[tuple[Quantity, float | None, float]] = [
-        (Quantity.STEP_TIME, run.step_time_s, result.step_time_s)
+        (Quantity.STEP_TIME, run.step_time_s, predicted_s)
     ]
     if run.peak_memory_gib is not None:
         figures.append((Quantity.MEMORY, run.peak_memory_gib * GIBI, _memory_bytes(run, result)))

@@ -135,12 +135,13 @@ def hierarchical_s(call: CollectiveCall) -> float:
 Algorithm = Callable[[CollectiveCall], float]
 
 _GATHERING = frozenset({CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER})
+_ROOTED = frozenset({CollectiveOp.BROADCAST, CollectiveOp.REDUCE})
 ALGORITHMS: dict[str, tuple[Algorithm, frozenset[CollectiveOp]]] = {
     "ring": (
         ring_s,
-        _GATHERING | {CollectiveOp.ALL_REDUCE, CollectiveOp.BROADCAST, CollectiveOp.ALL_TO_ALL},
+        _GATHERING | _ROOTED | {CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_TO_ALL},
     ),
-    "tree": (tree_s, frozenset({CollectiveOp.ALL_REDUCE, CollectiveOp.BROADCAST})),
+    "tree": (tree_s, _ROOTED | {CollectiveOp.ALL_REDUCE}),
     "hierarchical": (hierarchical_s, _GATHERING | {CollectiveOp.ALL_REDUCE}),
 }
 

@@ -26,8 +26,23 @@ def bus_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
             return Fraction(2 * (num_ranks - 1), num_ranks)
         case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
             return Fraction(num_ranks - 1, num_ranks)
-        case CollectiveOp.BROADCAST | CollectiveOp.P2P:
+        case CollectiveOp.BROADCAST | CollectiveOp.REDUCE | CollectiveOp.P2P:
             return Fraction(1)
+
+
+def sent_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
+    """Return bytes a rank sends per byte of the buffer, by ring.
+
+    The busiest link of a broadcast or a reduce carries the whole buffer (`bus_ratio`), but one of
+    the N ranks, the last or the first of the chain, sends nothing: (N - 1) / N on average, which
+    is each rank's exactly where all own as much.
+
+    >>> sent_ratio(CollectiveOp.BROADCAST, 8), bus_ratio(CollectiveOp.BROADCAST, 8)
+    (Fraction(7, 8), Fraction(1, 1))
+    """
+    if op in {CollectiveOp.BROADCAST, CollectiveOp.REDUCE}:
+        return Fraction(num_ranks - 1, num_ranks)
+    return bus_ratio(op, num_ranks)
 
 
 def bus_factor(op: CollectiveOp, num_ranks: int) -> float:

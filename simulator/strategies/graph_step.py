@@ -8,7 +8,7 @@ from hwprofiles import Source
 from simulator.advice import plan_warnings
 from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.engine import Task, TaskKind, TaskTimes, with_overhead
-from simulator.errors import PlanError
+from simulator.errors import TooManyTasksError
 from simulator.lanes import task_lanes
 from simulator.memory import (
     MemoryEvent,
@@ -71,10 +71,10 @@ class TaskGraph:
         """Return the position of a new task.
 
         Raises:
-            PlanError: If there are too many to simulate.
+            TooManyTasksError: If there are too many to simulate.
         """
         if len(self.tasks) == MAX_TASKS:
-            raise PlanError(
+            raise TooManyTasksError(
                 f"a step of more than {MAX_TASKS} tasks is too many to simulate; allowed: fewer "
                 "microbatches (--micro-batch), workers or servers"
             )

@@ -67,6 +67,9 @@ CASES = {
     "embedding and head count as layers": Case(BETWEEN, "dgx-h100", "megatron-core", 12, 24),
     "sharded parameters in a pipeline": Case(GROUPED, "dgx-h100", "torchtitan", 16, 16),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
+    "owners broadcast": Case(
+        UNEVEN, "dgx-a100", "zero-broadcast", 16, 64, precision=Precision.FP16
+    ),
     "sharded gradients": Case(UNEVEN, "jean-zay-a100", "deepspeed", 16, 64),
     "pinned axes": Case(
         load_model("gpt2-medium"),

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from hwprofiles import CollectiveOp, Precision, Strategy, load_cluster, load_stack
-from planner import search
 from simulator import (
     Category,
     ParallelPlan,
@@ -95,6 +94,31 @@ def test_one_process_is_slower_than_ranks_and_its_first_device_fuller(
     others = {stage.peak_bytes for stage in one.memory.by_stage[1:]}
     assert len(others) == 1
     assert others.pop() < ranks.memory.peak_bytes
+
+
+@pytest.mark.parametrize("cluster", ["dgx-a100", "dgx-1v"])
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium"])
+def test_one_process_is_slower_and_fuller_than_ddp_and_the_more_so_with_more_devices(
+    cluster: str, model: str
+) -> None:
+    """The stack of PyTorch's other data parallelism, with the same kernels, batch and precision."""
+    results = {
+        dp: (
+            run(MODULE, dp, model=model, cluster=cluster),
+            run("ddp", dp, model=model, cluster=cluster),
+        )
+        for dp in range(2, 9)
+    }
+    for one, ranks in results.values():
+        assert one.job == ranks.job
+        assert one.plan.attention is ranks.plan.attention
+        assert one.step_ps > ranks.step_ps
+        assert one.memory.worst_rank == 0
+        assert one.memory.peak_bytes > ranks.memory.peak_bytes
+    for (fewer, few_ranks), (more, more_ranks) in pairwise(results.values()):
+        assert more.step_ps - more_ranks.step_ps > fewer.step_ps - few_ranks.step_ps
+        assert more.memory.peak_bytes > fewer.memory.peak_bytes
+        assert more_ranks.memory.peak_bytes == few_ranks.memory.peak_bytes
 
 
 def test_time_and_memory_of_one_process_grow_with_its_devices() -> None:
@@ -254,9 +278,6 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ({"servers": 0}, {"slow_worker": 0.5}, {"slow_worker": float("nan")}):
         with pytest.raises(PlanError, match="out of range"):
             ParameterServer(**wrong)
-    job = make_job("gpt2", 8)
-    with pytest.raises(PlanError, match="no layouts to search; allowed: simulate"):
-        search(job, load_cluster("dgx-a100"), load_stack(MODULE), 8)
 
 
 def test_a_mesh_plan_is_not_touched() -> None:
