@@ -68,6 +68,7 @@ CASES = {
     "sharded parameters in a pipeline": Case(GROUPED, "dgx-h100", "torchtitan", 16, 16),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
     "sharded gradients": Case(UNEVEN, "jean-zay-a100", "deepspeed", 16, 64),
+    "many small buckets": Case(UNEVEN, "a100-4xhdr200", "ddp", 16, 64),
     "pinned axes": Case(
         load_model("gpt2-medium"),
         "dgx-a100",
