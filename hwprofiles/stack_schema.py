@@ -47,6 +47,13 @@ class StackProfile(Profile):
     ``loss_in_place`` says whether a loss that is not fused writes its gradient over the
     probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not).
 
+    Gradients are reduced in buckets of ``gradient_bucket_parameters`` at least, the first one of
+    ``first_gradient_bucket_parameters`` where that is given. ``gradient_precisions`` lists pairs of
+    number formats, kept and reduced, that a plan may ask for beside the default (see
+    ``gradient_bytes`` and ``gradient_reduce_bytes``); the first pair with a kept format is what
+    goes with it. ``optional_microbatch_sync`` says whether a plan may choose if gradients are
+    reduced in every microbatch or in the last one alone.
+
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
     """
@@ -80,7 +87,9 @@ class StackProfile(Profile):
     fused_loss: Flag
     loss_in_place: Flag = True
     gradient_bucket_parameters: Count
+    first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False
+    optional_microbatch_sync: Flag = False
     hybrid_sharding: Flag = False
     prefetches_units: Flag = True
     parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
@@ -88,6 +97,7 @@ class StackProfile(Profile):
 
     gradient_bytes: Size
     gradient_reduce_bytes: Size
+    gradient_precisions: tuple[tuple[Precision, Precision], ...] = ()
     optimizer_bytes: Size
     parameter_bytes: Size = 2
     sharded_parameter_bytes: Size = 2
@@ -116,6 +126,8 @@ class StackProfile(Profile):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
+        pairs = tuple("/".join(pair) for pair in self.gradient_precisions)
+        _check_distinct("gradient_precisions", pairs)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
@@ -152,6 +164,11 @@ def _check_strategy(stack: StackProfile) -> None:
     if stack.tensor_parallel or stack.pipeline_parallel:
         raise ProfileError(
             f"strategy: {stack.strategy} needs tensor_parallel and pipeline_parallel to be false"
+        )
+    if stack.gradient_precisions or stack.optional_microbatch_sync:
+        raise ProfileError(
+            f"strategy: {stack.strategy} has neither gradient_precisions nor "
+            "optional_microbatch_sync; allowed: with mesh"
         )
     if stack.zero_stages != (0,):
         raise ProfileError(

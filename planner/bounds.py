@@ -176,18 +176,25 @@ def _way_back(columns: _Group, role: Role) -> Column:
     return np.asarray(back - columns.sent_last(role), np.int64)
 
 
-def _bucket_time(columns: _Group, stage: Stage, layers: Column, phase: int) -> Column:
-    """Return the time of the bucket of *stage* that holds its last *layers* layers."""
-    whole = layers == stage.num_layers
+def _end_time(
+    columns: _Group, stage: Stage, layers: Column, embedding: Column, phase: int
+) -> Column:
+    """Return the time of the last *layers* layers of *stage*, its head, and its *embedding*."""
     blocks = columns.blocks
     total = layers * blocks[:, phase] + stage.has_head * blocks[:, 4 + phase]
-    return np.asarray(total + whole * stage.has_embedding * blocks[:, 2 + phase], np.int64)
+    return np.asarray(total + embedding * blocks[:, 2 + phase], np.int64)
+
+
+def _first_reduced(columns: _Group, stage: Stage, replica: ReplicaTimes, phase: int) -> Column:
+    """Return the time of the part of a rank's first virtual stage that is reduced first."""
+    layers = np.asarray(replica.first_chunk_layers)
+    return _end_time(columns, stage, layers, np.asarray(replica.first_chunk_embedding), phase)
 
 
 def _gather_delay(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
     """Return by how much parameter gathers put off the end of the very first forward pass."""
     stage = role.stages[0]
-    final = _bucket_time(columns, stage, np.asarray(replica.first_chunk_layers), 0)
+    final = _first_reduced(columns, stage, replica, 0)
     late = replica.gather_all + final - columns.forward(stage)
     return np.asarray(np.maximum(replica.gather_first, late), np.int64)
 
@@ -195,7 +202,7 @@ def _gather_delay(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
 def _reduced(columns: _Group, role: Role, replica: ReplicaTimes, end: Column) -> Column:
     """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
     stage = role.stages[0]
-    ready = _bucket_time(columns, stage, np.asarray(replica.first_chunk_layers), 1)
+    ready = _first_reduced(columns, stage, replica, 1)
     queued = end - columns.backward(stage) + ready + replica.first_chunk
     is_end = role.first == 0 or role.last == columns.pp - 1
     shared = replica.shared_embedding * np.int64(is_end)
@@ -210,6 +217,7 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
     stage, with p - 1 of its own among them.
     """
     group = columns.pp if columns.vpp > 1 else 1
+    layers, embedding = replica.last_chunk_layers, replica.last_chunk_embedding
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
@@ -220,7 +228,7 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
         + count * forward
         + (count - group) * backward
         + (group - 1) * columns.backward(final)
-        + _bucket_time(columns, final, np.asarray(replica.last_chunk_layers), 1)
+        + _end_time(columns, final, np.asarray(layers), np.asarray(embedding), 1)
     )
     return np.asarray(ready + replica.every_chunk, np.int64)
 

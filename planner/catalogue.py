@@ -124,11 +124,16 @@ def _value_text(name: str, value: object) -> str:
         case bool():
             return "yes" if value else "no"
         case tuple():
-            return ", ".join(str(item) for item in value) or "none"
+            return ", ".join(_item_text(item) for item in value) or "none"
         case float() | int():
             return _number_text(name, value)
         case _:
             return str(value) or "none"
+
+
+def _item_text(item: object) -> str:
+    """Return one of several values; a pair as its parts with a stroke between them."""
+    return "/".join(str(part) for part in item) if isinstance(item, tuple) else str(item)
 
 
 def _number_text(name: str, value: float) -> str:

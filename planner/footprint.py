@@ -19,10 +19,12 @@ from planner.shapes import ShapeBytes, ShapeTable
 from planner.space import Column, Space
 from simulator import SCHEDULES, Phase, Schedule
 from simulator.block_shape import BlockShape
-from simulator.data_parallel import Replication, Stage, part_parameters, sharded_parts
+from simulator.data_parallel import Replication, Stage
+from simulator.gradient_buckets import reduced_parts
 from simulator.liveness import pass_workspace_bytes
 from simulator.memory import Shards, StateBytes, sharded_workspace_bytes
 from simulator.mesh import GroupSpan
+from simulator.plan import syncs_by_default
 
 
 class Group(NamedTuple):
@@ -114,10 +116,9 @@ class ShardedWorkspaces:
         return self._known[key]
 
     def _pair(self, shape: BlockShape, to: Replication, stage: Stage) -> tuple[int, int]:
-        parts = sharded_parts(shape, stage, to)
-        if not parts:
+        if not to.in_units:
             return 0, 0
-        units = part_parameters(shape, stage, parts)
+        units = [sum(part.buckets) for part in reduced_parts(shape, stage, to)]
         return sharded_workspace_bytes(units, self._state, to.shards)
 
 
@@ -162,7 +163,7 @@ def _group_peaks(
     """Return the peaks of layouts with one pipeline and one ZeRO stage."""
     shapes, dp = table.index[group.indices], space.column("dp")[group.indices]
     # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
-    reduces_each = space.stack.reduces_each_microbatch and group.pp == 1
+    reduces_each = syncs_by_default(space.stack, zero_stage, group.pp)
     split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
     to = Replication.of(zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
     state = sizes.state

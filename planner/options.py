@@ -114,6 +114,18 @@ class ReplicaOptions:
     bucket_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
     ] = None
+    gradient_precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="|".join(Precision), help="Format of kept gradients [the stack's]."),
+    ] = None
+    reduce_precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="|".join(Precision), help="Format of reduced ones [the stack's]."),
+    ] = None
+    sync_each_microbatch: Annotated[
+        bool | None,
+        typer.Option(help="Reduce gradients in every microbatch.", show_default=False),
+    ] = None
 
     servers: Annotated[
         str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")

@@ -88,6 +88,9 @@ class _PlanEntry(_Entry):
     stages: tuple[Degree, ...]
     dp_shard: Degree | None = None
     reshard_after_forward: Annotated[bool, Field(strict=True)] = True
+    gradient_precision: Precision | None = None
+    reduce_precision: Precision | None = None
+    sync_each_microbatch: Annotated[bool, Field(strict=True)] | None = None
     parameter_server: _ServerEntry | None = None
 
     def plan(self) -> ParallelPlan:

@@ -1,27 +1,24 @@
 """Times of data-parallel collectives and updates of a rank, for the bounds."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.roles import Role
 from planner.space import Space
 from simulator import Axis, CostModel, Mesh
 from simulator.block_shape import BlockShape
+from simulator.costs import Cost
 from simulator.data_parallel import (
     Replication,
     Stage,
-    UnitCost,
     Wire,
-    bucket_parameters,
-    bucket_stages,
     gather_cost,
-    part_parameters,
     reduce_cost,
-    sharded_parts,
     sum_parameters,
-    unit_costs,
     update_cost,
 )
-from simulator.plan import ParallelPlan
+from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
+from simulator.plan import ParallelPlan, syncs_by_default
 from simulator.step_builder import shared_embedding_ps
 
 
@@ -32,8 +29,10 @@ class ReplicaTimes(NamedTuple):
         exposed: What of the reduction follows the last backward pass at least.
         first_chunk: Reductions of the rank's first virtual stage, all its buckets.
         every_chunk: Reductions of all its virtual stages.
-        first_chunk_layers: Layers of the first virtual stage's bucket that is reduced first.
+        first_chunk_layers: Layers of the part of the first virtual stage that is reduced first.
+        first_chunk_embedding: Whether that part has the embedding.
         last_chunk_layers: The same of the last virtual stage.
+        last_chunk_embedding: Likewise.
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
         update: Optimizer, and the gather after it where nothing hides it.
@@ -48,7 +47,9 @@ class ReplicaTimes(NamedTuple):
     first_chunk: int
     every_chunk: int
     first_chunk_layers: int
+    first_chunk_embedding: int
     last_chunk_layers: int
+    last_chunk_embedding: int
     gather_first: int
     gather_all: int
     update: int
@@ -67,14 +68,14 @@ class ReplicaCosts:
         self._costs = costs
         self._stack = costs.stack
         self._wire = Wire.of(costs.stack, space.job.precision)
-        self._buckets: dict[tuple[int, Stage], tuple[list[int], list[int]]] = {}
+        self._buckets: dict[tuple[int, Stage], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
     def replication(self, tp: int, pp: int, dp: int, zero_stage: int) -> Replication:
         """Return the data-parallel side of a layout."""
         node_size = self._costs.cluster.devices_per_node
         mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=node_size)
-        reduces_each = self._stack.reduces_each_microbatch and pp == 1
+        reduces_each = syncs_by_default(self._stack, zero_stage, pp)
         span = mesh.span(Axis.DP)
         return Replication.of(
             zero_stage,
@@ -87,14 +88,17 @@ class ReplicaCosts:
         """Return the times of the ranks of *role*."""
         parameters = self._rank_parameters(shape, role.stages)
         update = update_cost(self._costs, parameters, self._wire, to).time_ps
-        if sharded_parts(shape, role.stages[0], to):
+        if to.in_units:
             return self._sharded_times(shape, role, to, update)
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, to).time_ps
-        layers = [self._bucket(shape, stage)[1] for stage in role.stages]
+        first, last = (self._parts(shape, role.stages[end])[-1].stage for end in (0, -1))
         gathers = self._gathers(shape, role.stages[0], to)
         if self._stack.overlap_gradient_reduce and to.dp > 1:
-            reductions = [self._reductions(shape, stage, to) for stage in role.stages]
+            known = {
+                stage: self._reductions(shape, stage, to) for stage in dict.fromkeys(role.stages)
+            }
+            reductions = [known[stage] for stage in role.stages]
         else:
             reductions = [[0]]
         exposed = reductions[0][0]
@@ -104,8 +108,10 @@ class ReplicaCosts:
             exposed=exposed,
             first_chunk=sum(reductions[0]),
             every_chunk=sum(map(sum, reductions)),
-            first_chunk_layers=layers[0][-1],
-            last_chunk_layers=layers[-1][-1],
+            first_chunk_layers=first.num_layers,
+            first_chunk_embedding=first.has_embedding,
+            last_chunk_layers=last.num_layers,
+            last_chunk_embedding=last.has_embedding,
             gather_first=gathers[0],
             gather_all=sum(gathers),
             update=update,
@@ -116,9 +122,8 @@ class ReplicaCosts:
         self, shape: BlockShape, role: Role, to: Replication, update: int
     ) -> ReplicaTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
-        parts = [self._part_times(shape, stage, to) for stage in role.stages]
-        gathers = [[each.gather_ps for each in stage] for stage in parts]
-        reduces = [[each.reduce_ps for each in stage] for stage in parts]
+        gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
+        reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
         each = to.reduces_each_microbatch
         if not to.gathers_units and not self._stack.overlap_parameter_gather:
@@ -129,7 +134,9 @@ class ReplicaCosts:
             first_chunk=0,
             every_chunk=0,
             first_chunk_layers=0,
+            first_chunk_embedding=0,
             last_chunk_layers=0,
+            last_chunk_embedding=0,
             gather_first=0,
             gather_all=0,
             update=update,
@@ -147,20 +154,31 @@ class ReplicaCosts:
             forward_wait=port_gather, backward_wait=port_gather + port_reduce * each
         )
 
-    def _part_times(self, shape: BlockShape, stage: Stage, to: Replication) -> list[UnitCost]:
-        """Return the times of each part's gather and reduction, in model order."""
-        counts = part_parameters(shape, stage, sharded_parts(shape, stage, to))
-        return unit_costs(self._costs, counts, self._wire, to)
+    def _part_times(
+        self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
+    ) -> list[int]:
+        """Return the time of each part's gather, or of its reduction, in model order."""
+        if gathers and not to.gathers_units:
+            return [0]
+        cost = gather_cost if gathers else reduce_cost
+        return self._costs_of(reduced_parts(shape, stage, to), cost, to)
 
-    def _bucket(self, shape: BlockShape, stage: Stage) -> tuple[list[int], list[int]]:
-        """Return parameters and layers of each bucket of *stage*, in model order."""
+    def _costs_of(
+        self,
+        parts: tuple[StagePart, ...],
+        cost: Callable[[CostModel, int, Wire, Replication], Cost],
+        to: Replication,
+    ) -> list[int]:
+        """Return the time of each part's collectives, one bucket after the other."""
+        sizes = dict.fromkeys(count for part in parts for count in part.buckets)
+        times = {count: cost(self._costs, count, self._wire, to).time_ps for count in sizes}
+        return [sum(times[count] for count in part.buckets) for part in parts]
+
+    def _parts(self, shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+        """Return the parts of *stage* that complete buckets, in model order."""
         key = (shape.tp, stage)
         if key not in self._buckets:
-            parts = bucket_stages(shape, stage)
-            self._buckets[key] = (
-                bucket_parameters(shape, stage),
-                [part.num_layers for part in parts],
-            )
+            self._buckets[key] = bucket_parts(shape, stage)
         return self._buckets[key]
 
     def _rank_parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -170,14 +188,12 @@ class ReplicaCosts:
         return self._parameters[key]
 
     def _reductions(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
-        parameters = self._bucket(shape, stage)[0]
-        return [reduce_cost(self._costs, each, self._wire, to).time_ps for each in parameters]
+        return self._costs_of(self._parts(shape, stage), reduce_cost, to)
 
     def _gathers(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
         if to.dp == 1 or to.gather_op is None or not self._stack.overlap_parameter_gather:
             return [0]
-        parameters = self._bucket(shape, stage)[0]
-        return [gather_cost(self._costs, each, self._wire, to).time_ps for each in parameters]
+        return self._costs_of(self._parts(shape, stage), gather_cost, to)
 
     def _shared_embedding(self, shape: BlockShape, pp: int, dp: int) -> int:
         stages = (1,) * pp

@@ -131,9 +131,22 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
     if not plan.reshard_after_forward:
         facts.append(("gathered", "parameters are kept from forward to backward"))
+    facts.extend(_gradient_facts(plan))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts
+
+
+def _gradient_facts(plan: ParallelPlan) -> list[tuple[str, str]]:
+    """Return what the plan says about gradients beside the stack's habits."""
+    words = []
+    if plan.gradient_precision is not None:
+        words.append(f"kept in {plan.gradient_precision}")
+    if plan.reduce_precision is not None:
+        words.append(f"reduced in {plan.reduce_precision}")
+    if plan.sync_each_microbatch is not None:
+        words.append(f"sync_each_microbatch={yes_no(plan.sync_each_microbatch)}")
+    return [("gradients", ", ".join(words))] if words else []
 
 
 def _servers_text(options: ParameterServer) -> str:

@@ -178,9 +178,18 @@ def resolve_plan(
         parameter_server=resolve_servers(replicas, stack, old),
         dp_shard=_dp_shard(replicas, old, dp),
         reshard_after_forward=_reshards(replicas, old),
+        gradient_precision=replicas.gradient_precision or (old.gradient_precision if old else None),
+        reduce_precision=replicas.reduce_precision or (old.reduce_precision if old else None),
+        sync_each_microbatch=_syncs(replicas, old),
     )
     _check_passes(setting.job, plan)
     return plan
+
+
+def _syncs(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool | None:
+    if replicas.sync_each_microbatch is not None:
+        return replicas.sync_each_microbatch
+    return old.sync_each_microbatch if old else None
 
 
 def _reshards(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool:

@@ -59,6 +59,12 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
         warnings.append("sequence_parallel has no effect at tp=1")
     if plan.zero_stage and plan.dp == 1:
         warnings.append(f"zero_stage={plan.zero_stage} has no effect at dp=1")
+    if plan.dp == 1:
+        warnings += [
+            f"{field}={getattr(plan, field)} has no effect at dp=1"
+            for field in ("reduce_precision", "sync_each_microbatch")
+            if getattr(plan, field) is not None
+        ]
     return warnings
 
 

@@ -1,15 +1,16 @@
 """What data parallelism adds to a rank's step: reductions, gathers and the update."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from hwprofiles import CollectiveOp, ParameterGather, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
+from simulator.gradient_formats import Casts, Formats, casts_of, gradient_bytes
 from simulator.memory import Shards, rank_parameters
 from simulator.mesh import Axis, GroupSpan, strided_span
 from simulator.placement import zero_communication
+from simulator.plan import ParallelPlan
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
@@ -46,6 +47,11 @@ class Replication(NamedTuple):
         return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
 
     @property
+    def in_units(self) -> bool:
+        """Whether parameters are gathered, or sharded gradients reduced, inside every pass."""
+        return self.gathers_units or self.shards.gradients > 1
+
+    @property
     def gathers_units(self) -> bool:
         """Whether parameters are gathered unit by unit in every pass."""
         return self.shards.parameters > 1
@@ -74,7 +80,7 @@ class Replication(NamedTuple):
             zero_stage: What is sharded.
             span: Where a set of shards lies; without sharding, a data-parallel group.
             replica_span: Where the ranks with the same shard lie.
-            reduces_each_microbatch: Whether stages 2 and 3 reduce in each microbatch.
+            reduces_each_microbatch: Whether gradients are reduced in each microbatch.
             parameter_gather: How stage 3 gets parameters to the ranks.
         """
         communication = zero_communication(zero_stage)
@@ -92,7 +98,7 @@ class Replication(NamedTuple):
             shards=Shards.of(
                 span.num_ranks, zero_stage, reduces_each_microbatch=reduces_each_microbatch
             ),
-            reduces_each_microbatch=reduces_each_microbatch and zero_stage >= 2,
+            reduces_each_microbatch=reduces_each_microbatch,
         )
 
     def reductions(self, size_bytes: int) -> list[tuple[CollectiveOp, int, GroupSpan]]:
@@ -108,34 +114,32 @@ class Replication(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Bytes a parameter costs in each collective and in the update."""
+    """Bytes a parameter costs in each collective and in the update, and casts around the wire."""
 
     reduce_bytes: int
     gather_bytes: int
     update_traffic_bytes: int
+    casts: Casts | None = None
 
     @classmethod
-    def of(cls, stack: StackProfile, precision: Precision) -> "Wire":
-        """Return the bytes of *stack*; fp32 reduces and gathers fp32."""
+    def of(
+        cls, stack: StackProfile, precision: Precision, plan: ParallelPlan | None = None
+    ) -> "Wire":
+        """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
+        wanted = Formats(None, None) if plan is None else plan.gradient_formats
+        reduce_bytes = gradient_bytes(stack, precision, wanted)[1]
+        casts = casts_of(stack, precision, wanted)
         if precision is Precision.FP32:
-            return cls(4, 4, FP32_UPDATE_TRAFFIC_BYTES)
-        return cls(stack.gradient_reduce_bytes, precision.num_bytes, stack.optimizer_traffic_bytes)
-
-
-def bucket_layers(shape: BlockShape, stage: Stage) -> list[int]:
-    """Return the layers of each gradient bucket of *stage*, as even as whole layers allow.
-
-    >>> from simulator.data_parallel import spread
-    >>> spread(7, 3)
-    [3, 2, 2]
-    """
-    parameters = stage_parameters(shape, stage)
-    wanted = -(-parameters // shape.stack.gradient_bucket_parameters)
-    return spread(stage.num_layers, max(1, min(stage.num_layers, wanted)))
+            return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES, casts)
+        return cls(reduce_bytes, precision.num_bytes, stack.optimizer_traffic_bytes, casts)
 
 
 def spread(total: int, num_parts: int) -> list[int]:
-    """Return *total* split into *num_parts* whole numbers that differ by at most one."""
+    """Return *total* split into *num_parts* whole numbers that differ by at most one.
+
+    >>> spread(7, 3)
+    [3, 2, 2]
+    """
     share, extra = divmod(total, num_parts)
     return [share + (index < extra) for index in range(num_parts)]
 
@@ -147,106 +151,17 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     )
 
 
-def bucket_stages(shape: BlockShape, stage: Stage) -> list[Stage]:
-    """Return the part of *stage* in each bucket, in model order."""
-    layers = bucket_layers(shape, stage)
-    last = len(layers) - 1
-    return [
-        Stage(count, stage.has_embedding and index == 0, stage.has_head and index == last)
-        for index, count in enumerate(layers)
-    ]
-
-
-def part_parameters(shape: BlockShape, stage: Stage, parts: Sequence[Stage]) -> list[int]:
-    """Return the parameters of each part of *stage* in model order; they add up to the stage's.
-
-    A tied table belongs to the part with the embedding, or as a copy to the head's.
-    """
-    counts = [stage_parameters(shape, part) for part in parts]
-    counts[-1] += stage_parameters(shape, stage) - sum(counts)
-    return counts
-
-
-def bucket_parameters(shape: BlockShape, stage: Stage) -> list[int]:
-    """Return the parameters of each gradient bucket of *stage*, in model order."""
-    return part_parameters(shape, stage, bucket_stages(shape, stage))
-
-
-def stage_units(stage: Stage) -> list[Stage]:
-    """Return the part of *stage* in each sharded unit, in model order."""
-    last = max(0, stage.num_layers - 1)
-    return [
-        Stage(
-            min(1, stage.num_layers),
-            stage.has_embedding and index == 0,
-            stage.has_head and index == last,
-        )
-        for index in range(last + 1)
-    ]
-
-
-def sharded_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[Stage]:
-    """Return the parts of *stage* whose states are gathered or reduced in every pass, if any.
-
-    With sharded parameters each layer is one, with sharded gradients each bucket.
-    """
-    if to.gathers_units:
-        return stage_units(stage)
-    if to.shards.gradients > 1:
-        return bucket_stages(shape, stage)
-    return []
-
-
-def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
-    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
-
-    >>> owned_parts([6, 4, 2], 3)
-    [[4, 2], [2, 2], [2]]
-    """
-    share = -(-sum(counts) // num_owners)
-    parts: list[list[int]] = []
-    start = 0
-    for count in counts:
-        end = start + count
-        cuts = [start, *range((start // share + 1) * share, end, share), end]
-        parts.append([right - left for left, right in pairwise(cuts)])
-        start = end
-    return parts
-
-
-class UnitCost(NamedTuple):
-    """Picoseconds of gathering the parameters of a unit, and of reducing its gradient."""
-
-    gather_ps: int
-    reduce_ps: int
-
-
-def unit_costs(
-    costs: CostModel, counts: Sequence[int], wire: Wire, to: Replication
-) -> list[UnitCost]:
-    """Return the collectives of units of so many parameters, in model order.
-
-    What several ranks own of a unit goes out as that many collectives, one after the other.
-    """
-    parts = [[count] for count in counts]
-    if to.has_owners:
-        parts = owned_parts(counts, to.span.num_ranks)
-    return [
-        UnitCost(
-            sum(gather_cost(costs, each, wire, to).time_ps for each in unit) * to.gathers_units,
-            sum(reduce_cost(costs, each, wire, to).time_ps for each in unit),
-        )
-        for unit in parts
-    ]
-
-
 def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
-    """Return the time of reducing the gradients of *num_parameters*."""
+    """Return the time of reducing the gradients of *num_parameters*, casts included."""
     calls = [
         costs.collective(op, size_bytes, span, Axis.DP)
         for op, size_bytes, span in to.reductions(num_parameters * wire.reduce_bytes)
     ]
-    return Cost(sum(call.time_ps for call in calls), calls[0].source)
+    time_ps = sum(call.time_ps for call in calls)
+    if wire.casts is not None and to.dp > 1:
+        traffic = wire.casts.traffic_bytes(num_parameters, to.shards.gradients)
+        time_ps += costs.memory_traffic(traffic).time_ps
+    return Cost(time_ps, calls[0].source)
 
 
 def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
 from simulator.errors import PlanError
+from simulator.gradient_formats import Formats, formats_refusal
 from simulator.model_spec import ModelSpec
 
 
@@ -93,6 +94,11 @@ class ParallelPlan:
         schedule: Name of the pipeline schedule.
         stages: Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers.
         parameter_server: Servers of a stack that has them; the data-parallel ranks are workers.
+        gradient_precision: Number format in which gradients are kept; None is the stack's.
+        reduce_precision: Number format in which they are reduced; None is the stack's, or what
+            goes with the gradient precision.
+        sync_each_microbatch: Reduce gradients in every microbatch, not in the last one alone;
+            None is the stack's habit.
     """
 
     tp: int = 1
@@ -109,6 +115,9 @@ class ParallelPlan:
     parameter_server: ParameterServer | None = None
     dp_shard: int | None = None
     reshard_after_forward: bool = True
+    gradient_precision: Precision | None = None
+    reduce_precision: Precision | None = None
+    sync_each_microbatch: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
@@ -132,6 +141,11 @@ class ParallelPlan:
     def num_shards(self) -> int:
         """Data-parallel ranks that share one set of shards."""
         return self.dp if self.dp_shard is None else self.dp_shard
+
+    @property
+    def gradient_formats(self) -> Formats:
+        """Formats that the plan asks for; None where the stack's are as good."""
+        return Formats(self.gradient_precision, self.reduce_precision)
 
     @property
     def world_size(self) -> int:
@@ -209,7 +223,36 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
         if value not in allowed:
             known = ", ".join(str(item) for item in allowed) or f"none at pp={plan.pp}"
             return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
-    return None
+    return _gradient_refusal(job, plan, stack)
+
+
+def syncs_by_default(stack: StackProfile, zero_stage: int, pp: int) -> bool:
+    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
+
+    In a pipeline they stay whole until the last microbatch, whatever the stage.
+    """
+    return stack.reduces_each_microbatch and zero_stage >= 2 and pp == 1
+
+
+def _gradient_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot treat gradients as *plan* wants, or None when it can."""
+    sync = plan.sync_each_microbatch
+    if stack.strategy is not Strategy.MESH:
+        for field in ("gradient_precision", "reduce_precision", "sync_each_microbatch"):
+            if getattr(plan, field) is not None:
+                return (
+                    f"{field}={getattr(plan, field)} is not offered by stack {stack.name}; "
+                    f"allowed: with a stack of strategy {Strategy.MESH}"
+                )
+    if sync and plan.pp > 1:
+        return f"sync_each_microbatch=True does not go with pp={plan.pp}; allowed: False"
+    usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    if sync is not None and sync != usual and not stack.optional_microbatch_sync:
+        return (
+            f"sync_each_microbatch={sync} is not offered by stack {stack.name} at "
+            f"zero_stage={plan.zero_stage}; allowed: {usual}"
+        )
+    return formats_refusal(stack, job.precision, plan.gradient_formats)
 
 
 def _zero_stages(plan: ParallelPlan, stack: StackProfile) -> tuple[int, ...]:

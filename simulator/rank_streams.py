@@ -145,7 +145,8 @@ def _collectives(
     kind = SpanKind.GRADIENT_REDUCTION
     for instruction, action, start_ps, _ in passes:
         ready_ps = start_ps
-        for segment in instruction.reductions if action.microbatch == last else ():
+        reduces = instruction.reduces_always or action.microbatch == last
+        for segment in instruction.reductions if reduces else ():
             ready_ps += segment.compute_ps
             yield _Collective(kind, action.chunk, ready_ps, segment.collective_ps, port)
     ready_ps = passes[-1].end_ps

@@ -1,28 +1,26 @@
 """From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hwprofiles import CollectiveOp, Source, StackProfile
 from simulator.block_shape import BlockShape
-from simulator.costs import Category, CostModel, PhaseCost
+from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
-    bucket_parameters,
-    bucket_stages,
     gather_cost,
     norm_cost,
-    part_parameters,
     reduce_cost,
-    sharded_parts,
     sum_parameters,
-    unit_costs,
     update_cost,
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
+from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
+from simulator.gradient_formats import gradient_bytes
 from simulator.memory import (
     RankMemory,
     StateBytes,
@@ -32,7 +30,7 @@ from simulator.memory import (
     with_workspace,
 )
 from simulator.mesh import Axis, GroupSpan, Mesh
-from simulator.plan import ParallelPlan, TrainingJob
+from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
 from simulator.schedules import get_schedule
 
 PPM = 1_000_000
@@ -85,6 +83,7 @@ class _Context:
     mesh: Mesh
     wire: Wire
     replication: Replication
+    parts: dict[Stage, tuple[StagePart, ...]]
 
 
 def overhead_per_million(stack: StackProfile) -> int:
@@ -137,16 +136,18 @@ def message_between(
 def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
-    In a pipeline gradients stay whole until the last microbatch, whatever the stage.  Shards lie
-    on neighbouring data-parallel ranks, replicas of them further apart.
+    Shards lie on neighbouring data-parallel ranks, replicas of them further apart.
     """
+    usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
     replicas = plan.dp // plan.num_shards
     stride = mesh.stride(Axis.DP)
     return Replication.of(
         plan.zero_stage,
         mesh.span_of(stride, plan.num_shards),
         replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
-        reduces_each_microbatch=stack.reduces_each_microbatch and plan.pp == 1,
+        reduces_each_microbatch=(
+            usual if plan.sync_each_microbatch is None else plan.sync_each_microbatch
+        ),
         parameter_gather=stack.parameter_gather,
     )._replace(reshards=plan.reshard_after_forward)
 
@@ -155,17 +156,21 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     node_size = costs.cluster.devices_per_node
     mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    shape = BlockShape.of(job, plan, costs.stack)
+    to = replication_of(plan, costs.stack, mesh)
+    held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
+    stages_once = dict.fromkeys(stage for stages in held for stage in stages)
     context = _Context(
         job=job,
         plan=plan,
         costs=costs,
-        shape=BlockShape.of(job, plan, costs.stack),
+        shape=shape,
         mesh=mesh,
-        wire=Wire.of(costs.stack, job.precision),
-        replication=replication_of(plan, costs.stack, mesh),
+        wire=Wire.of(costs.stack, job.precision, plan),
+        replication=to,
+        parts={stage: reduced_parts(shape, stage, to) for stage in stages_once},
     )
-    held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
-    passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
+    passes = {stage: chunk_cost(costs, shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(held))
     memory = {stages: _memory(context, stages) for stages in distinct}
     updates = {stages: _update(context, stages) for stages in distinct}
@@ -174,7 +179,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         plan=plan,
         work=_step_work(context, held, passes),
         mesh=mesh,
-        shape=context.shape,
+        shape=shape,
         stages=tuple(held),
         evidence=_evidence(context, held[0]),
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
@@ -242,11 +247,10 @@ def _rank_work(
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     gather = gather_cost(costs, parameters, context.wire, context.replication)
     update = update_cost(costs, parameters, context.wire, context.replication)
-    in_passes = bool(sharded_parts(context.shape, stages[0], context.replication))
     gathers_units = context.replication.gathers_units
     return RankWork(
         chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
-        reduce_ps=0 if stack.overlap_gradient_reduce or in_passes else reduce.time_ps,
+        reduce_ps=0 if context.parts[stages[0]] else reduce.time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
         gather_ps=0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps,
@@ -257,7 +261,7 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
     """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
     if plan.pp == 1 or not shape.model.tied_embeddings:
         return 0
-    wire = Wire.of(costs.stack, shape.precision)
+    wire = Wire.of(costs.stack, shape.precision, plan)
     table_bytes = shape.local_vocab_size * shape.model.hidden_size * wire.reduce_bytes
     crosses = mesh.crosses_nodes(0, plan.pp - 1)
     span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
@@ -269,41 +273,49 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
 def _chunk_work(
     context: _Context, stage: Stage, messages: tuple[Message, Message], passed: ChunkCost
 ) -> ChunkWork:
-    stack, replication = context.costs.stack, context.replication
+    stack, to = context.costs.stack, context.replication
     forward_message, backward_message = messages
-    has_replicas = replication.dp > 1
-    parts = sharded_parts(context.shape, stage, replication)
-    gathers = stack.overlap_parameter_gather and replication.gather_op is not None
-    gathers = gathers and has_replicas and not replication.gathers_units
-    reduces = stack.overlap_gradient_reduce and has_replicas and not parts
-    forward_units, backward_units = _units(context, stage, parts)
+    parts = context.parts[stage]
+    gathers = stack.overlap_parameter_gather and to.gather_op is not None and to.dp > 1
+    forward_units, backward_units = _units(context, parts) if to.in_units else ((), ())
     return ChunkWork(
         forward_ps=passed.forward.time_ps,
         backward_ps=passed.backward.time_ps,
         forward_message=forward_message,
         backward_message=backward_message,
-        gathers=_gathers(context, stage) if gathers else (),
-        reductions=_reductions(context, stage) if reduces else (),
-        forward_units=forward_units if replication.gathers_units else (),
+        gathers=_gathers(context, stage) if gathers and not to.gathers_units else (),
+        reductions=() if to.in_units else _reductions(context, parts),
+        forward_units=forward_units if to.gathers_units else (),
         backward_units=backward_units,
-        reduces_each_pass=replication.reduces_each_microbatch,
+        reduces_each_pass=to.reduces_each_microbatch,
     )
 
 
 def _units(
-    context: _Context, stage: Stage, parts: list[Stage]
+    context: _Context, parts: tuple[StagePart, ...]
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed."""
-    costs, shape, to = context.costs, context.shape, context.replication
+    to = context.replication
     forward, backward = [], []
-    counts = part_parameters(shape, stage, parts) if parts else []
-    collectives = unit_costs(costs, counts, context.wire, to)
-    for part, (gather_ps, reduce_ps) in zip(parts, collectives, strict=True):
-        passed = chunk_cost(costs, shape, part)
+    for part in parts:
+        passed = chunk_cost(context.costs, context.shape, part.stage)
+        gather_ps = _buckets_ps(context, part, gather_cost) if to.gathers_units else 0
+        reduce_ps = _buckets_ps(context, part, reduce_cost)
         forward.append(Unit(passed.forward.time_ps, gather_ps))
         regather_ps = gather_ps if to.reshards else 0
         backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps))
     return tuple(forward), tuple(reversed(backward))
+
+
+def _buckets_ps(
+    context: _Context, part: StagePart, cost: Callable[[CostModel, int, Wire, Replication], Cost]
+) -> int:
+    """Return the time of the collectives of a part, one bucket after the other."""
+    counts = Counter(part.buckets)
+    return sum(
+        count * cost(context.costs, parameters, context.wire, context.replication).time_ps
+        for parameters, count in counts.items()
+    )
 
 
 def _message(context: _Context, pp_rank: int, step: int) -> Message:
@@ -317,31 +329,24 @@ def _message(context: _Context, pp_rank: int, step: int) -> Message:
 
 def _gathers(context: _Context, stage: Stage) -> tuple[Segment, ...]:
     """Return the first forward pass cut at its parameter buckets, in model order."""
-    costs, shape = context.costs, context.shape
     return tuple(
         Segment(
-            chunk_cost(costs, shape, part).forward.time_ps,
-            gather_cost(costs, parameters, context.wire, context.replication).time_ps,
+            chunk_cost(context.costs, context.shape, part.stage).forward.time_ps,
+            _buckets_ps(context, part, gather_cost),
         )
-        for part, parameters in zip(
-            bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True
-        )
+        for part in bucket_parts(context.shape, stage)
     )
 
 
-def _reductions(context: _Context, stage: Stage) -> tuple[Segment, ...]:
-    """Return the last backward pass cut at its gradient buckets, last layers first."""
-    costs, shape = context.costs, context.shape
-    segments = [
+def _reductions(context: _Context, parts: tuple[StagePart, ...]) -> tuple[Segment, ...]:
+    """Return a backward pass cut where gradients are reduced, last layers first."""
+    return tuple(
         Segment(
-            chunk_cost(costs, shape, part).backward.time_ps,
-            reduce_cost(costs, parameters, context.wire, context.replication).time_ps,
+            chunk_cost(context.costs, context.shape, part.stage).backward.time_ps,
+            _buckets_ps(context, part, reduce_cost),
         )
-        for part, parameters in zip(
-            bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True
-        )
-    ]
-    return tuple(reversed(segments))
+        for part in reversed(parts)
+    )
 
 
 def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
@@ -350,18 +355,36 @@ def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
 
 
 def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
-    shape, shards = context.shape, context.replication.shards
-    state = StateBytes.of(context.costs.stack, context.job.precision)
+    shape, to = context.shape, context.replication
+    stack, precision = context.costs.stack, context.job.precision
+    state = replace(
+        StateBytes.of(stack, precision),
+        gradient=gradient_bytes(stack, precision, context.plan.gradient_formats)[0],
+    )
     chunks = []
     for stage in stages:
         chunk = chunk_memory(
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
-        parts = sharded_parts(shape, stage, context.replication)
-        if parts:
-            units = part_parameters(shape, stage, parts)
-            reshards = context.replication.reshards
-            extra = sharded_workspace_bytes(units, state, shards, reshards=reshards)
+        parts = context.parts[stage]
+        if to.in_units:
+            units = [sum(part.buckets) for part in parts]
+            extra = sharded_workspace_bytes(units, state, to.shards, reshards=to.reshards)
             chunk = with_workspace(chunk, extra)
+        buckets = [parameters for part in parts for parameters in part.buckets]
+        chunk = with_workspace(chunk, (0, _cast_bytes(context, max(buckets, default=0))))
         chunks.append(chunk)
-    return rank_memory(sum_parameters(shape, stages), state, tuple(chunks), shards=shards)
+    num_parameters = sum_parameters(shape, stages)
+    memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
+    if context.parts[stages[0]]:
+        return memory
+    at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
+    return replace(memory, update_temporary_bytes=at_end)
+
+
+def _cast_bytes(context: _Context, num_parameters: int) -> int:
+    """Return what holds gradients that are reduced together in another format than their own."""
+    casts, to = context.wire.casts, context.replication
+    if casts is None or to.dp == 1:
+        return 0
+    return casts.buffer_bytes(num_parameters, to.shards.gradients)

@@ -12,12 +12,9 @@ from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
-    bucket_parameters,
-    owned_parts,
-    part_parameters,
-    sharded_parts,
     sum_parameters,
 )
+from simulator.gradient_buckets import bucket_parts, reduced_parts
 from simulator.mesh import Axis, Mesh
 from simulator.operator_graph import embedding_operators, head_operators, layer_operators
 from simulator.operators import BlockOperators, Collective
@@ -92,40 +89,42 @@ def _replica_collectives(
     if plan.dp == 1:
         return
     to = replication_of(plan, shape.stack, Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1))
-    wire = Wire.of(shape.stack, job.precision)
+    wire = Wire.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)
     in_each = num_microbatches if to.reduces_each_microbatch else 1
-    for stage in stages:
-        for parameters in _reduced_parts(shape, stage, to):
-            for op, size_bytes, span in to.reductions(parameters * wire.reduce_bytes):
-                yield op, size_bytes, span.num_ranks, in_each
-            if to.gathers_units and to.gather_op is not None:
-                gathered = parameters * wire.gather_bytes
-                gathers = (1 + to.reshards) * num_microbatches
-                yield to.gather_op, gathered, to.span.num_ranks, gathers
-    if to.gather_op is not None and not to.gathers_units:
-        overlaps = shape.stack.overlap_parameter_gather
-        counts = (
-            [count for stage in stages for count in bucket_parameters(shape, stage)]
-            if overlaps
-            else [sum_parameters(shape, stages)]
-        )
-        for parameters in counts:
-            yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, 1
+    whole = sum_parameters(shape, stages)
+    for parameters in _reduced(shape, stages, to) or [whole]:
+        for op, size_bytes, span in to.reductions(parameters * wire.reduce_bytes):
+            yield op, size_bytes, span.num_ranks, in_each
+    if to.gather_op is None:
+        return
+    gathers = (1 + to.reshards) * num_microbatches if to.gathers_units else 1
+    for parameters in _gathered(shape, stages, to) or [whole]:
+        yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, gathers
 
 
-def _reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
-    """Return the parameters of each reduction of a stage.
+def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
+    """Return the parameters of each reduction inside a pass; none where a rank's are one."""
+    return [
+        parameters
+        for stage in stages
+        for part in reduced_parts(shape, stage, to)
+        for parameters in part.buckets
+    ]
 
-    Where nothing hides them, a rank's gradients go out as one; the bytes are the same.
-    """
-    parts = sharded_parts(shape, stage, to)
-    if parts:
-        counts = part_parameters(shape, stage, parts)
-        if to.has_owners:
-            return [owned for unit in owned_parts(counts, to.span.num_ranks) for owned in unit]
-        return counts
-    return bucket_parameters(shape, stage)
+
+def _gathered(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
+    """Return the parameters of each gather inside a pass; none where a rank's are one."""
+    if to.gathers_units:
+        return _reduced(shape, stages, to)
+    if not shape.stack.overlap_parameter_gather:
+        return []
+    return [
+        parameters
+        for stage in stages
+        for part in bucket_parts(shape, stage)
+        for parameters in part.buckets
+    ]
 
 
 def module_link_bytes(size_bytes: int, num_devices: int, num_passes: int = 1) -> int:

@@ -249,6 +249,9 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "stages": [6, 6],
         "dp_shard": None,
         "reshard_after_forward": True,
+        "gradient_precision": None,
+        "reduce_precision": None,
+        "sync_each_microbatch": None,
         "parameter_server": None,
     }
 

@@ -13,6 +13,7 @@ BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", 
 # An option of simulate beside a base command: what to add, and to what.
 STEP = ["simulate", *BASE, "--tp", "2", "--pp", "2"]
 SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
+DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
 SEARCH = ["search", *BASE, "--max-tp", "4", "--max-pp", "4", "--max-micro-batch", "4"]
 
@@ -39,6 +40,9 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "dp_shard": (SHARDED, ["--dp-shard", "4"]),
     "reshard_after_forward": (SHARDED, ["--no-reshard-after-forward"]),
     "bucket_size": (STEP, ["--bucket-size", "2 GB"]),
+    "gradient_precision": (STEP, ["--gradient-precision", "bf16"]),
+    "reduce_precision": (DDP, ["--reduce-precision", "bf16"]),
+    "sync_each_microbatch": (DDP, ["--sync-each-microbatch"]),
     "servers": (SERVED, ["--servers", "2"]),
     "asynchronous": (SERVED, ["--async"]),
     "slow_worker": (SERVED, ["--slow-worker", "3"]),
@@ -115,6 +119,7 @@ def test_every_option_is_walked() -> None:
     [
         (["--sequence-parallel"], "sequence_parallel has no effect at tp=1"),
         (["--zero", "1", "--gpus", "1", "--global-batch", "4"], "has no effect at dp=1"),
+        (["--stack", "ddp", "--gpus", "1", "--sync-each-microbatch"], "has no effect at dp=1"),
     ],
 )
 def test_a_value_on_an_axis_of_degree_one_warns(

@@ -62,3 +62,18 @@ def test_model_and_cluster_change(plan: str) -> None:
     assert found["job"]["global_batch_size"] == 64
     assert found["plan"]["recompute"] == "full"
     assert found["plan"]["stages"] == [12, 12]
+
+
+def test_gradient_options_are_kept_and_overridden(tmp_path: Path) -> None:
+    words = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "32"]
+    words += ["--stack", "ddp", "--reduce-precision", "bf16", "--sync-each-microbatch"]
+    words += ["--gradient-precision", "fp32"]
+    first = document(*words, "--out", str(tmp_path / "ddp"))
+    saved = str(tmp_path / "ddp" / "plan.json")
+    again = document("simulate", "--plan", saved)
+    assert again == first
+    kept = ("gradient_precision", "reduce_precision", "sync_each_microbatch")
+    assert [again["plan"][field] for field in kept] == ["fp32", "bf16", True]
+    off = document("simulate", "--plan", saved, "--no-sync-each-microbatch")
+    assert off["plan"]["sync_each_microbatch"] is False
+    assert off["step_time_s"] < again["step_time_s"]

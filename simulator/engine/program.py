@@ -14,9 +14,9 @@ class Instruction(NamedTuple):
         inbox: Slot of the message that it waits for (-1: none).
         compute_ps: Time of the pass.
         gathers: Segments of microbatch 0, where it waits for parameters.
-        reductions: Segments of the last microbatch, where it hands on gradients.
+        reductions: Segments of microbatches that reduce, where it hands on gradients.
         units: Units of every microbatch, where parameters are sharded.
-        reduces_always: Units reduce in every microbatch, not in the last one alone.
+        reduces_always: Gradients are reduced in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
         message: The message.

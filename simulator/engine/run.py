@@ -103,8 +103,10 @@ class Run:
                 now = yield from self._sharded_pass(place, instruction.units, now, reduces)
             elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
-            elif instruction.reductions and microbatch == last:
+            elif instruction.reductions and (instruction.reduces_always or microbatch == last):
                 now = _reduced_backward(state, instruction.reductions, now)
+                if microbatch != last:
+                    now = yield from self._wait_for(place, len(state.queue), now)
             else:
                 now += instruction.compute_ps
             ends.append(now)

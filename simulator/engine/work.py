@@ -10,7 +10,7 @@ from simulator.schedules import Action
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a pass between two data-parallel collectives.
+    """A part of a pass between two data-parallel collectives, or runs of them.
 
     In a forward pass the collective must end before the segment starts (parameter gather); in
     a backward pass it may start when the segment ends (gradient reduction).
@@ -50,10 +50,11 @@ class ChunkWork:
         forward_message: To the next virtual stage.
         backward_message: To the previous virtual stage.
         gathers: Segments of the first forward pass, where parameters are gathered under it.
-        reductions: Segments of the last backward pass, where gradients are reduced under it.
+        reductions: Segments of a backward pass that reduces gradients under it.
         forward_units: Units of each forward pass, where parameters are sharded.
         backward_units: Units of each backward pass, last layers first.
-        reduces_each_pass: Units reduce in every backward pass, not in the last one alone.
+        reduces_each_pass: Every backward pass reduces, not the last one alone. Where it does so in
+            segments, the rank waits for all of them before its next pass.
     """
 
     forward_ps: int

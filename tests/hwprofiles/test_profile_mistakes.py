@@ -315,6 +315,30 @@ MISTAKES = [
         "gradient_bytes = -4",
         ": gradient_bytes: -4 is not allowed; it must",
     ),
+    (
+        STACK,
+        '["bf16", "bf16"], ["fp16", "fp16"]',
+        '["bf16", "bf16"], ["bf16", "bf16"]',
+        ": gradient_precisions: fp32/fp32, bf16/bf16, bf16/bf16 repeats a value",
+    ),
+    (
+        STACK,
+        '["fp16", "fp16"]',
+        '["fp16", "int8"]',
+        ": gradient_precisions.2.1: 'int8' is not allowed",
+    ),
+    (
+        STACK,
+        '["fp16", "fp16"]',
+        '["fp16"]',
+        ": gradient_precisions.2",
+    ),
+    (
+        STACK,
+        "gradient_bucket_parameters = 40000000",
+        "gradient_bucket_parameters = 40000000\nfirst_gradient_bucket_parameters = 0",
+        ": first_gradient_bucket_parameters: 0 is not allowed; it must",
+    ),
 ]
 
 

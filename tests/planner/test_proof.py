@@ -71,6 +71,7 @@ CASES = {
         UNEVEN, "dgx-a100", "zero-broadcast", 16, 64, precision=Precision.FP16
     ),
     "sharded gradients": Case(UNEVEN, "jean-zay-a100", "deepspeed", 16, 64),
+    "many small buckets": Case(UNEVEN, "a100-4xhdr200", "ddp", 16, 64),
     "pinned axes": Case(
         load_model("gpt2-medium"),
         "dgx-a100",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from hwprofiles import Attention, load_cluster, load_stack
+from hwprofiles import Attention, Precision, load_cluster, load_stack
 from planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
 from planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
 from planner.money import Budget
@@ -42,6 +42,21 @@ def test_step_report_holds_the_figures_of_the_result() -> None:
     assert "USD" in text
     for warning in result.warnings:
         assert f"warning: {warning}" in " ".join(text.split())
+
+
+def test_step_report_says_what_a_plan_wants_of_gradients() -> None:
+    plan = ParallelPlan(
+        dp=8,
+        attention=Attention.FLASH,
+        stages=(12,),
+        gradient_precision=Precision.FP32,
+        reduce_precision=Precision.FP16,
+        sync_each_microbatch=True,
+    )
+    result = simulate(JOB, plan, CLUSTER, load_stack("ddp"))
+    text = text_of(step_report(result))
+    assert "gradients   kept in fp32, reduced in fp16, sync_each_microbatch=yes" in text
+    assert "gradients   kept" not in text_of(step_report(simulate(JOB, PLAN, CLUSTER, STACK)))
 
 
 def test_step_report_of_long_stage_lists_stays_within_its_width() -> None:
@@ -122,6 +137,7 @@ def test_facts_of_a_cluster_have_units_and_the_sources_of_its_parts() -> None:
 def test_facts_of_a_model_a_stack_and_a_schedule() -> None:
     assert "124,439,808" in text_of(models_table("gpt2"))
     assert "fitted_source" in text_of(stacks_table("megatron-core"))
+    assert "fp32/fp32, bf16/bf16, fp16/fp16" in text_of(stacks_table("megatron-core"))
     assert "2104.04473" in text_of(schedules_table("interleaved"))
 
 

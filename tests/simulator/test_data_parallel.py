@@ -17,9 +17,6 @@ from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
-    bucket_layers,
-    bucket_parameters,
-    bucket_stages,
     gather_cost,
     norm_cost,
     reduce_cost,
@@ -34,7 +31,7 @@ from simulator.plan import ParallelPlan, TrainingJob
 
 RELAXED = settings(deadline=None, max_examples=60)
 CLUSTER = load_cluster("dgx-a100")
-CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
+CORE = load_stack("megatron-core")
 PARAMETERS = st.integers(1, 10**11)
 SPANS = st.sampled_from(
     [GroupSpan(2, 1, 2), GroupSpan(8, 1, 8), GroupSpan(6, 6, 1), GroupSpan(64, 8, 8)]
@@ -47,9 +44,6 @@ def block_shape(name: str = "gpt2-xl", *, stack: StackProfile = CORE) -> BlockSh
 
 
 INNER = Stage(num_layers=5, has_embedding=False, has_head=False)
-STAGES = st.builds(
-    Stage, num_layers=st.integers(1, 48), has_embedding=st.booleans(), has_head=st.booleans()
-)
 
 
 def cost_model(stack: StackProfile = CORE, world_size: int = 64) -> CostModel:
@@ -63,41 +57,6 @@ def test_a_spread_is_whole_even_and_complete(total: int, num_parts: int) -> None
     assert sum(parts) == total
     assert max(parts) - min(parts) <= 1
     assert parts == sorted(parts, reverse=True)
-
-
-@RELAXED
-@given(
-    name=st.sampled_from(["gpt2-xl", "llama2-7b"]),  # a tied and an untied table
-    stage=STAGES,
-    bucket=st.integers(10**6, 10**9),
-)
-def test_buckets_are_whole_layers_and_add_up_to_the_stage(
-    name: str, stage: Stage, bucket: int
-) -> None:
-    stack = CORE.model_copy(update={"gradient_bucket_parameters": bucket})
-    shape = block_shape(name, stack=stack)
-    layers, parts = bucket_layers(shape, stage), bucket_stages(shape, stage)
-    assert sum(layers) == stage.num_layers
-    assert min(layers) >= 1
-    assert len(layers) == min(stage.num_layers, -(-stage_parameters(shape, stage) // bucket))
-    assert [part.num_layers for part in parts] == layers
-    assert [part.has_embedding for part in parts].count(True) == stage.has_embedding
-    assert parts[0].has_embedding == stage.has_embedding
-    assert [part.has_head for part in parts].count(True) == stage.has_head
-    assert parts[-1].has_head == stage.has_head
-    parameters = bucket_parameters(shape, stage)
-    assert sum(parameters) == stage_parameters(shape, stage)
-    assert min(parameters) >= 1
-
-
-def test_a_stack_without_buckets_reduces_a_stage_in_one() -> None:
-    assert bucket_layers(block_shape(stack=OLD), INNER) == [5]
-
-
-def test_a_stage_without_layers_is_one_bucket() -> None:
-    table = Stage(num_layers=0, has_embedding=True, has_head=False)
-    assert bucket_layers(block_shape(), table) == [0]
-    assert bucket_parameters(block_shape(), table) == [stage_parameters(block_shape(), table)]
 
 
 def test_parameters_of_a_rank_are_those_of_its_stages() -> None:

@@ -24,12 +24,11 @@ from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
-    bucket_parameters,
-    bucket_stages,
     gather_cost,
     reduce_cost,
 )
 from simulator.engine import Message, Segment
+from simulator.gradient_buckets import bucket_parts
 from simulator.mesh import Axis, GroupSpan, Mesh
 from simulator.model_catalog import load_model
 from simulator.model_flops import hardware_flops, model_flops
@@ -342,11 +341,13 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
     replicas = Replication.of(1, Mesh(tp=1, dp=8, pp=2, node_size=8).span(Axis.DP))
     for pp_rank, chunk in enumerate(chunks):
         (stage,) = rank_stages(plan, pp_rank)
-        parts = list(zip(bucket_stages(shape, stage), bucket_parameters(shape, stage), strict=True))
+        parts = bucket_parts(shape, stage)
         assert len(parts) > 10
-        passes = [chunk_cost(costs, shape, part) for part, _ in parts]
-        reduces = [reduce_cost(costs, count, wire, replicas).time_ps for _, count in parts]
-        gathers = [gather_cost(costs, count, wire, replicas).time_ps for _, count in parts]
+        passes = [chunk_cost(costs, shape, part.stage) for part in parts]
+        reduces, gathers = (
+            [sum(cost(costs, each, wire, replicas).time_ps for each in held) for _, held in parts]
+            for cost in (reduce_cost, gather_cost)
+        )
         assert list(chunk.gathers) == [
             Segment(each.forward.time_ps, time_ps)
             for each, time_ps in zip(passes, gathers, strict=True)
@@ -357,7 +358,8 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
         ]
     # The embedding is gathered first; the head's table is reduced first.
     assert chunks[0].gathers[0].collective_ps == max(s.collective_ps for s in chunks[0].gathers)
-    assert chunks[1].reductions[0].compute_ps == max(s.compute_ps for s in chunks[1].reductions)
+    longest = max(segment.collective_ps for segment in chunks[1].reductions)
+    assert chunks[1].reductions[0].collective_ps == longest
 
 
 def test_one_replica_has_no_collectives_of_its_own() -> None:

@@ -18,11 +18,10 @@ from simulator.data_parallel import (
     Stage,
     Wire,
     gather_cost,
-    owned_parts,
     reduce_cost,
     stage_parameters,
-    unit_costs,
 )
+from simulator.gradient_buckets import owned_parts, reduced_parts
 from simulator.mesh import GroupSpan
 from simulator.result import StepResult
 from simulator.traffic import rank_traffic, sent_bytes
@@ -128,14 +127,14 @@ def test_all_gathers_are_faster_than_broadcasts(dp: int, cluster: str) -> None:
 
 
 def test_a_unit_of_several_owners_goes_out_in_turn() -> None:
-    span = GroupSpan(8, 1, 8)
-    costs = CostModel(load_cluster("dgx-2"), OWNERS, 8)
-    to = Replication.of(3, span, parameter_gather=OWNERS.parameter_gather)
-    counts = [8_000_000, 4_000_000, 4_000_000]
-    found = unit_costs(costs, counts, WIRE, to)
-    assert owned_parts(counts, 8)[0] == [2_000_000] * 4
-    assert found[0].gather_ps == 4 * gather_cost(costs, 2_000_000, WIRE, to).time_ps
-    assert found[1].reduce_ps == 2 * reduce_cost(costs, 2_000_000, WIRE, to).time_ps
+    to = Replication.of(3, GroupSpan(8, 1, 8), parameter_gather=OWNERS.parameter_gather)
+    shape = BlockShape.of(job_of(8), plan_of(8), OWNERS)
+    parts = reduced_parts(shape, WHOLE, to)
+    assert [part.stage.num_layers for part in parts] == [1] * 6
+    counts = [sum(part.buckets) for part in parts]
+    assert sum(counts) == stage_parameters(shape, WHOLE)
+    assert [list(part.buckets) for part in parts] == owned_parts(counts, 8)
+    assert owned_parts([8, 4, 4], 8)[0] == [2] * 4
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])

@@ -1,0 +1,169 @@
+"""Gradient buckets, tensor by tensor, and the parts of a stage that complete them in backward.
+
+A backward pass makes the gradients of a stage's tensors in the reverse of the order in which its
+modules hold them.  A bucket takes them one by one and is full once it holds the limit; a tensor is
+never cut.  PyTorch's DistributedDataParallel does so in bytes (S. Li et al. 2020, arXiv 2006.15704,
+section 3.2.3; `compute_bucket_assignment_by_size` of PyTorch 2.0 over parameters in the order in
+which their gradients arrived, with a limit of its own for the first bucket), Megatron-Core in
+elements (`param_and_grad_buffer.py` of core r0.8).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from math import prod
+from typing import NamedTuple
+
+from simulator.block_shape import BlockShape
+from simulator.data_parallel import Replication, Stage, stage_parameters
+from simulator.parameters import Block, local_shape, padded_vocab_size, parameter_tensors
+
+
+class Bucket(NamedTuple):
+    """Gradients that are reduced together, and the block whose backward completes them.
+
+    ``layer`` counts the layers of the stage from 0; it is 0 for the embedding and the head, too.
+    """
+
+    num_parameters: int
+    block: Block
+    layer: int
+
+
+class StagePart(NamedTuple):
+    """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
+
+    In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
+    forward pass it is the first one to need their parameters.
+    """
+
+    stage: Stage
+    buckets: tuple[int, ...]
+
+
+def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
+    """Return the buckets of *stage* in the order in which backward completes them."""
+    stack = shape.stack
+    limit = stack.first_gradient_bucket_parameters or stack.gradient_bucket_parameters
+    buckets: list[Bucket] = []
+    held = 0
+    last: tuple[Block, int] = ("head", 0)
+    for block, layer, sizes in _backward_blocks(shape, stage):
+        last = (block, layer)
+        for size in sizes:
+            held += size
+            if held >= limit:
+                buckets.append(Bucket(held, block, layer))
+                held, limit = 0, stack.gradient_bucket_parameters
+    return (*buckets, Bucket(held, *last)) if held else tuple(buckets)
+
+
+def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, int, list[int]]]:
+    """Yield the blocks of *stage*, last first, each with the sizes of its tensors, last first."""
+    model, tp = shape.model, shape.tp
+    sizes: dict[Block, list[int]] = {"embedding": [], "layer": [], "head": []}
+    for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
+        sizes[tensor.block].insert(0, prod(local_shape(model, tensor, tp=tp)))
+    if stage.has_head:
+        is_copy = model.tied_embeddings and not stage.has_embedding
+        copy = [shape.local_vocab_size * model.hidden_size] if is_copy else []
+        yield "head", 0, copy + sizes["head"]
+    for layer in reversed(range(stage.num_layers)):
+        yield "layer", layer, sizes["layer"]
+    if stage.has_embedding:
+        yield "embedding", 0, sizes["embedding"]
+
+
+def bucket_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+    """Return *stage* cut where buckets are complete, in model order."""
+    parts: list[StagePart] = []
+    end = _num_blocks(stage)
+    for first, buckets in groupby(
+        gradient_buckets(shape, stage), key=lambda bucket: _position(stage, bucket)
+    ):
+        held = tuple(bucket.num_parameters for bucket in buckets)
+        parts.append(StagePart(_blocks(stage, first, end), held))
+        end = first
+    return tuple(reversed(parts))
+
+
+def _num_blocks(stage: Stage) -> int:
+    return stage.has_embedding + stage.num_layers + stage.has_head
+
+
+def _position(stage: Stage, bucket: Bucket) -> int:
+    """Return the place of the block that completes *bucket* among the blocks of *stage*."""
+    if bucket.block == "head":
+        return _num_blocks(stage) - 1
+    return bucket.layer + (stage.has_embedding and bucket.block == "layer")
+
+
+def _blocks(stage: Stage, first: int, end: int) -> Stage:
+    """Return the blocks of *stage* from the place *first* up to *end*."""
+    has_embedding = stage.has_embedding and first == 0
+    has_head = stage.has_head and end == _num_blocks(stage)
+    return Stage(end - first - has_embedding - has_head, has_embedding, has_head)
+
+
+def unit_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+    """Return the sharded units of *stage* in model order: each layer is one.
+
+    The embedding is part of the first, the head of the last; a tied table belongs to the part
+    with the embedding, or as a copy to the head's.
+    """
+    last = max(0, stage.num_layers - 1)
+    units = [
+        Stage(
+            min(1, stage.num_layers),
+            stage.has_embedding and index == 0,
+            stage.has_head and index == last,
+        )
+        for index in range(last + 1)
+    ]
+    counts = [stage_parameters(shape, unit) for unit in units]
+    counts[-1] += stage_parameters(shape, stage) - sum(counts)
+    return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
+
+
+def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[StagePart, ...]:
+    """Return the parts of *stage* whose gradients are reduced in passes, in model order.
+
+    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
+    the pass, go bucket by bucket.  None means that a rank's gradients, if there are other
+    replicas, are reduced as one after the last pass.
+    """
+    if to.dp == 1:
+        return ()
+    if to.gathers_units:
+        return _owned(unit_parts(shape, stage), to)
+    if to.in_units or shape.stack.overlap_gradient_reduce:
+        return bucket_parts(shape, stage)
+    if to.reduces_each_microbatch:
+        return (StagePart(stage, (stage_parameters(shape, stage),)),)
+    return ()
+
+
+def _owned(units: tuple[StagePart, ...], to: Replication) -> tuple[StagePart, ...]:
+    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
+    if not to.has_owners:
+        return units
+    counts = owned_parts([sum(unit.buckets) for unit in units], to.span.num_ranks)
+    return tuple(
+        unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
+    )
+
+
+def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
+
+    >>> owned_parts([6, 4, 2], 3)
+    [[4, 2], [2, 2], [2]]
+    """
+    share = -(-sum(counts) // num_owners)
+    parts: list[list[int]] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        cuts = [start, *range((start // share + 1) * share, end, share), end]
+        parts.append([right - left for left, right in pairwise(cuts)])
+        start = end
+    return parts
