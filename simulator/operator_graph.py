@@ -265,9 +265,7 @@ def head_operators(shape: BlockShape) -> BlockOperators:
     loss = LOSS_BYTES_FUSED if shape.stack.fused_loss else LOSS_BYTES_UNFUSED
     num_logits = tokens * shape.local_vocab_size
     norm = shape.num_local_scored_tokens * model.hidden_size * shape.element_bytes
-    # Vocabulary-parallel cross-entropy: maximum, target logit and sum, one fp32 a token each.
-    scalar = Collective("tp loss reduce", CollectiveOp.ALL_REDUCE, 4 * tokens, Axis.TP)
-    scalars = (scalar,) * 3 if shape.tp > 1 else ()
+    scalars = _loss_collectives(shape) if shape.tp > 1 else ()
     return BlockOperators(
         forward=(
             *dense.forward,
@@ -287,6 +285,19 @@ def head_operators(shape: BlockShape) -> BlockOperators:
             KernelLaunches("head backward", HEAD_KERNELS),
         ),
     )
+
+
+def _loss_collectives(shape: BlockShape) -> tuple[Operator, ...]:
+    """Return the collectives of a vocabulary-parallel cross-entropy: maximum, target logit, sum.
+
+    One fp32 a token each: three reductions, or fused (Transformer Engine's parallel cross
+    entropy) one gather of all three from every rank.
+    """
+    numbers = 4 * shape.num_scored_tokens
+    if shape.stack.fused_loss:
+        size_bytes = 3 * numbers * shape.tp
+        return (Collective("tp loss gather", CollectiveOp.ALL_GATHER, size_bytes, Axis.TP),)
+    return (Collective("tp loss reduce", CollectiveOp.ALL_REDUCE, numbers, Axis.TP),) * 3
 
 
 def _mlm_dense(shape: BlockShape) -> BlockOperators:

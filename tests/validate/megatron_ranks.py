@@ -1,14 +1,17 @@
-"""A script: train the plans of a file on processes of this machine, and write what they lost.
+"""A script: train the plans of a file on processes of this machine, and write what they showed.
 
 ``python megatron_ranks.py CASES RESULT``: CASES is a pickled list of (name, job, plan, stack
-name, dropout), RESULT a JSON file of the mean loss of each step by name. Ranks are forked from
-one process that has imported everything and computed nothing.
+name, dropout), RESULT a JSON file with, by name, of each step the mean loss and the norm of the
+gradients, and the most that two ranks differ in a weight that both hold. Ranks are forked from one
+process that has imported everything and computed nothing.
 """
 
 import json
 import multiprocessing
 import pickle
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +24,7 @@ from hwprofiles import load_stack
 from simulator import ParallelPlan, TrainingJob
 from validate.program.contract import ProgramRequest
 from validate.program.megatron import MegatronProgram
+from validate.program.megatron_weights import weight_parts
 
 NUM_STEPS = 3
 TIMEOUT_S = 60
@@ -34,9 +38,13 @@ class Case(NamedTuple):
     dropout: float
 
 
-def train(case: Case, rank: int) -> list[float]:
-    """Return the mean loss of each step over all replicas."""
-    torch.manual_seed(rank)
+class Shown(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    spread: float
+
+
+def train(case: Case, rank: int) -> Shown:
     program = MegatronProgram(
         ProgramRequest(
             job=case.job,
@@ -49,13 +57,40 @@ def train(case: Case, rank: int) -> list[float]:
             dropout=case.dropout,
         )
     )
-    means = []
+    means, norms = [], []
+    program.adam.gradient_norm = noted(program.adam.gradient_norm, norms)
     for step in range(NUM_STEPS):
         losses = program.run_step(step)
         total = torch.tensor([sum(float(each) for each in losses), float(len(losses))])
         dist.all_reduce(total)
         means.append((total[0] / total[1]).item())
-    return means
+    return Shown(means, norms, spread_of_copies(program, case, rank))
+
+
+def noted(compute: Callable[[], torch.Tensor], norms: list[float]) -> Callable[[], torch.Tensor]:
+    def compute_and_note() -> torch.Tensor:
+        norm = compute()
+        norms.append(norm.item())
+        return norm
+
+    return compute_and_note
+
+
+def spread_of_copies(program: MegatronProgram, case: Case, rank: int) -> float:
+    """Return the most that two ranks differ in a norm of a weight that both hold."""
+    tp_rank = rank % case.plan.tp
+    held = {
+        (part.name, None if part.whole.tp_dim is None else tp_rank): part.parameter.norm().item()
+        for stage in program.stages
+        for part in weight_parts(stage, case.job.model, case.plan.tp)
+    }
+    everyone: list[dict[tuple[str, int | None], float]] = [{}] * case.plan.world_size
+    dist.all_gather_object(everyone, held)
+    copies = defaultdict(list)
+    for each in everyone:
+        for key, norm in each.items():
+            copies[key].append(norm)
+    return max(max(norms) - min(norms) for norms in copies.values())
 
 
 def run_rank(rank: int, cases: list[Case], folder: Path) -> None:
@@ -73,14 +108,14 @@ def run_rank(rank: int, cases: list[Case], folder: Path) -> None:
         results[case.name] = train(case, rank)
         dist.destroy_process_group()
     if rank == 0:
-        (folder / f"losses-{world_size}.json").write_text(json.dumps(results), encoding="utf-8")
+        (folder / f"shown-{world_size}.json").write_text(json.dumps(results), encoding="utf-8")
 
 
 def main(cases_path: Path, result: Path) -> int:
     cases = [Case(*each) for each in pickle.loads(cases_path.read_bytes())]
     cases.sort(key=lambda case: case.plan.world_size)
     context = multiprocessing.get_context("fork")
-    losses: dict[str, list[float]] = {}
+    shown: dict[str, Shown] = {}
     for world_size, group in groupby(cases, key=lambda case: case.plan.world_size):
         arguments = (list(group), result.parent)
         ranks = [
@@ -92,8 +127,8 @@ def main(cases_path: Path, result: Path) -> int:
             process.join()
         if any(process.exitcode for process in ranks):
             return 1
-        losses |= json.loads((result.parent / f"losses-{world_size}.json").read_text("utf-8"))
-    result.write_text(json.dumps(losses), encoding="utf-8")
+        shown |= json.loads((result.parent / f"shown-{world_size}.json").read_text("utf-8"))
+    result.write_text(json.dumps(shown), encoding="utf-8")
     return 0
 
 

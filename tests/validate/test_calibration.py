@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import meshwright
 from hwprofiles import Precision, load_cluster
-from planner.option_words import as_command, run_command_line
+from planner.option_words import as_command, option_name, run_command_line
 from simulator import PlanError
 from validate.calibration import (
     Accelerator,
@@ -260,6 +261,12 @@ def test_the_command_is_known_without_pytorch_or_numpy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+def test_the_document_tells_every_option() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "calibrate.md").read_text(encoding="utf-8")
+    for field in fields(CalibrateOptions):
+        assert f"| `{option_name(field.name)}" in text
+
+
 def test_options_become_words() -> None:
     seen: list[CalibrateOptions] = []
 
@@ -293,6 +300,19 @@ def test_visits_are_interleaved_and_the_order_changes_with_the_turn() -> None:
     assert again == visits
     late = interleaved(counts, 1, visit, deadline_s=time.monotonic())
     assert {len(each) for each in late.values()} == {3}
+
+
+@pytest.mark.slow
+def test_each_collective_is_measured_though_starting_the_ranks_took_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [collective(op, size, 2) for size in (1024, 4096, 16384) for op in OPS]
+    monkeypatch.setattr(collective_bench, "collective_cases", lambda _: small)
+    file = RowFile.start(tmp_path / FILE_NAME, MACHINE, "2026-01-02")
+    over_s = time.monotonic()
+    done = collective_bench.measure_collectives(file, 2, deadline_s=over_s, progress=None)
+    assert done == (12, 15)  # the chunks that hold the first ten
+    assert {row.case.op for row in file.rows} == set(OPS)
 
 
 WAITS = "import time; time.sleep(60)"

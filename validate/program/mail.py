@@ -1,5 +1,6 @@
 """Messages between the stages of a pipeline."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +12,30 @@ from validate.program.tensor_parallel import TensorGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbours:
-    """The ranks of a pipeline, and a group for each direction.
+    """The ranks of a pipeline, and a group for each kind of message.
 
-    On NCCL the messages between two ranks arrive in the order in which they were sent; with a
-    group for each direction that is also the order in which they are needed.
+    On NCCL the messages between two ranks go one after the other, in the order in which both ask
+    for them. With groups of their own for activations and gradients, and for those that return
+    from one end of the pipeline to the other, that is the order in which they are needed. (Of two
+    ranks with virtual stages each sends activations to the other: in one group both would wait.)
+
+    Args:
+        ranks: All of them, in the order of stages.
+        index: Which is this one.
+        groups: By direction (1 for activations) and whether the message returns; empty for one.
     """
 
     ranks: tuple[int, ...]
     index: int
-    forward: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None
+    groups: Mapping[tuple[int, bool], dist.ProcessGroup]
+
+    def peer(self, distance: int) -> int:
+        """Return the rank *distance* places on."""
+        return self.ranks[(self.index + distance) % len(self.ranks)]
+
+    def returns(self, distance: int) -> bool:
+        """Return whether the rank *distance* places on is at the other end."""
+        return not 0 <= self.index + distance < len(self.ranks)
 
 
 class Mail:
@@ -31,9 +46,10 @@ class Mail:
         self._leaving: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, distance: int) -> None:
-        """Send *tensor* to the rank *distance* places on in the pipeline."""
-        group = self.neighbours.forward if distance > 0 else self.neighbours.backward
-        work = dist.isend(tensor, dst=self._rank(distance), group=group)
+        """Send *tensor* to the rank next to it: *distance* is 1 or -1."""
+        to = self.neighbours
+        group = to.groups[distance, to.returns(distance)]
+        work = dist.isend(tensor, dst=to.peer(distance), group=group)
         assert work is not None
         self._leaving = [item for item in self._leaving if not item[0].is_completed()]
         if not work.is_completed():
@@ -41,8 +57,9 @@ class Mail:
 
     def receive(self, buffer: Tensor, distance: int) -> Tensor:
         """Return *buffer*, filled by the rank *distance* places on."""
-        group = self.neighbours.backward if distance > 0 else self.neighbours.forward
-        work = dist.irecv(buffer, src=self._rank(distance), group=group)
+        source = self.neighbours
+        group = source.groups[-distance, source.returns(distance)]
+        work = dist.irecv(buffer, src=source.peer(distance), group=group)
         assert work is not None
         work.wait()
         return buffer
@@ -52,10 +69,6 @@ class Mail:
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
-
-    def _rank(self, distance: int) -> int:
-        ranks = self.neighbours.ranks
-        return ranks[(self.neighbours.index + distance) % len(ranks)]
 
 
 class StageMail:

@@ -56,6 +56,8 @@ class MegatronProgram:
         self.request = request
         plan, job, stack = request.plan, request.job, request.stack
         self._talks = megatron_groups(plan, request.rank, request.device)
+        if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
+            torch.manual_seed(request.rank // plan.tp)
         self.stages, self.chunks = _chunks(request, self._talks)
         self.adam = ShardedAdam(self.chunks, self._talks.world)
         index = self._talks.pipeline.index
@@ -79,7 +81,7 @@ class MegatronProgram:
         )
         self.reports = any(each.has_head for each in held) and self._talks.tp.rank == 0
         self._replicated = _replicated(self.stages, job.model, self._talks)
-        self._table = _tied_table(self.stages, request, self._talks)
+        self._table = _tied_table(self.stages, request)
 
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:
@@ -92,13 +94,28 @@ class MegatronProgram:
             chunk.start_step()
         losses = self.pipeline.run(partial(self._microbatch, step), self._before_backward)
         self.mail.flush()
+        self._sum_gradients()
+        self.adam.step()
+        return losses if self.reports else []
+
+    def _sum_gradients(self) -> None:
+        """Sum what is left to sum after the last backward pass.
+
+        The distributed optimizer of 2022 scatters last, so that all ranks still have all sums
+        (`reduce_model_grads` of Megatron-LM 3.0, 2022); the others reduce over replicas first.
+        """
+        scatters_last = self.chunks[0].shards and not self.request.stack.overlap_gradient_reduce
+        if scatters_last:
+            self._sum_shared()
         for chunk in self.chunks:
             chunk.finish()
+        if not scatters_last:
+            self._sum_shared()
+
+    def _sum_shared(self) -> None:
         sum_replicated(self.chunks, self._replicated, self._talks.tp)
         if self._table is not None and self._talks.ends is not None:
             sum_tied_table(self.chunks, self._table, self._talks.ends)
-        self.adam.step()
-        return losses if self.reports else []
 
     def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradients and optimizer states."""
@@ -170,10 +187,10 @@ def _chunks(
             talks.replicas,
             shards=plan.zero_stage > 0 and plan.dp > 1,
             is_duplicate=_duplicates(stage, request, talks),
+            far_table=_tied_table([stage], request),
         )
         if held.has_embedding and held.has_head and model.tied_embeddings:
-            assert stage.embedding is not None
-            buffers.shared.add(stage.embedding.weight)
+            buffers.shared.update(_tables(stage, request))
         sink.target = buffers
         stages.append(stage)
         chunks.append(buffers)
@@ -205,18 +222,21 @@ def _replicated(stages: list[Stage], model: ModelSpec, talks: MegatronGroups) ->
     ]
 
 
-def _tied_table(
-    stages: list[Stage], request: ProgramRequest, talks: MegatronGroups
-) -> nn.Parameter | None:
+def _tied_table(stages: list[Stage], request: ProgramRequest) -> nn.Parameter | None:
     """Return the table that first and last stage share, on these."""
-    model = request.job.model
-    if request.plan.pp == 1 or not model.tied_embeddings:
+    if request.plan.pp == 1 or not request.job.model.tied_embeddings:
         return None
-    for stage in stages:
-        for part in weight_parts(stage, model, talks.tp.size):
-            if part.whole.name == "word_embedding.weight":
-                return part.parameter
-    return None
+    tables = [table for stage in stages for table in _tables(stage, request)]
+    return tables[0] if tables else None
+
+
+def _tables(stage: Stage, request: ProgramRequest) -> list[nn.Parameter]:
+    """Return the word table of *stage* if it has one."""
+    return [
+        part.parameter
+        for part in weight_parts(stage, request.job.model, request.plan.tp)
+        if part.whole.name == "word_embedding.weight"
+    ]
 
 
 def _stage_mail(

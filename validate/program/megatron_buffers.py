@@ -1,7 +1,8 @@
 """Contiguous weights and gradients of a model chunk, cut into buckets, as Megatron-Core has them.
 
 Weights lie in the buffers in reverse order of the model, so that backward fills them from the
-front; a bucket is closed once it holds the stack's bucket size.
+front; a bucket is closed once it holds the stack's bucket size (`param_and_grad_buffer.py` of
+Megatron-Core 0.8, 2024).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from hwprofiles import StackProfile
 from validate.program.collectives import all_gather, reduce_scatter
 from validate.program.fused_ops import accumulate_weight_gradient
-
-FLOATS = {2: torch.bfloat16, 4: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,9 @@ class ChunkBuffers:
         stack: Bucket size, gradient width, fusion and overlap.
         replicas: Over whom gradients are reduced.
         shards: Whether each rank keeps a part alone (the distributed optimizer).
-        duplicates: Weights that every tensor-parallel rank holds whole, on ranks but the first.
+        is_duplicate: Which weights another rank counts in the gradient norm.
+        far_table: A table whose other copy is on another stage. With shards it has a bucket of
+            its own, so that the same replica owns the same part of both copies.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class ChunkBuffers:
         *,
         shards: bool,
         is_duplicate: Callable[[nn.Parameter], bool],
+        far_table: nn.Parameter | None,
     ) -> None:
         self.stack, self.replicas, self.shards = stack, replicas, shards
         self.last_pass = False
         parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
         limit = stack.gradient_bucket_parameters if stack.overlap_gradient_reduce else 10**15
-        self.buckets = [self._bucket(group, is_duplicate) for group in _bucketed(parameters, limit)]
+        alone = far_table if shards and stack.overlap_gradient_reduce else None
+        groups = _bucketed(parameters, limit, alone)
+        self.buckets = [self._bucket(group, is_duplicate) for group in groups]
         self._places = {
             held.parameter: (bucket, held) for bucket in self.buckets for held in bucket.held
         }
@@ -184,11 +188,16 @@ def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
     return torch.float32 if num_bytes == 4 else narrow
 
 
-def _bucketed(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Return *parameters* cut after each that fills a bucket of *limit* weights."""
-    buckets: list[list[nn.Parameter]] = [[]]
+def _bucketed(
+    parameters: Sequence[nn.Parameter], limit: int, alone: nn.Parameter | None
+) -> list[list[nn.Parameter]]:
+    """Return *parameters* cut after each that fills a bucket of *limit* weights, and at *alone*."""
+    buckets: list[list[nn.Parameter]] = []
+    is_open = False
     for parameter in parameters:
-        if buckets[-1] and sum(each.numel() for each in buckets[-1]) >= limit:
+        if not is_open or parameter is alone:
             buckets.append([])
         buckets[-1].append(parameter)
+        is_full = sum(each.numel() for each in buckets[-1]) >= limit
+        is_open = not is_full and parameter is not alone
     return buckets

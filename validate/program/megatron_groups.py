@@ -41,10 +41,12 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
     stride = plan.dp * plan.tp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
-    backward = _own_group(columns, own) if plan.pp > 1 else None
     ends = None
+    messages = {}
     if plan.pp > 1:
         ends = _own_group([(ranks[0], ranks[-1]) for ranks in columns], (own[0], own[-1]))
+        returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
+        messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
     names: dict[tuple[int, ...], str] = {tuple(range(plan.world_size)): "world"}
     names[own[0], own[-1]] = "pp"
@@ -53,14 +55,14 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
     return MegatronGroups(
         tp=TensorGroup(groups["tp"], shard, plan.tp, plan.sequence_parallel),
         replicas=ReplicaGroup(groups["dp"], replica, plan.dp),
-        pipeline=Neighbours(ranks=own, index=index, forward=groups["pp"], backward=backward),
+        pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
         world=dist.group.WORLD if plan.world_size > 1 else None,
         names=names,
     )
 
 
-def _own_group(groups: list[tuple[int, ...]], own: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _own_group(groups: list[tuple[int, ...]], own: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the group with the ranks *own*, after making all *groups*."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
     return made[own]

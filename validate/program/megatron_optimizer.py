@@ -8,7 +8,7 @@ from torch import Tensor
 
 from validate.measurement import ByteKind
 from validate.program.contract import BETAS, CLIP_NORM, EPSILON, LEARNING_RATE, WEIGHT_DECAY
-from validate.program.megatron_buffers import Bucket, ChunkBuffers, Held
+from validate.program.megatron_buffers import Bucket, ChunkBuffers
 
 
 class ShardedAdam:
@@ -63,15 +63,20 @@ class ShardedAdam:
         weights = bucket.weights[_own(chunk, bucket)]
         return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
 
-    def _clip(self) -> None:
-        total = self.masters[0].new_zeros(())
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole model's gradients, each counted once."""
+        total = self.masters[0].new_zeros((), dtype=torch.float32)
         for chunk, bucket in self.shards:
             copies = 1 if chunk.shards else chunk.replicas.size
             for part in _counted_once(bucket, _own(chunk, bucket)):
-                total += part.float().square().sum() / copies
+                norm = torch.linalg.vector_norm(part, dtype=torch.float32)
+                total += norm.square() / copies
         if self.world is not None:
             dist.all_reduce(total, group=self.world)
-        factor = (CLIP_NORM / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        return total.sqrt()
+
+    def _clip(self) -> None:
+        factor = (CLIP_NORM / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
         for gradient in self._gradients():
             gradient.mul_(factor)
 
@@ -81,12 +86,8 @@ def _own(chunk: ChunkBuffers, bucket: Bucket) -> slice:
 
 
 def _counted_once(bucket: Bucket, own: slice) -> Iterator[Tensor]:
-    """Yield the gradients of *own* that no other tensor-parallel rank counts."""
+    """Yield the gradients of *own* that no other rank counts."""
     for held in bucket.held:
         start, end = max(held.start, own.start), min(held.end, own.stop)
-        if start < end and not _is_counted_elsewhere(held):
+        if start < end and not held.is_duplicate:
             yield bucket.gradients[start:end]
-
-
-def _is_counted_elsewhere(held: Held) -> bool:
-    return held.is_duplicate

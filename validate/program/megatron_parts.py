@@ -1,14 +1,12 @@
 """What Megatron-LM and Megatron-Core make a transformer layer of."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from simulator import ModelSpec
 from simulator.parameters import padded_vocab_size
-from validate.program.fused_ops import PackedSwiglu, RmsNorm
+from validate.program.fused_ops import BiasDropoutAdd, PackedSwiglu, RmsNorm
 from validate.program.tensor_parallel import (
     ColumnLinear,
     GradientSink,
@@ -22,54 +20,6 @@ from validate.program.tensor_parallel import (
 from validate.program.transformer import ResidualAdd
 
 NORM_EPSILON = 1e-5
-
-
-@torch.library.custom_op("meshwright::bias_dropout_add", mutates_args=())
-def bias_dropout_add(
-    values: Tensor, bias: Tensor | None, residual: Tensor, probability: float
-) -> tuple[Tensor, Tensor]:
-    """Return ``residual + dropout(values + bias)`` and the one-byte mask of what stayed."""
-    biased = values if bias is None else values + bias
-    if probability == 0:
-        return residual + biased, values.new_empty(0, dtype=torch.bool)
-    mask = torch.rand(values.shape, device=values.device) >= probability
-    return residual + biased * mask / (1 - probability), mask
-
-
-@bias_dropout_add.register_fake
-def _(
-    values: Tensor,
-    bias: Tensor | None,  # noqa: ARG001
-    residual: Tensor,
-    probability: float,
-) -> tuple[Tensor, Tensor]:
-    shape = values.shape if probability else (0,)
-    return torch.empty_like(residual), values.new_empty(shape, dtype=torch.bool)
-
-
-class _BiasDropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        values: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        probability: float,
-    ) -> Tensor:
-        out, mask = bias_dropout_add(values, bias, residual, probability)
-        if probability:
-            ctx.save_for_backward(mask)
-        ctx.probability, ctx.has_bias = probability, bias is not None
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        branch = gradient
-        if ctx.probability:
-            scale = 1 / (1 - ctx.probability)
-            branch = torch.ops.aten.native_dropout_backward(gradient, *ctx.saved_tensors, scale)
-        bias_gradient = branch.flatten(0, 1).sum(0) if ctx.has_bias else None
-        return branch, bias_gradient, gradient, None
 
 
 class LayerNorm(nn.Module):
@@ -209,7 +159,7 @@ class MegatronParts:
 
         def add(values: Tensor, residual: Tensor) -> Tensor:
             probability = dropout if row.training else 0.0
-            out: Tensor = _BiasDropoutAdd.apply(values, row.bias, residual, probability)
+            out: Tensor = BiasDropoutAdd.apply(values, row.bias, residual, probability)
             return out
 
         return add

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from simulator.schedules import Action, Phase
+from validate.program.autograd_function import AutogradFunction, Context
 
 
-class _Sent(torch.autograd.Function):
+class _Sent(AutogradFunction):
     """Hand a stage's output over; keep nothing of it, and fetch its gradient in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch adds what backward finds there
+        ctx: Context,
         output: Tensor,
         hand_over: Callable[[Tensor], None],
         fetch_gradient: Callable[[], Tensor],
@@ -25,7 +24,7 @@ class _Sent(torch.autograd.Function):
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Context, _gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.fetch_gradient(), None, None
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -87,21 +88,19 @@ def stage_indices(plan: ParallelPlan, pp_rank: int) -> list[int]:
     return list(range(pp_rank, plan.num_stages, plan.pp))
 
 
-def build_stage(request: ProgramRequest, index: int, parts: PlainParts) -> Stage:
-    """Return one virtual stage, whole and in fp32, on the CPU; initialised if it is asked for."""
+def build_stage(
+    request: ProgramRequest, index: int, parts: PlainParts, device: torch.device
+) -> Stage:
+    """Return one virtual stage, whole and in fp32, on *device*; initialised if it is asked for."""
     plan, model = request.plan, request.job.model
     first = [0, *accumulate(plan.stages)]
     options = LayerOptions(
         attention=plan.attention, recompute=plan.recompute, dropout=parts.dropout
     )
-    stage = Stage(
-        model,
-        range(first[index], first[index + 1]),
-        options,
-        parts,
-        has_embedding=index == 0,
-        has_head=index == plan.num_stages - 1,
-    )
+    layers = range(first[index], first[index + 1])
+    is_last = index == plan.num_stages - 1
+    with device:
+        stage = Stage(model, layers, options, parts, has_embedding=index == 0, has_head=is_last)
     if request.initialise:
         initialise_whole(stage, model)
     return stage

@@ -1,36 +1,25 @@
 """The loss of the PyTorch programs, whole or with the vocabulary split over ranks."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of all tokens, computed in fp32."""
-    return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    """Return the mean cross entropy of all tokens, computed in fp32.
 
-
-def split_token_loss(logits: Tensor, targets: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same of logits whose vocabulary is split: three all-reduces of a number a token.
-
-    Must be called, and its gradient computed, inside `loss_context`.
+    Logits may be a DTensor whose vocabulary is split: then three all-reduces of a number a token
+    take the place of a gather, inside `loss_context`.
 
     Args:
-        logits: This rank's part.
-        targets: All of them, the same on every rank of *mesh*.
-        mesh: One-dimensional, of the tensor-parallel ranks.
+        logits: ``[batch, tokens, vocabulary]``.
+        targets: Ids, the same on all ranks that share the logits.
     """
-    whole = DTensor.from_local(logits.flatten(0, -2), mesh, [Shard(1)], run_check=False)
-    loss = functional.cross_entropy(whole.float(), targets.flatten())
-    assert isinstance(loss, DTensor)
-    return loss.to_local()
+    loss = functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def loss_context(*, is_split: bool) -> AbstractContextManager[object]:
@@ -43,20 +32,15 @@ class LossOfMicrobatch:
 
     Args:
         num_microbatches: Of the step.
-        mesh: Over which the vocabulary is split, or None.
     """
 
-    def __init__(self, num_microbatches: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._mesh = mesh
         self._seen: list[Tensor] = []
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the microbatch's tokens, divided by the number of microbatches."""
-        if self._mesh is None:
-            loss = token_loss(logits, targets)
-        else:
-            loss = split_token_loss(logits, targets, self._mesh)
+        loss = token_loss(logits, targets)
         self._seen.append(loss.detach())
         return loss / self._num_microbatches
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from validate.program.pytorch_layout import RankLayout, build_stage, make_layout
 from validate.program.pytorch_loss import LossOfMicrobatch, loss_context
 from validate.program.pytorch_precision import autocast
 from validate.program.pytorch_runner import Runner, microbatch_loop, pipeline
-from validate.program.pytorch_shard import mixed_precision, shard_stage
+from validate.program.pytorch_shard import mixed_precision, shard_stage, views_returned
 from validate.program.pytorch_tensor import split_over_tensor_ranks
 from validate.program.pytorch_update import (
     clip_gradients,
@@ -62,8 +63,7 @@ def refuse_unsupported(request: ProgramRequest) -> None:
         (
             model.num_kv_heads % plan.tp > 0,
             "tp",
-            f"{plan.tp}; DTensor splits whole heads only, allowed: divisors of "
-            f"num_kv_heads={model.num_kv_heads}",
+            f"{plan.tp}; allowed: a divisor of num_kv_heads={model.num_kv_heads}",
         ),
     ]
     for is_refused, name, text in refusals:
@@ -85,19 +85,19 @@ class DdpProgram:
     def __init__(self, request: ProgramRequest) -> None:
         self._request = request
         self._layout = make_layout(request)
-        stage = _whole_stage(request, 0)
+        device = request.device
+        stage = _whole_stage(request, 0, device)
         if request.job.model.tied_embeddings:
             tie_embeddings(stage)
-        device = request.device
         bucket_bytes = request.stack.gradient_bucket_parameters * GRADIENT_BYTES
         self._model = DistributedDataParallel(
-            stage.to(device),
+            stage,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=bucket_bytes / MEBI,
             gradient_as_bucket_view=True,
         )
         self._optimizer = make_optimizer(self._model.parameters())
-        self._loss = LossOfMicrobatch(request.num_microbatches, None)
+        self._loss = LossOfMicrobatch(request.num_microbatches)
 
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:
@@ -106,6 +106,7 @@ class DdpProgram:
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step and return the loss of each microbatch."""
+        self._optimizer.zero_grad(set_to_none=False)
         tokens, targets = _batch(self._request, self._layout, step)
         count = self._request.num_microbatches
         batches = list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
@@ -115,7 +116,6 @@ class DdpProgram:
         self._pass(*batches[-1])
         clip_gradients(local_gradients(self._model.parameters()), [], None)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=False)
         return self._loss.take()
 
     def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
@@ -142,8 +142,7 @@ class FullyShardedProgram:
         self._stages = {index: _sharded_stage(request, index, self._layout) for index in indices}
         self._parameters = [p for stage in self._stages.values() for p in stage.parameters()]
         self._optimizer = make_optimizer(self._parameters)
-        mesh = self._layout.mesh["tp"] if plan.tp > 1 else None
-        self._loss = LossOfMicrobatch(request.num_microbatches, mesh)
+        self._loss = LossOfMicrobatch(request.num_microbatches)
         self._run = self._runner()
 
     @property
@@ -152,20 +151,21 @@ class FullyShardedProgram:
         return self._layout.groups
 
     def run_step(self, step: int) -> list[Tensor]:
-        """Run one whole training step; return the losses where the rank reports them."""
+        """Run one whole training step; return the losses where the rank reports them.
+
+        Gradients of the step stay until the next one.
+        """
+        self._optimizer.zero_grad()
         tokens, targets = _batch(self._request, self._layout, step)
-        with loss_context(is_split=self._request.plan.tp > 1):
+        with loss_context(is_split=self._request.plan.tp > 1), views_returned():
             self._run(tokens, targets)
         table = self._table()
         if table is not None:
             dist.all_reduce(local_gradients([table])[0], group=self._layout.table_group)
         counted = [each for each in self._parameters if self._counts(each)]
         others = [each for each in self._parameters if not self._counts(each)]
-        clip_gradients(
-            local_gradients(counted), local_gradients(others), self._layout.norm_group
-        )
+        clip_gradients(local_gradients(counted), local_gradients(others), self._layout.norm_group)
         self._optimizer.step()
-        self._optimizer.zero_grad()
         losses = self._loss.take()
         return losses if self._layout.reports else []
 
@@ -180,7 +180,7 @@ class FullyShardedProgram:
         each = request.stack.reduces_each_microbatch
         return microbatch_loop(self._stages[0], request, self._loss, reduces_each=each)
 
-    def _table(self) -> nn.Parameter | None:
+    def _table(self) -> Tensor | None:
         """Return this rank's copy of a table that both ends of a pipeline hold."""
         if self._layout.table_group is None:
             return None
@@ -205,19 +205,17 @@ class FullyShardedProgram:
         return is_split or self._layout.coordinate("tp") == 0
 
 
-def _whole_stage(request: ProgramRequest, index: int) -> Stage:
-    dropout = request.dropout
-    parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=dropout)
-    return build_stage(request, index, parts)
+def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> Stage:
+    parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=request.dropout)
+    return build_stage(request, index, parts, device)
 
 
 def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> Stage:
     plan = request.plan
-    stage = _whole_stage(request, index)
+    # Sharding a layer moves it to its device: whole, one layer at a time is there.
+    stage = _whole_stage(request, index, torch.device("cpu"))
     if plan.tp > 1:
-        split_over_tensor_ranks(
-            stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel
-        )
+        split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.model.tied_embeddings:
         tie_embeddings(stage)
     policy = mixed_precision(request.job.precision, request.stack)

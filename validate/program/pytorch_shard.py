@@ -1,5 +1,9 @@
 """FSDP2 over a stage: one unit a layer, the rest of the stage in the root unit."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -55,3 +59,11 @@ def shard_stage(
             layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, offload_policy=place
         )
     return fully_shard(stage, mesh=mesh, mp_policy=policy, offload_policy=place)
+
+
+@contextmanager
+def views_returned() -> Iterator[None]:
+    """Let units return views, such as a DTensor's local part: no program writes to them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+        yield

@@ -7,7 +7,7 @@ the ranks: an all-reduce, or with sequence parallelism a gather forward and a sc
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,22 +25,19 @@ class SplitPositions(ParallelStyle):
     """A whole position table of which each rank looks up the rows of its own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            partition_fn=_replicate,
-            input_fn=self._split,
-            output_fn=self._local,
-        )
+        def split(_module: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
+            whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+            return whole.redistribute(placements=[Shard(0)])
 
-    @staticmethod
-    def _split(_module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> DTensor:
-        whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(0)])
+        def local(_module: nn.Module, _inputs: tuple[Tensor, ...], rows: DTensor) -> Tensor:
+            return rows.to_local()
 
-    @staticmethod
-    def _local(_module: nn.Module, outputs: DTensor, _device_mesh: DeviceMesh) -> Tensor:
-        return outputs.to_local()
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = DTensor.from_local(parameter.data, device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(whole))
+        module.register_forward_pre_hook(split)
+        module.register_forward_hook(local)
+        return module
 
 
 def split_over_tensor_ranks(stage: Stage, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -92,13 +89,8 @@ def _embedding_styles(embedding: nn.Module, outside: Placement) -> dict[str, Par
 
 
 def _head_styles(outside: Placement) -> dict[str, ParallelStyle]:
-    styles: dict[str, ParallelStyle] = {"output": ColwiseParallel(input_layouts=outside)}
+    output = ColwiseParallel(input_layouts=outside, use_local_output=False)
+    styles: dict[str, ParallelStyle] = {"output": output}
     if outside.is_shard():
         styles["norm"] = SequenceParallel()
     return styles
-
-
-def _replicate(_name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        whole = DTensor.from_local(parameter.data, device_mesh, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(whole))

@@ -31,7 +31,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     )
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's part of each gradient."""
     gradients = (parameter.grad for parameter in parameters)
     return [_local(gradient) for gradient in gradients if gradient is not None]
@@ -46,24 +46,26 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def clip_gradients(
     own: list[Tensor], shared: list[Tensor], group: dist.ProcessGroup | None
-) -> None:
-    """Scale gradients in place so that the norm of all of them is at most `CLIP_NORM`.
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most `CLIP_NORM`; return what it was.
 
     Args:
         own: Gradients that this rank counts: over the group each element is counted once.
         shared: Those that another rank counts; scaled, too.
         group: Ranks that hold different parts; None where this one holds everything.
     """
-    total = sum_of_squares(own)
+    total = sum_of_squares(own) if own else shared[0].new_zeros(())
     if group is not None:
         dist.all_reduce(total, group=group)
-    scale = (CLIP_NORM / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    norm = total.sqrt()
+    scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (*own, *shared):
         gradient.mul_(scale)
+    return norm
 
 
 def held_by(
-    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Tensor, ByteKind]]:
     """Yield what lives between steps: weights, gradients and the optimizer's states."""
     for parameter in parameters:

@@ -2,7 +2,6 @@
 
 from torch.optim import Optimizer
 
-
 from hwprofiles import Attention, Recompute
 from simulator import TrainingJob
 from validate.program.plain_parts import initialise_whole, plain_parts, tie_embeddings
@@ -11,6 +10,7 @@ from validate.program.pytorch_precision import autocast
 from validate.program.pytorch_update import clip_gradients, local_gradients, make_optimizer
 from validate.program.transformer import LayerOptions, Stage
 from validate.program.weights import token_batch
+
 
 def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> list[float]:
     """Return the mean loss of each of the first *num_steps* steps, one sequence at a time.

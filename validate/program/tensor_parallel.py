@@ -6,13 +6,14 @@ Activations are ``[tokens, batch, width]``.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it by
 from torch import Tensor, nn
 
+from validate.program.autograd_function import AutogradFunction, Context
 from validate.program.collectives import all_gather, reduce_scatter
 
 
@@ -80,27 +81,29 @@ class TensorGroup:
         return whole.chunk(self.size)[self.rank].clone()
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _ColumnProduct(AutogradFunction):
     """``x W^T + b`` whose outputs are split over the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch adds what backward finds there
+        ctx: Context,
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         tp: TensorGroup,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.sink, ctx.has_bias = tp, sink, bias is not None
+        ctx.save_for_backward(inputs)
+        # Not saved: what recomputation hands back is no longer the parameter that a sink knows.
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        ctx.tp, ctx.sink = tp, sink
         whole = tp.gather_tokens(inputs) if tp.splits_tokens else inputs
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        inputs, weight = ctx.saved_tensors
-        tp: TensorGroup = ctx.tp
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors
+        weight, tp = ctx.weight, ctx.tp
         whole = tp.gather_tokens(inputs) if tp.splits_tokens else inputs
         input_gradient = gradient.matmul(weight)
         if tp.splits_tokens:
@@ -113,67 +116,67 @@ class _ColumnProduct(torch.autograd.Function):
         return input_gradient, weight_gradient, bias_gradient, None, None
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowProduct(AutogradFunction):
     """``x W^T`` whose inputs are split over the ranks; the parts are summed."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Context,
         inputs: Tensor,
         weight: Tensor,
         tp: TensorGroup,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.tp, ctx.sink = tp, sink
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.tp, ctx.sink = weight, tp, sink
         partial = F.linear(inputs, weight)
         return tp.scatter_sum(partial) if tp.splits_tokens else tp.sum(partial)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        inputs, weight = ctx.saved_tensors
-        tp: TensorGroup = ctx.tp
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors
+        weight, tp = ctx.weight, ctx.tp
         whole = tp.gather_tokens(gradient) if tp.splits_tokens else gradient
         input_gradient = whole.matmul(weight)
         weight_gradient = ctx.sink.add_product(weight, inputs.flatten(0, 1), whole.flatten(0, 1))
         return input_gradient, weight_gradient, None, None
 
 
-class _ScatterTokens(torch.autograd.Function):
+class _ScatterTokens(AutogradFunction):
     """Keep this rank's tokens; backward gathers the gradient of all."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, tp: TensorGroup) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Context, whole: Tensor, tp: TensorGroup) -> Tensor:
         ctx.tp = tp
         return tp.own_tokens(whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.tp.gather_tokens(gradient), None
 
 
-class _SumRanks(torch.autograd.Function):
+class _SumRanks(AutogradFunction):
     """Sum over the ranks; the gradient of each part is that of the sum."""
 
     @staticmethod
-    def forward(_ctx: Any, partial: Tensor, tp: TensorGroup) -> Tensor:  # noqa: ANN401
+    def forward(_ctx: Context, partial: Tensor, tp: TensorGroup) -> Tensor:
         return tp.sum(partial.clone())
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(_ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ScatterSum(AutogradFunction):
     """This rank's tokens of the sum over the ranks; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, tp: TensorGroup) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Context, partial: Tensor, tp: TensorGroup) -> Tensor:
         ctx.tp = tp
         return tp.scatter_sum(partial)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.tp.gather_tokens(gradient), None
 
 

@@ -1,17 +1,15 @@
 """Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from validate.program.collectives import all_gather
+from validate.program.autograd_function import AutogradFunction, Context
 from validate.program.tensor_parallel import TensorGroup
 
 NUM_STATISTICS = 3
 
 
-class _EagerLoss(torch.autograd.Function):
+class _EagerLoss(AutogradFunction):
     """Mean loss as Megatron-LM computes it; keeps fp32 probabilities.
 
     Three numbers a token are reduced over the ranks: maximum, target's logit, sum of exponents.
@@ -19,7 +17,7 @@ class _EagerLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch adds what backward finds there
+        ctx: Context,
         logits: Tensor,
         targets: Tensor,
         tp: TensorGroup,
@@ -36,7 +34,7 @@ class _EagerLoss(torch.autograd.Function):
         return (total.log() - target_logit).mean()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
         return probabilities.mul_(gradient / local.numel()), None, None
@@ -100,28 +98,25 @@ def _(
     return statistics.new_empty(local.shape)
 
 
-class _FusedLoss(torch.autograd.Function):
+class _FusedLoss(AutogradFunction):
     """Mean loss as Transformer Engine computes it: the gradient replaces a copy of the logits.
 
     One gather of three numbers a token from every rank.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:
         own = logits.clone()
         local, outside = _local_targets(targets, own.shape[-1], tp)
         statistics = softmax_statistics(own, local, outside)
-        everyone = statistics.unsqueeze(0)
-        if tp.size > 1:
-            everyone = statistics.new_empty((tp.size, *statistics.shape))
-            all_gather(everyone, statistics, tp.group)
+        everyone = tp.gather_tokens(statistics).unflatten(0, (tp.size, NUM_STATISTICS))
         losses = logits_to_gradient(own, everyone, local, outside)
         ctx.save_for_backward(own)
         ctx.num_tokens = targets.numel()
         return losses.mean()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
         return own.mul_(gradient / ctx.num_tokens), None, None
 

@@ -1,0 +1,184 @@
+"""The PyTorch programs train as one process does: gloo with two and with four processes."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from hwprofiles import Attention, Precision, Recompute
+from simulator import ModelSpec, ParallelPlan, TrainingJob
+from validate.program import reference
+from validate.program.reference import reference_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS = 3
+LIMIT_S = 240
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 512,  # no layout of these tests pads it
+    "seq_len": 16,
+}
+GPT = ModelSpec(name="tiny-gpt", **SIZES)
+LLAMA = ModelSpec(
+    name="tiny-llama",
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    dropout=False,
+    **SIZES,
+)
+
+
+class Case(NamedTuple):
+    """A plan on a stack."""
+
+    model: ModelSpec
+    stack: str
+    plan: ParallelPlan
+
+
+class Outcome(NamedTuple):
+    """Mean loss and norm of the gradients of each step."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+def plan(**fields: Any) -> ParallelPlan:
+    usual = {"stages": (4,), "zero_stage": 3, "attention": Attention.FLASH}
+    return ParallelPlan(**(usual | fields))
+
+
+PIPELINE = {"pp": 2, "stages": (2, 2)}
+INTERLEAVED = {
+    "pp": 2,
+    "num_virtual_stages": 2,
+    "stages": (1, 1, 1, 1),
+    "schedule": "interleaved",
+}
+ON_TWO = {
+    "ddp": Case(GPT, "ddp", plan(dp=2, zero_stage=0)),
+    "ddp full recompute": Case(LLAMA, "ddp", plan(dp=2, zero_stage=0, recompute=Recompute.FULL)),
+    "fsdp": Case(GPT, "fsdp", plan(dp=2)),
+    "fsdp kept": Case(LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False)),
+    "fsdp full recompute": Case(GPT, "fsdp", plan(dp=2, recompute=Recompute.FULL)),
+    "fsdp microbatch of two": Case(LLAMA, "fsdp", plan(dp=2, microbatch_size=2)),
+    "titan selective recompute": Case(
+        LLAMA, "torchtitan", plan(dp=2, recompute=Recompute.SELECTIVE)
+    ),
+    "tp": Case(GPT, "torchtitan", plan(tp=2)),
+    "tp llama": Case(LLAMA, "torchtitan", plan(tp=2)),
+    "tp sp": Case(GPT, "torchtitan", plan(tp=2, sequence_parallel=True)),
+    "tp sp full recompute llama": Case(
+        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)
+    ),
+    "gpipe": Case(GPT, "torchtitan", plan(schedule="gpipe", **PIPELINE)),
+    "1f1b": Case(GPT, "torchtitan", plan(**PIPELINE)),
+    "1f1b recompute llama": Case(
+        LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=Recompute.FULL)
+    ),
+    "interleaved": Case(GPT, "torchtitan", plan(**INTERLEAVED)),
+    "interleaved llama": Case(LLAMA, "torchtitan", plan(**INTERLEAVED)),
+}
+ON_FOUR = {
+    "hsdp": Case(GPT, "fsdp", plan(dp=4, dp_shard=2)),
+    "tp fsdp": Case(GPT, "torchtitan", plan(tp=2, dp=2, sequence_parallel=True)),
+    "pp tp sp llama": Case(
+        LLAMA, "torchtitan", plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True)
+    ),
+    "pp fsdp": Case(GPT, "torchtitan", plan(dp=2, **PIPELINE)),
+}
+
+
+def job_of(model: ModelSpec) -> TrainingJob:
+    return TrainingJob(model=model, global_batch_size=8, seq_len=16, precision=Precision.FP32)
+
+
+def launch(world_size: int, cases: Mapping[str, Case], folder: Path) -> dict[str, Outcome]:
+    """Train the cases with so many processes: see `pytorch_ranks.py`."""
+    asked = {name: (job_of(case.model), case.plan, case.stack) for name, case in cases.items()}
+    (folder / "cases").write_bytes(pickle.dumps(asked))
+    script = Path(__file__).with_name("pytorch_ranks.py")
+    arguments = (script, str(world_size), folder / "cases", folder / "result.json")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    shown = json.loads((folder / "result.json").read_text())
+    return {name: Outcome(*values) for name, values in shown.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return launch(2, ON_TWO, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return launch(4, ON_FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """What one process computes, by model."""
+    norms: list[float] = []
+    clip = reference.clip_gradients
+
+    def clip_and_record(*args: Any) -> None:
+        norms.append(clip(*args).item())
+
+    outcomes = {}
+    with patch.object(reference, "clip_gradients", clip_and_record):
+        for model in (GPT, LLAMA):
+            losses = reference_losses(job_of(model), NUM_STEPS)
+            outcomes[model.name] = Outcome(losses, norms.copy())
+            norms.clear()
+    return outcomes
+
+
+def assert_trains_alike(outcome: Outcome, expected: Outcome) -> None:
+    # fp32 sums in another order: 1e-7 was seen.
+    assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert outcome.norms == pytest.approx(expected.norms, rel=1e-4)
+
+
+def test_one_process_learns(alone: dict[str, Outcome]) -> None:
+    for outcome in alone.values():
+        assert len(set(outcome.losses)) == len(outcome.norms) == NUM_STEPS
+        assert all(5 < loss < 8 for loss in outcome.losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_processes_train_as_one(
+    name: str, on_two: dict[str, Outcome], alone: dict[str, Outcome]
+) -> None:
+    assert_trains_alike(on_two[name], alone[ON_TWO[name].model.name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_processes_train_as_one(
+    name: str, on_four: dict[str, Outcome], alone: dict[str, Outcome]
+) -> None:
+    assert_trains_alike(on_four[name], alone[ON_FOUR[name].model.name])

@@ -1,0 +1,280 @@
+"""The same programs as one rank of a fake cluster: what they send and hold, at any scale."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from hwprofiles import Attention, Precision, Recompute, load_stack
+from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from validate.counting.fake_cluster import fake_cluster
+from validate.counting.internals import tensors_in
+from validate.counting.oracle import RankOracle
+from validate.measurement import ByteKind
+from validate.program.contract import ProgramRequest, RankProgram
+from validate.program.plain_parts import initial_parameter
+from validate.program.pytorch_programs import build_ddp, build_fully_sharded
+from validate.program.weights import initial_weight
+
+WIDTH, TOKENS, LAYERS, VOCABULARY, SIZE = 32, 16, 2, 1024, 2
+SIZES: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "num_heads": 8,
+    "vocab_size": VOCABULARY,
+    "seq_len": TOKENS,
+}
+GPT = ModelSpec(name="tiny-gpt", **SIZES)
+LLAMA = ModelSpec(
+    name="tiny-llama",
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    **SIZES,
+)
+# Elements of a layer: four norms' tensors, then weights and biases of the products.
+LAYER = 4 * WIDTH + 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH
+ROOT = VOCABULARY * WIDTH + TOKENS * WIDTH + 2 * WIDTH
+# One microbatch of activations, or of one number a token.
+MESSAGE, PER_TOKEN = SIZE * TOKENS * WIDTH, SIZE * TOKENS
+
+
+def plan(**fields: Any) -> ParallelPlan:
+    usual = {
+        "stages": (LAYERS,),
+        "zero_stage": 3,
+        "attention": Attention.FLASH,
+        "microbatch_size": SIZE,
+    }
+    return ParallelPlan(**(usual | fields))
+
+
+def request(
+    stack: str,
+    parallel: ParallelPlan,
+    *,
+    rank: int = 0,
+    model: ModelSpec = GPT,
+    precision: Precision = Precision.BF16,
+    microbatches: int = 2,
+) -> ProgramRequest:
+    batch = parallel.dp * parallel.microbatch_size * microbatches
+    return ProgramRequest(
+        job=TrainingJob(model=model, global_batch_size=batch, seq_len=TOKENS, precision=precision),
+        plan=parallel,
+        stack=load_stack(stack),
+        rank=rank,
+        device=torch.device("cpu"),
+        initialise=False,
+        num_microbatches=microbatches,
+    )
+
+
+def build(asked: ProgramRequest) -> RankProgram:
+    return (build_ddp if asked.stack.name == "ddp" else build_fully_sharded)(asked)
+
+
+def counted(asked: ProgramRequest) -> tuple[RankOracle, dict[ByteKind, int]]:
+    """Return the counts of a second step, and the bytes that are held after it."""
+    with fake_cluster(asked.rank, asked.plan.world_size):
+        program = build(asked)
+        oracle = RankOracle(program.groups)
+        with oracle:
+            program.run_step(0)
+            for tensor, kind in program.held_tensors():
+                oracle.mark(tensor, kind)
+            oracle.start_step()
+            program.run_step(1)
+            for tensor, kind in program.held_tensors():
+                oracle.mark(tensor, kind)
+        storages = {
+            local.untyped_storage()._cdata: (kind, local.untyped_storage().nbytes())
+            for tensor, kind in program.held_tensors()
+            for local in tensors_in(tensor)
+        }
+    held: Counter[ByteKind] = Counter()
+    for kind, size in storages.values():
+        held[kind] += size
+    return oracle, dict(held)
+
+
+def calls(oracle: RankOracle) -> dict[tuple[str, str, int], int]:
+    """Return how often each axis ran each operation on how many bytes."""
+    return {(c.axis, c.op, c.size_bytes): c.num_calls for c in oracle.collectives}
+
+
+def test_a_sharded_layer_is_gathered_twice_and_reduced_once_a_microbatch() -> None:
+    found = calls(counted(request("fsdp", plan(dp=4)))[0])
+    assert found == {
+        ("dp", "all_gather", 2 * LAYER): 2 * 2 * LAYERS,
+        ("dp", "all_gather", 2 * ROOT): 2,  # kept from forward to backward
+        ("dp", "reduce_scatter", 2 * LAYER): 2 * LAYERS,
+        ("dp", "reduce_scatter", 2 * ROOT): 2,
+        ("dp", "all_reduce", 4): 1,
+    }
+
+
+def test_layers_that_are_kept_are_gathered_once() -> None:
+    found = calls(counted(request("fsdp", plan(dp=4, reshard_after_forward=False)))[0])
+    assert found["dp", "all_gather", 2 * LAYER] == 2 * LAYERS
+
+
+def test_replicas_of_shards_sum_their_shards() -> None:
+    found = calls(counted(request("torchtitan", plan(dp=6, dp_shard=3)))[0])
+    assert found["dp", "reduce_scatter", 4 * LAYER] == 2 * LAYERS
+    shard = [size for (axis, op, size) in found if (axis, op) == ("replica", "all_reduce")]
+    assert min(shard) >= 4 * LAYER // 3  # each row is on one rank: the last shard is padded
+
+
+def test_buckets_of_ddp_hold_all_gradients_once() -> None:
+    oracle, held = counted(request("ddp", plan(dp=4, zero_stage=0)))
+    size = 4 * (LAYERS * LAYER + ROOT)
+    # The second step also tells the other ranks of the buckets' new order.
+    found = [c for c in oracle.collectives if c.op == "all_reduce"]
+    reduced = sum(c.size_bytes * c.num_calls for c in found)
+    assert reduced == held[ByteKind.PARAMETERS] == held[ByteKind.GRADIENTS] == size
+
+
+def test_tensor_parallel_layers_share_their_inputs() -> None:
+    found = calls(counted(request("torchtitan", plan(tp=4), microbatches=1))[0])
+    activations = {op: n for (axis, op, size), n in found.items() if size == 2 * MESSAGE}
+    # Four a layer, one after the word table, one before the head.
+    assert activations == {"all_reduce": 4 * LAYERS + 2}
+    assert found["tp", "all_reduce", 4 * PER_TOKEN] == 3  # the loss
+
+
+def test_sequence_parallel_layers_gather_and_scatter_instead() -> None:
+    parallel = plan(tp=4, sequence_parallel=True)
+    found = calls(counted(request("torchtitan", parallel, microbatches=1))[0])
+    # A layer: gather and scatter forward, and for their gradients scatter and gather backward.
+    assert found["tp", "all_gather", 2 * MESSAGE] == 4 * LAYERS + 2
+    assert found["tp", "reduce_scatter", 2 * MESSAGE] == 4 * LAYERS + 2
+
+
+def test_a_tied_table_is_summed_between_the_ends_of_a_pipeline() -> None:
+    found = calls(counted(request("torchtitan", plan(pp=2, stages=(1, 1))))[0])
+    assert found == {
+        ("pp", "send", 2 * MESSAGE): 2,
+        ("pp", "recv", 2 * MESSAGE): 2,
+        ("pp", "all_reduce", 4 * VOCABULARY * WIDTH): 1,
+        ("pp", "all_reduce", 4): 1,
+    }
+
+
+def test_a_message_of_a_sequence_parallel_pipeline_is_split() -> None:
+    parallel = plan(tp=4, pp=2, stages=(1, 1), sequence_parallel=True)
+    found = calls(counted(request("torchtitan", parallel))[0])
+    assert found["pp", "send", 2 * MESSAGE // 4] == 2
+
+
+def test_recomputation_trades_memory_for_flops() -> None:
+    peaks, flops = {}, {}
+    for mode in Recompute:
+        oracle, _ = counted(request("torchtitan", plan(dp=2, recompute=mode, microbatch_size=16)))
+        peaks[mode], flops[mode] = oracle.peak_bytes, oracle.flops
+    assert peaks[Recompute.FULL] < peaks[Recompute.NONE]
+    assert flops[Recompute.NONE] < flops[Recompute.SELECTIVE] < flops[Recompute.FULL]
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_states_are_three_fp32_numbers_a_parameter_whatever_the_precision(
+    precision: Precision,
+) -> None:
+    _, held = counted(request("torchtitan", plan(dp=1), precision=precision))
+    parameters = LAYERS * LAYER + ROOT
+    num_tensors = LAYERS * 16 + 4
+    assert held == {
+        ByteKind.PARAMETERS: 4 * parameters,
+        ByteKind.GRADIENTS: 4 * parameters,
+        ByteKind.OPTIMIZER: 8 * parameters + 4 * num_tensors,  # moments, and a count of steps
+    }
+
+
+def test_the_update_needs_no_temporaries() -> None:
+    oracle, held = counted(request("torchtitan", plan(dp=1), microbatches=1))
+    states = sum(held.values())
+    largest = oracle.largest_at_peak(3)
+    assert oracle.peak_bytes >= states
+    assert all(group.size_bytes <= 4 * VOCABULARY * WIDTH for group in largest)
+
+
+BIG = {
+    "gpt-3 layout of 3,072": (
+        "torchtitan",
+        GPT,
+        plan(
+            tp=8,
+            dp=6,
+            pp=64,
+            stages=(0, *[1] * 62, 0),
+            schedule="1f1b",
+            sequence_parallel=True,
+        ),
+    ),
+    "hybrid on 1,024": (
+        "torchtitan",
+        LLAMA,
+        plan(tp=2, dp=512, dp_shard=8, recompute=Recompute.FULL),
+    ),
+    "fsdp on 2,048": ("fsdp", LLAMA, plan(dp=2048)),
+    "ddp on 1,000": ("ddp", LLAMA, plan(dp=1000, zero_stage=0)),
+    "interleaved on 512": (
+        "torchtitan",
+        LLAMA,
+        plan(dp=128, pp=4, num_virtual_stages=2, stages=(1,) * 8, schedule="interleaved"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BIG)
+def test_any_rank_of_a_large_cluster_runs(name: str) -> None:
+    stack, model, parallel = BIG[name]
+    model = model.model_copy(update={"num_layers": sum(parallel.stages)})
+    for rank in {0, parallel.world_size // 2, parallel.world_size - 1}:
+        asked = request(stack, parallel, rank=rank, model=model, microbatches=4)
+        oracle, held = counted(asked)
+        assert "other" not in {call.axis for call in oracle.collectives}
+        assert held[ByteKind.OPTIMIZER] >= 2 * held[ByteKind.PARAMETERS]
+        assert oracle.bytes_at_peak[ByteKind.OPTIMIZER] >= 2 * held[ByteKind.PARAMETERS]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"positions": "alibi"}, "positions=alibi; allowed: learned, rotary"),
+        ({"mlm_head": True}, "mlm_head=True; allowed: False"),
+        ({"token_types": 2}, "token_types=2; allowed: 0"),
+        ({"embedding_norm": True}, "embedding_norm=True; allowed: False"),
+        ({"num_kv_heads": 2}, "tp=4; allowed: a divisor of num_kv_heads=2"),
+    ],
+)
+def test_what_pytorch_cannot_express_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    asked = request("torchtitan", plan(tp=4), model=GPT.model_copy(update=change))
+    with pytest.raises(PlanError) as caught:
+        build_fully_sharded(asked)
+    assert str(caught.value) == f"tiny-gpt has no PyTorch program with {words}"
+
+
+def test_queries_keys_and_values_take_their_rows_of_the_canonical_projection() -> None:
+    whole = initial_weight("layers.1.qkv.weight", (8 * 4 + 2 * 2 * 4, WIDTH))
+    rows = [
+        initial_parameter(LLAMA, f"layers.1.attention.{name}.weight").unflatten(0, (2, -1))
+        for name in ("query", "key", "value")
+    ]
+    assert torch.cat(rows, dim=1).flatten(0, 1).equal(whole)
+
+
+def test_gate_and_value_are_the_halves_of_the_canonical_matrix() -> None:
+    whole = initial_weight("layers.0.mlp_in.weight", (96, WIDTH))
+    halves = [
+        initial_parameter(LLAMA, f"layers.0.mlp.{name}.weight") for name in ("gate", "expand")
+    ]
+    assert torch.cat(halves).equal(whole)

@@ -1,0 +1,90 @@
+"""One process as one rank of any plan: built, run for two steps, and counted; no GPU, no network.
+
+Torch is imported late: whoever only reads results does not wait for it.
+"""
+# ruff: noqa: PLC0415
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from planner.plan_file import SavedPlan
+from simulator import PlanError
+from validate.measurement import RankMeasurement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from validate.counting.oracle import RankOracle
+    from validate.program.contract import RankProgram
+
+NUM_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's buckets
+
+
+def check_torch() -> None:
+    """Raise PlanError where PyTorch is not installed."""
+    if find_spec("torch") is None:
+        raise PlanError(
+            'validate needs PyTorch; install it with: pip install "meshwright[validate]"'
+        )
+
+
+def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
+    """Return the counts of *rank* in a step of the plan's program, on fake tensors.
+
+    Raises:
+        PlanError: If the stack has no program, or it cannot express the plan.
+    """
+    with counted_step(saved, rank) as oracle:
+        return RankMeasurement(
+            rank=rank,
+            world_size=saved.plan.world_size,
+            backend="fake",
+            flops=oracle.flops,
+            collectives=oracle.collectives,
+            peak_bytes=oracle.peak_bytes,
+            bytes_at_peak=oracle.bytes_at_peak,
+        )
+
+
+@contextmanager
+def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
+    """Yield the oracle that has counted a step of *rank*; its program still lives."""
+    check_torch()
+    import torch
+
+    from validate.counting.fake_cluster import fake_cluster
+    from validate.counting.oracle import RankOracle
+    from validate.program.build import build_program
+    from validate.program.contract import ProgramRequest
+
+    with fake_cluster(rank, saved.plan.world_size):
+        program = build_program(
+            ProgramRequest(
+                job=saved.job,
+                plan=saved.plan,
+                stack=saved.stack,
+                rank=rank,
+                device=torch.device("cpu"),
+                initialise=False,
+                num_microbatches=saved.plan.num_microbatches(saved.job),
+            )
+        )
+        oracle = RankOracle(program.groups)
+        with oracle:
+            run_counted(program, oracle, NUM_STEPS)
+        yield oracle
+
+
+def run_counted(
+    program: "RankProgram", oracle: "RankOracle", num_steps: int
+) -> list[list["Tensor"]]:
+    """Run steps of *program* and count the last; return the losses of each, where there are any."""
+    losses: list[list[Tensor]] = []
+    for step in range(num_steps):
+        for tensor, kind in program.held_tensors():
+            oracle.mark(tensor, kind)
+        oracle.start_step()
+        losses.append(program.run_step(step))
+    return losses

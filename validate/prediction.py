@@ -1,0 +1,133 @@
+"""What the simulator says of one rank, in the terms in which a run is measured."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hwprofiles import PS_PER_S, CollectiveOp
+from planner.plan_file import SavedPlan
+from simulator import ParallelPlan, get_schedule, simulate
+from simulator.data_parallel import NORM_BYTES
+from simulator.mesh import Axis
+from simulator.rank_counts import (
+    closing_traffic,
+    message_traffic,
+    norm_ranks,
+    rank_flops,
+)
+from simulator.traffic import Traffic, rank_traffic
+from validate.measurement import ByteKind, CollectiveCount
+
+SEND, RECEIVE = "send", "recv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPrediction:
+    """One rank's step: fields as in `RankMeasurement`."""
+
+    rank: int
+    flops: int
+    collectives: tuple[CollectiveCount, ...]
+    peak_bytes: int
+    bytes_at_peak: dict[ByteKind, int]
+    step_time_s: float
+
+
+def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
+    """Return where *rank* stands in its pipeline; tensor ranks vary fastest, then data ranks."""
+    return rank // (plan.tp * plan.dp)
+
+
+def default_ranks(plan: ParallelPlan) -> tuple[int, ...]:
+    """Return one rank of each kind: first, last, and a middle one for each number of layers."""
+    stride = plan.tp * plan.dp
+    chosen = {0: None, plan.pp - 1: None}
+    known: set[tuple[int, ...]] = set()
+    for pp_rank in range(1, plan.pp - 1):
+        layers = tuple(plan.stages[index] for index in range(pp_rank, plan.num_stages, plan.pp))
+        if layers not in known:
+            known.add(layers)
+            chosen[pp_rank] = None
+    return tuple(sorted(pp_rank * stride for pp_rank in chosen))
+
+
+def capped(saved: SavedPlan) -> SavedPlan:
+    """Return the plan with no more microbatches than its counts need to scale exactly.
+
+    Twice the stages are enough where a schedule holds no more passes at a time with more.
+    """
+    plan, job = saved.plan, saved.job
+    schedule = get_schedule(plan.schedule)
+    whole = plan.num_microbatches(job)
+    few = 2 * plan.pp * plan.num_virtual_stages
+    if few >= whole:
+        return saved
+    in_flight = (
+        [
+            schedule.in_flight(rank, plan.pp, count, plan.num_virtual_stages)
+            for rank in range(plan.pp)
+        ]
+        for count in (few, whole)
+    )
+    if next(in_flight) != next(in_flight):
+        return saved
+    batch = few * plan.dp * plan.microbatch_size
+    return replace(saved, job=replace(job, global_batch_size=batch))
+
+
+def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
+    """Return what the simulator says of *rank* in one step of a plan.
+
+    Raises:
+        PlanError: If the plan cannot be simulated.
+    """
+    job, plan, stack = saved.job, saved.plan, saved.stack
+    result = simulate(job, plan, saved.cluster, stack)
+    pp_rank = pipeline_rank(plan, rank)
+    memory = result.memory.by_stage[pp_rank]
+    microbatches = plan.num_microbatches(job)
+    return RankPrediction(
+        rank=rank,
+        flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
+        collectives=_collectives(saved, pp_rank, microbatches),
+        peak_bytes=memory.peak_bytes,
+        bytes_at_peak={
+            ByteKind.PARAMETERS: memory.parameters_bytes,
+            ByteKind.GRADIENTS: memory.gradients_bytes,
+            ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
+            ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
+        },
+        step_time_s=result.step_ps / PS_PER_S,
+    )
+
+
+def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[CollectiveCount, ...]:
+    job, plan, stack = saved.job, saved.plan, saved.stack
+    sent, received = message_traffic(job, plan, stack, pp_rank, microbatches=microbatches)
+    counted: Counter[tuple[str, str, int, int]] = Counter()
+    calls: list[tuple[str | None, Iterable[Traffic]]] = [
+        (None, rank_traffic(job, plan, stack, pp_rank)),
+        (None, closing_traffic(job, plan, stack, pp_rank)),
+        (SEND, sent),
+        (RECEIVE, received),
+    ]
+    for message, group in calls:
+        for each in group:
+            op = message if message and each.op is CollectiveOp.P2P else each.op.value
+            counted[each.axis.value, op, each.num_ranks, each.size_bytes] += each.num_calls
+    norm = norm_ranks(plan)
+    if norm > 1:
+        counted[norm_axis(plan, norm), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
+    return tuple(
+        sorted(
+            CollectiveCount(*key, count) for key, count in counted.items() if count and key[2] > 1
+        )
+    )
+
+
+def norm_axis(plan: ParallelPlan, num_ranks: int) -> str:
+    """Return the name of the group over which the gradient norm is summed."""
+    for axis in (Axis.TP, Axis.DP, Axis.PP):
+        if getattr(plan, axis) == num_ranks:
+            return axis.value
+    return "world" if num_ranks == plan.world_size else "parts"
