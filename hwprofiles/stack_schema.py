@@ -45,7 +45,17 @@ class StackProfile(Profile):
     gradient to the owner.
 
     ``loss_in_place`` says whether a loss that is not fused writes its gradient over the
-    probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not).
+    probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not); ``fused_qkv``
+    whether queries, keys and values are one product (and a gated MLP's two inputs);
+    ``keeps_gathered_inputs`` whether sequence parallelism keeps the gathered input of a column
+    layer for backward, where others gather it again; ``sums_norms_each_microbatch`` whether it
+    then sums the gradients of norms over the tensor-parallel ranks one by one in every
+    microbatch, where others sum all at once in the last; ``scatters_positions`` whether it
+    scatters the sum of looked-up tokens also where a learned position is added;
+    ``recompute_stops_early`` whether recomputation ends when the last kept tensor is there;
+    ``autocast`` whether 16-bit training casts fp32 weights in every pass and keeps the residual
+    stream in fp32; ``keeps_stage_outputs`` whether a pipeline stage holds its output until the
+    backward pass of the microbatch.
 
     Gradients are reduced in buckets of ``gradient_bucket_parameters`` at least, the first one of
     ``first_gradient_bucket_parameters`` where that is given. ``gradient_precisions`` lists pairs of
@@ -86,6 +96,13 @@ class StackProfile(Profile):
     fused_gradient_accumulation: Flag
     fused_loss: Flag
     loss_in_place: Flag = True
+    fused_qkv: Flag = True
+    keeps_gathered_inputs: Flag = False
+    sums_norms_each_microbatch: Flag = False
+    recompute_stops_early: Flag = False
+    autocast: Flag = False
+    keeps_stage_outputs: Flag = False
+    scatters_positions: Flag = False
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False

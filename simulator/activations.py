@@ -41,16 +41,22 @@ def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     model = shape.model
     tokens = shape.num_local_tokens
     value = tokens * model.hidden_size * shape.element_bytes
+    residual = shape.message_bytes
+    keeps_all = shape.sequence_parallel and shape.stack.keeps_gathered_inputs
+    gathered = shape.tp * value if keeps_all else value
+    # Autocast casts the input of each separate product anew.
+    qkv_copies = 3 if shape.casts_weights else 1
+    mlp_copies = 2 if shape.casts_weights and model.gated_mlp else 1
     mask = tokens * model.hidden_size * model.dropout
     statistics = tokens * STATISTIC_BYTES * (2 if model.norm == "layernorm" else 1)
     return (
-        SavedTensor("attention norm input", value),
+        SavedTensor("attention norm input", residual),
         SavedTensor("attention norm statistics", statistics),
-        SavedTensor("qkv input", value),
+        SavedTensor("qkv input", gathered * qkv_copies),
         SavedTensor("attention dropout mask", mask),
-        SavedTensor("mlp norm input", value),
+        SavedTensor("mlp norm input", residual),
         SavedTensor("mlp norm statistics", statistics),
-        SavedTensor("mlp input", value),
+        SavedTensor("mlp input", gathered * mlp_copies),
         SavedTensor("mlp dropout mask", mask),
     )
 
@@ -59,12 +65,28 @@ def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     element = shape.num_tokens * shape.element_bytes
     width, kv_width = shape.local_width, shape.local_kv_width
     rotated = shape.attention is Attention.FLASH and shape.model.positions == "rotary"
+    # Of a fused product all stays as long as the values do; else the turned ones take the place.
+    turned_away = (width + kv_width) * (rotated and not shape.stack.fused_qkv)
     return (
-        SavedTensor("queries, keys and values", element * (width + 2 * kv_width)),
+        SavedTensor("queries, keys and values", element * (width + 2 * kv_width - turned_away)),
         SavedTensor("rotated queries and keys", element * (width + kv_width) * rotated),
         SavedTensor("attention output", element * width),
         SavedTensor("mlp activation input", element * shape.mlp_in_width),
         SavedTensor("mlp activation output", element * shape.local_ffn_width),
+        *_cast_weights(shape),
+    )
+
+
+def _cast_weights(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return the 16-bit copies of weights that autocast makes in a pass and backward reads."""
+    if not shape.casts_weights:
+        return ()
+    width = shape.model.hidden_size * shape.element_bytes
+    return (
+        SavedTensor("qkv weights", width * (shape.local_width + 2 * shape.local_kv_width)),
+        SavedTensor("attention output weights", width * shape.local_width),
+        SavedTensor("mlp in weights", width * shape.mlp_in_width),
+        SavedTensor("mlp out weights", width * shape.local_ffn_width),
     )
 
 
@@ -97,11 +119,16 @@ def saved_embedding_bytes(shape: BlockShape) -> int:
 def saved_head_bytes(shape: BlockShape) -> int:
     """Return what the head keeps: norm input and output, and the probabilities or logits.
 
-    BERT's head also keeps the input and the output of its dense layer.
+    BERT's head also keeps the input and the output of its dense layer, autocast the output
+    matrix in 16 bit.
     """
-    value = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
-    values = 4 if shape.model.mlm_head else 2
-    return values * value + logits_tensor(shape).size_bytes
+    width = shape.num_local_scored_tokens * shape.model.hidden_size
+    values = (3 if shape.model.mlm_head else 1) * shape.element_bytes + shape.residual_bytes
+    if shape.sequence_parallel and shape.stack.keeps_gathered_inputs:
+        values += (shape.tp - 1) * shape.element_bytes
+    matrix = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
+    cast = matrix if shape.casts_weights else 0
+    return values * width + cast + logits_tensor(shape).size_bytes
 
 
 def logits_tensor(shape: BlockShape) -> SavedTensor:

@@ -84,6 +84,16 @@ class BlockShape:
         return self.precision.num_bytes
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether every pass casts fp32 weights to 16 bit, beside a residual stream in fp32."""
+        return self.stack.autocast and self.precision is not Precision.FP32
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of an activation of the residual stream."""
+        return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
+
+    @property
     def num_local_heads(self) -> int:
         """Query heads of one rank."""
         return self.model.num_heads // self.tp
@@ -116,4 +126,4 @@ class BlockShape:
     @property
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
-        return self.num_local_tokens * self.model.hidden_size * self.element_bytes
+        return self.num_local_tokens * self.model.hidden_size * self.residual_bytes

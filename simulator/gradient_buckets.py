@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters
-from simulator.parameters import Block, local_shape, padded_vocab_size, parameter_tensors
+from simulator.parameters import (
+    Block,
+    ParameterTensor,
+    local_shape,
+    padded_vocab_size,
+    parameter_tensors,
+)
 
 
 class Bucket(NamedTuple):
@@ -59,10 +65,8 @@ def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
 
 def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, int, list[int]]]:
     """Yield the blocks of *stage*, last first, each with the sizes of its tensors, last first."""
-    model, tp = shape.model, shape.tp
-    sizes: dict[Block, list[int]] = {"embedding": [], "layer": [], "head": []}
-    for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
-        sizes[tensor.block].insert(0, prod(local_shape(model, tensor, tp=tp)))
+    model = shape.model
+    sizes = _arriving_sizes(shape)
     if stage.has_head:
         is_copy = model.tied_embeddings and not stage.has_embedding
         copy = [shape.local_vocab_size * model.hidden_size] if is_copy else []
@@ -71,6 +75,44 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, i
         yield "layer", layer, sizes["layer"]
     if stage.has_embedding:
         yield "embedding", 0, sizes["embedding"]
+
+
+def _arriving_sizes(shape: BlockShape) -> dict[Block, list[int]]:
+    """Return the parameters of each tensor of a block, last first.
+
+    Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
+    order is that in which autograd finishes gradients: of each layer its bias first, of a norm
+    its weight.
+    """
+    model, tp = shape.model, shape.tp
+    sizes: dict[Block, list[int]] = {"embedding": [], "layer": [], "head": []}
+    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    modules = [list(group) for _, group in groupby(tensors, key=_module_of)]
+    for module in reversed(modules):
+        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
+        if not shape.stack.fused_qkv:
+            local = _separate(shape, module, local)
+        sizes[module[0].block] += local
+    return sizes
+
+
+def _module_of(tensor: ParameterTensor) -> str:
+    return tensor.name.partition(".")[0]
+
+
+def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
+    """Return the sizes of separate products' weights and biases in the order of their gradients."""
+    name = _module_of(module[0])
+    if name.endswith("norm") or shape.casts_weights:
+        local.reverse()
+    if name == "qkv":
+        widths = [shape.local_kv_width, shape.local_kv_width, shape.local_width]
+    elif name == "mlp_in" and shape.model.gated_mlp:
+        widths = [shape.local_ffn_width] * 2
+    else:
+        return local
+    whole = sum(widths)
+    return [size * width // whole for width in widths for size in local]
 
 
 def bucket_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:

@@ -45,12 +45,14 @@ class Widths(NamedTuple):
     """Bytes of the tensors of a layer's passes on one rank.
 
     ``local`` is an activation outside tensor-parallel regions, ``whole`` one with all tokens,
-    ``gathered`` a copy with all tokens where the rank keeps its own only.
+    ``gathered`` a copy with all tokens where the
+    rank has its own only, ``regathered`` the same where backward gathers again.
     """
 
     local: int
     whole: int
     gathered: int
+    regathered: int
     core: int
     key_value: int
     mlp_in: int
@@ -70,6 +72,7 @@ class Widths(NamedTuple):
             local=shape.message_bytes,
             whole=whole,
             gathered=whole if shape.sequence_parallel else 0,
+            regathered=0 if shape.stack.keeps_gathered_inputs else whole * shape.sequence_parallel,
             core=element * shape.local_width,
             key_value=element * shape.local_kv_width,
             mlp_in=element * shape.mlp_in_width,
@@ -142,8 +145,14 @@ def _part(shape: BlockShape) -> int:
 
 
 def _weight_gradient(shape: BlockShape, outputs: int, inputs: int) -> int:
-    """Return a weight's gradient before it is added to the buffer; none where that is fused."""
-    return 0 if shape.stack.fused_gradient_accumulation else outputs * inputs * shape.element_bytes
+    """Return a weight's gradient before it is added to the buffer; none where that is fused.
+
+    Autocast makes it in 16 bit and casts it to fp32.
+    """
+    if shape.stack.fused_gradient_accumulation:
+        return 0
+    cast = shape.residual_bytes if shape.casts_weights else 0
+    return outputs * inputs * (shape.element_bytes + cast)
 
 
 def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
@@ -160,7 +169,11 @@ def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
         Step(
             "mlp out",
             again + wide.mlp_out + weight,
-            again + weight + dropped + kept["mlp activation output"],
+            again
+            + weight
+            + dropped
+            + kept["mlp activation output"]
+            + kept.get("mlp out weights", 0),
         ),
         Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
         _column_step(shape, "mlp in", wide.mlp_in, shape.mlp_in_width, kept["mlp input"]),
@@ -177,7 +190,7 @@ def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
             again + weight + dropped + kept["attention output"] * unfused,
         ),
         *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
-        *_packed(wide, kept),
+        *_packed(shape, wide, kept),
         _column_step(
             shape,
             "qkv",
@@ -195,9 +208,16 @@ def _column_step(
 ) -> Step:
     """Return the backward of a column-parallel product: the input again, and its gradient."""
     wide = Widths.of(shape)
-    weight = _weight_gradient(shape, outputs, shape.model.hidden_size)
+    gated = name == "mlp in" and shape.model.gated_mlp
+    # Separate products of one input each make its gradient, and the second is added to the first.
+    separate = not shape.stack.fused_qkv and (name == "qkv" or gated)
+    copies = 2 if separate else 1
     part = _part(shape)
-    allocated = wide.gathered + wide.whole + part + weight
+    widest = (
+        {"qkv": shape.local_width, "mlp in": shape.local_ffn_width}[name] if separate else outputs
+    )
+    weight = _weight_gradient(shape, widest, shape.model.hidden_size)
+    allocated = wide.regathered + copies * wide.whole + part + weight
     return Step(name, allocated, allocated - wide.local + gradient + kept_input)
 
 
@@ -238,9 +258,10 @@ def _recomputed_core(shape: BlockShape, size_bytes: int, transient: int) -> tupl
     return (Step("core again", size_bytes + transient, transient),)
 
 
-def _packed(wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+def _packed(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
     """Return the gradients of queries, keys and values becoming that of a fused product."""
-    return (Step("pack qkv", wide.qkv, wide.qkv + kept["queries, keys and values"]),)
+    packed = wide.qkv if shape.stack.fused_qkv else 0
+    return (Step("pack qkv", packed, packed + kept["queries, keys and values"]),)
 
 
 def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:

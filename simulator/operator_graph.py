@@ -117,6 +117,7 @@ def _layer_backward(
         *_column_backward(shape, comm, qkv),
         *_layer_elementwise(shape, backward=True),
         _accumulation(shape, shape.parameters.layer),
+        *_norm_reductions(shape, 2),
         KernelLaunches("layer backward", shape.stack.backward_kernels_per_layer + num_products),
         HostPasses("layer backward", 2),
     )
@@ -131,7 +132,7 @@ def _column_backward(
     gradient under the weight gradient (Megatron-LM's asynchronous linear layer).
     """
     input_gradient, weight_gradient = gemm_backward(forward)
-    regather = comm.weight_gradient_regather
+    regather = None if shape.stack.keeps_gathered_inputs else comm.weight_gradient_regather
     return (
         *tp_collective(shape, regather, "tp backward re-gather", input_gradient),
         input_gradient,
@@ -203,6 +204,18 @@ def _inside_values(shape: BlockShape, *, backward: bool) -> int:
     return values
 
 
+def _norm_reductions(shape: BlockShape, num_norms: int) -> tuple[Operator, ...]:
+    """Return the sums of norm gradients over the ranks where every microbatch has its own.
+
+    With sequence parallelism a rank's norms see its own tokens alone.
+    """
+    if not (shape.sequence_parallel and shape.stack.sums_norms_each_microbatch):
+        return ()
+    size_bytes = shape.model.hidden_size * shape.element_bytes
+    tensors = num_norms * (2 if shape.model.norm == "layernorm" else 1)
+    return (Collective("tp norm reduce", CollectiveOp.ALL_REDUCE, size_bytes, Axis.TP),) * tensors
+
+
 def _accumulation(shape: BlockShape, num_parameters: int) -> MemoryBound:
     """Return the traffic of adding a microbatch's weight gradients to the gradient buffer.
 
@@ -220,9 +233,21 @@ def _recomputed(
         case Recompute.NONE:
             return ()
         case Recompute.FULL:
-            return forward
+            return _until_last_kept(shape, forward)
         case Recompute.SELECTIVE:
             return (*attention, KernelLaunches("attention recompute", len(attention)))
+
+
+def _until_last_kept(shape: BlockShape, forward: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return a layer's forward up to the last tensor that backward reads.
+
+    Without dropout that is the input of the last product, which need not run again.
+    """
+    if shape.model.dropout or not shape.stack.recompute_stops_early:
+        return forward
+    last = next(index for index, each in enumerate(forward) if each.name == "mlp out")
+    is_collective = last + 1 < len(forward) and isinstance(forward[last + 1], Collective)
+    return (*forward[:last], *forward[last + 1 + is_collective :])
 
 
 def embedding_operators(shape: BlockShape) -> BlockOperators:
@@ -241,16 +266,37 @@ def embedding_operators(shape: BlockShape) -> BlockOperators:
     return BlockOperators(
         forward=(
             MemoryBound("embedding", traffic),
-            *tp_collective(shape, comm.forward_out, "tp embedding reduce"),
+            *_looked_up(shape, comm),
             KernelLaunches("embedding forward", EMBEDDING_KERNELS),
         ),
         backward=(
             *tp_collective(shape, comm.backward_out, "tp embedding gather"),
             MemoryBound("embedding gradient", traffic),
             MemoryBound("embedding table gradient", 8 * table),
+            *_position_reduction(shape),
             KernelLaunches("embedding backward", EMBEDDING_KERNELS),
         ),
     )
+
+
+def _looked_up(shape: BlockShape, comm: PairCommunication) -> tuple[Operator, ...]:
+    """Return the sum of looked-up tokens over the ranks, each of which has some of the rows.
+
+    Where a learned position is added to all tokens, Megatron-LM sums all and then keeps its own.
+    """
+    keeps_all = shape.model.positions == "learned" and not shape.stack.scatters_positions
+    if keeps_all:
+        comm = linear_pair_communication(activations=Replicate())
+    return tp_collective(shape, comm.forward_out, "tp embedding reduce")
+
+
+def _position_reduction(shape: BlockShape) -> tuple[Operator, ...]:
+    """Return the sum of the position table's gradient where a rank saw its own tokens alone."""
+    scattered = shape.sequence_parallel and shape.stack.scatters_positions
+    if shape.model.positions != "learned" or not scattered:
+        return ()
+    size_bytes = shape.model.max_positions * shape.model.hidden_size * shape.element_bytes
+    return (Collective("tp position reduce", CollectiveOp.ALL_REDUCE, size_bytes, Axis.TP),)
 
 
 def head_operators(shape: BlockShape) -> BlockOperators:
@@ -280,6 +326,7 @@ def head_operators(shape: BlockShape) -> BlockOperators:
             MemoryBound("loss gradient", num_logits * loss[1]),
             *_column_backward(shape, comm, logits),
             MemoryBound("final norm gradient", 5 * norm),
+            *_norm_reductions(shape, 1),
             *dense.backward,
             _accumulation(shape, shape.local_vocab_size * model.hidden_size),
             KernelLaunches("head backward", HEAD_KERNELS),

@@ -101,7 +101,7 @@ def closing_traffic(
     stages = rank_stages(plan, pp_rank)
     kept_bytes = Wire.of(stack, job.precision, plan).reduce_bytes
     calls = []
-    if shape.sequence_parallel:
+    if shape.sequence_parallel and not stack.sums_norms_each_microbatch:
         size = kept_bytes * sum(_replicated_parameters(shape, stage) for stage in stages)
         if size:
             calls.append(Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, plan.tp, 1))
@@ -117,9 +117,8 @@ def norm_ranks(plan: ParallelPlan) -> int:
 
     Replicas of a set of shards hold the same gradients: one set is enough.
     """
-    if plan.tp == plan.pp == 1 and plan.zero_stage == 0:
-        return 1
-    return plan.world_size // (plan.dp // plan.num_shards)
+    shards = plan.num_shards if plan.zero_stage else 1
+    return plan.tp * plan.pp * shards
 
 
 def _replicated_parameters(shape: BlockShape, stage: Stage) -> int:
