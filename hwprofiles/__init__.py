@@ -4,6 +4,7 @@ from hwprofiles.errors import ProfileError
 from hwprofiles.kinds import (
     Attention,
     CollectiveOp,
+    Offload,
     Precision,
     Recompute,
     Source,
@@ -72,6 +73,7 @@ __all__ = [
     "GemmKernels",
     "Link",
     "MemoryKernels",
+    "Offload",
     "Precision",
     "ProfileError",
     "Recompute",

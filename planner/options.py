@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hwprofiles import Attention, Precision, Recompute, parse_bytes, parse_price
+from hwprofiles import Attention, Offload, Precision, Recompute, parse_bytes, parse_price
 from planner.option_words import option_name
 from simulator import PlanError
 
@@ -113,6 +113,10 @@ class ReplicaOptions:
     ] = None
     bucket_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
+    ] = None
+    offload: Annotated[
+        Offload | None,
+        typer.Option(metavar="|".join(Offload), help="What is kept and updated on the host."),
     ] = None
 
     servers: Annotated[

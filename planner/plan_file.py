@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hwprofiles import (
     Attention,
     Cluster,
+    Offload,
     Precision,
     ProfileError,
     Recompute,
@@ -88,6 +89,7 @@ class _PlanEntry(_Entry):
     stages: tuple[Degree, ...]
     dp_shard: Degree | None = None
     reshard_after_forward: Annotated[bool, Field(strict=True)] = True
+    offload: Offload = Offload.NONE
     parameter_server: _ServerEntry | None = None
 
     def plan(self) -> ParallelPlan:

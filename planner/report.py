@@ -13,6 +13,7 @@ from hwprofiles import (
     MEGA,
     PS_PER_S,
     TERA,
+    Offload,
     Source,
     format_bytes,
     format_flops_per_s,
@@ -131,6 +132,8 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
     if not plan.reshard_after_forward:
         facts.append(("gathered", "parameters are kept from forward to backward"))
+    if plan.offload is not Offload.NONE:
+        facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts
@@ -209,6 +212,9 @@ def _memory_table(result: StepResult) -> Table:
         "usable": memory.usable_bytes,
         "capacity": memory.capacity_bytes,
     }
+    if memory.host_bytes:
+        sizes["host of a node"] = memory.host_bytes
+        sizes["host capacity"] = memory.host_capacity_bytes or 0
     for name, size_bytes in sizes.items():
         style = "bold" if name in {"allocated", "reserved", "device"} else None
         table.add_row(name, f"{size_bytes / GIBI:,.2f}", style=style)
@@ -229,6 +235,9 @@ def _memory_line(result: StepResult) -> str:
     memory, stage = result.memory, result.memory.worst_stage
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
     verdict = "fits" if memory.fits else "DOES NOT FIT"
+    if memory.host_bytes:
+        host = format_bytes(memory.host_bytes)
+        have += f", {host} of {format_bytes(memory.host_capacity_bytes or 0)} on a host"
     moment = f"peak at {stage.peak_moment} ({format_time(stage.peak_time_ps / PS_PER_S)})"
     return f"{verdict}: {need} of {have}; {moment}, largest tensor {stage.largest_tensor}"
 

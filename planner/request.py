@@ -7,6 +7,7 @@ from typing import TypeVar
 from hwprofiles import (
     Attention,
     Cluster,
+    Offload,
     Precision,
     Recompute,
     StackProfile,
@@ -178,6 +179,7 @@ def resolve_plan(
         parameter_server=resolve_servers(replicas, stack, old),
         dp_shard=_dp_shard(replicas, old, dp),
         reshard_after_forward=_reshards(replicas, old),
+        offload=replicas.offload or (old.offload if old else Offload.NONE),
     )
     _check_passes(setting.job, plan)
     return plan

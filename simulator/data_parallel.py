@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hwprofiles import CollectiveOp, Precision, StackProfile
+from hwprofiles import CollectiveOp, Offload, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.memory import Shards, rank_parameters
@@ -38,6 +38,7 @@ class Replication(NamedTuple):
     shards: Shards
     reduces_each_microbatch: bool
     reshards: bool = True
+    offload: Offload = Offload.NONE
 
     @property
     def dp(self) -> int:
@@ -47,7 +48,7 @@ class Replication(NamedTuple):
     @property
     def gathers_units(self) -> bool:
         """Whether parameters are gathered unit by unit in every pass."""
-        return self.shards.parameters > 1
+        return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
 
     @classmethod
     def of(
@@ -173,11 +174,12 @@ def stage_units(stage: Stage) -> list[Stage]:
 def sharded_parts(shape: BlockShape, stage: Stage, to: Replication) -> list[Stage]:
     """Return the parts of *stage* whose states are gathered or reduced in every pass, if any.
 
-    With sharded parameters each layer is one, with sharded gradients each bucket.
+    With sharded parameters each layer is one, with sharded gradients each bucket; so it is where
+    parameters, or gradients, come from the host or go there.
     """
     if to.gathers_units:
         return stage_units(stage)
-    if to.shards.gradients > 1:
+    if to.shards.gradients > 1 or to.offload is Offload.OPTIMIZER:
         return bucket_stages(shape, stage)
     return []
 

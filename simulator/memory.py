@@ -86,13 +86,14 @@ class ChunkMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Everything that decides the memory of one pipeline rank."""
+    """Everything that decides the memory of one pipeline rank, and what it keeps on its host."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_states_bytes: int
     update_temporary_bytes: int
     chunks: tuple[ChunkMemory, ...]
+    host_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
+from hwprofiles import Attention, Offload, Precision, Recompute, StackProfile, Strategy
 from simulator.errors import PlanError
 from simulator.model_spec import ModelSpec
 
@@ -93,6 +93,7 @@ class ParallelPlan:
         schedule: Name of the pipeline schedule.
         stages: Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers.
         parameter_server: Servers of a stack that has them; the data-parallel ranks are workers.
+        offload: What is kept and updated on the host.
     """
 
     tp: int = 1
@@ -109,6 +110,7 @@ class ParallelPlan:
     parameter_server: ParameterServer | None = None
     dp_shard: int | None = None
     reshard_after_forward: bool = True
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from hwprofiles import CollectiveOp, Source, StackProfile
@@ -19,7 +20,6 @@ from simulator.data_parallel import (
     reduce_cost,
     sharded_parts,
     sum_parameters,
-    update_cost,
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
 from simulator.memory import (
@@ -27,10 +27,18 @@ from simulator.memory import (
     StateBytes,
     chunk_memory,
     rank_memory,
-    sharded_workspace_bytes,
     with_workspace,
 )
 from simulator.mesh import Axis, GroupSpan, Mesh
+from simulator.offload import (
+    HostSide,
+    copy_back_ps,
+    host_share,
+    offloaded_memory,
+    rank_update_cost,
+    unit_copies,
+    unit_workspace_bytes,
+)
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.schedules import get_schedule
 
@@ -46,11 +54,12 @@ class ChunkCost:
 
 
 class Evidence(NamedTuple):
-    """What the times of stage messages, of replicas' collectives and of the norm rest on."""
+    """What the times of stage messages, replicas' collectives, norm and host copies rest on."""
 
     messages: Source
     replicas: Source
     norm: Source
+    host: Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +67,8 @@ class BuiltStep:
     """A step ready to simulate, with what its report needs.
 
     ``stages``, ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank;
-    ``evidence`` is what the times of communication rest on.
+    ``evidence`` is what the times of communication rest on, ``host_shares`` is how much of what
+    ranks wait for on their data-parallel streams is copies from and to the host.
     """
 
     job: TrainingJob
@@ -71,6 +81,7 @@ class BuiltStep:
     chunk_costs: tuple[tuple[ChunkCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     memory: tuple[RankMemory, ...]
+    host_shares: tuple[Fraction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class _Context:
     mesh: Mesh
     wire: Wire
     replication: Replication
+    host: HostSide
 
 
 def overhead_per_million(stack: StackProfile) -> int:
@@ -146,31 +158,38 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         mesh.span_of(stride, plan.num_shards),
         replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
         reduces_each_microbatch=stack.reduces_each_microbatch and plan.pp == 1,
-    )._replace(reshards=plan.reshard_after_forward)
+    )._replace(reshards=plan.reshard_after_forward, offload=plan.offload)
 
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     node_size = costs.cluster.devices_per_node
     mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    wire, replication = Wire.of(costs.stack, job.precision), replication_of(plan, costs.stack, mesh)
+    state = StateBytes.of(costs.stack, job.precision)
     context = _Context(
         job=job,
         plan=plan,
         costs=costs,
         shape=BlockShape.of(job, plan, costs.stack),
         mesh=mesh,
-        wire=Wire.of(costs.stack, job.precision),
-        replication=replication_of(plan, costs.stack, mesh),
+        wire=wire,
+        replication=replication,
+        host=HostSide(costs, wire, state, replication),
     )
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     passes = {stage: chunk_cost(costs, context.shape, stage) for stages in held for stage in stages}
     distinct = tuple(dict.fromkeys(held))
     memory = {stages: _memory(context, stages) for stages in distinct}
-    updates = {stages: _update(context, stages) for stages in distinct}
+    updates = {
+        stages: rank_update_cost(context.host, sum_parameters(context.shape, stages))
+        for stages in distinct
+    }
+    work = _step_work(context, held, passes)
     return BuiltStep(
         job=job,
         plan=plan,
-        work=_step_work(context, held, passes),
+        work=work,
         mesh=mesh,
         shape=context.shape,
         stages=tuple(held),
@@ -178,6 +197,10 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
         update_costs=tuple(updates[stages] for stages in held),
         memory=tuple(memory[stages] for stages in held),
+        host_shares=tuple(
+            host_share(context.host, context.shape, stages, rank, work.num_microbatches)
+            for rank, stages in zip(work.ranks, held, strict=True)
+        ),
     )
 
 
@@ -187,7 +210,9 @@ def _evidence(context: _Context, stages: tuple[Stage, ...]) -> Evidence:
     message = costs.message(shape.message_bytes, crosses_nodes=crosses)
     parameters = sum_parameters(shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
-    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source)
+    link = costs.cluster.host_link
+    host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
+    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source, host)
 
 
 def _step_work(
@@ -239,7 +264,8 @@ def _rank_work(
     parameters = sum_parameters(context.shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     gather = gather_cost(costs, parameters, context.wire, context.replication)
-    update = update_cost(costs, parameters, context.wire, context.replication)
+    update = rank_update_cost(context.host, parameters)
+    back_ps = copy_back_ps(context.host, parameters)
     in_passes = bool(sharded_parts(context.shape, stages[0], context.replication))
     gathers_units = context.replication.gathers_units
     return RankWork(
@@ -247,7 +273,8 @@ def _rank_work(
         reduce_ps=0 if stack.overlap_gradient_reduce or in_passes else reduce.time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
-        gather_ps=0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps,
+        gather_ps=back_ps
+        + (0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps),
     )
 
 
@@ -297,13 +324,14 @@ def _units(
     counts = part_parameters(shape, stage, parts) if parts else []
     for part, parameters in zip(parts, counts, strict=True):
         passed = chunk_cost(costs, shape, part)
-        gather_ps = 0
+        copies = unit_copies(context.host, parameters)
+        gather_ps = copies.in_ps
         if to.gathers_units:
-            gather_ps = gather_cost(costs, parameters, context.wire, to).time_ps
-        reduce_ps = reduce_cost(costs, parameters, context.wire, to).time_ps
+            gather_ps += gather_cost(costs, parameters, context.wire, to).time_ps
+        reduce_ps = reduce_cost(costs, parameters, context.wire, to).time_ps + copies.out_ps
         forward.append(Unit(passed.forward.time_ps, gather_ps))
         regather_ps = gather_ps if to.reshards else 0
-        backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps))
+        backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps, copies.again_ps))
     return tuple(forward), tuple(reversed(backward))
 
 
@@ -345,24 +373,19 @@ def _reductions(context: _Context, stage: Stage) -> tuple[Segment, ...]:
     return tuple(reversed(segments))
 
 
-def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
-    parameters = sum_parameters(context.shape, stages)
-    return update_cost(context.costs, parameters, context.wire, context.replication)
-
-
 def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
-    shape, shards = context.shape, context.replication.shards
-    state = StateBytes.of(context.costs.stack, context.job.precision)
+    shape, state, to = context.shape, context.host.state, context.replication
     chunks = []
     for stage in stages:
         chunk = chunk_memory(
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
-        parts = sharded_parts(shape, stage, context.replication)
+        parts = sharded_parts(shape, stage, to)
         if parts:
             units = part_parameters(shape, stage, parts)
-            reshards = context.replication.reshards
-            extra = sharded_workspace_bytes(units, state, shards, reshards=reshards)
+            extra = unit_workspace_bytes(context.host, units)
             chunk = with_workspace(chunk, extra)
         chunks.append(chunk)
-    return rank_memory(sum_parameters(shape, stages), state, tuple(chunks), shards=shards)
+    parameters = sum_parameters(shape, stages)
+    memory = rank_memory(parameters, state, tuple(chunks), shards=to.shards)
+    return offloaded_memory(context.host, memory, parameters)

@@ -249,6 +249,7 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "stages": [6, 6],
         "dp_shard": None,
         "reshard_after_forward": True,
+        "offload": "none",
         "parameter_server": None,
     }
 

@@ -62,3 +62,15 @@ def test_model_and_cluster_change(plan: str) -> None:
     assert found["job"]["global_batch_size"] == 64
     assert found["plan"]["recompute"] == "full"
     assert found["plan"]["stages"] == [12, 12]
+
+
+def test_offloading_is_kept_and_can_be_taken_back(tmp_path: Path) -> None:
+    words = [*STEP, "--stack", "torchtitan", "--offload", "parameters"]
+    expected = document(*words, "--out", str(tmp_path / "out"))
+    saved = str(tmp_path / "out" / "plan.json")
+    assert document("simulate", "--plan", saved) == expected
+    assert expected["plan"]["offload"] == "parameters"
+    assert 0 < expected["memory"]["host_bytes"] < expected["memory"]["host_capacity_bytes"]
+    plain = document("simulate", "--plan", saved, "--offload", "none")
+    assert "host_bytes" not in plain["memory"]
+    assert plain["step_time_s"] < expected["step_time_s"]
