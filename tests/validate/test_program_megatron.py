@@ -80,9 +80,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
     ),
     "tp2 sp selective 2022": (
         "gpt-untied",
-        ParallelPlan(
-            tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.SELECTIVE
-        ),
+        ParallelPlan(tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.SELECTIVE),
         "megatron-lm-2022",
     ),
     "tp2 sp full": (
@@ -143,9 +141,7 @@ NEAR: dict[str, tuple[str, ParallelPlan, str, Precision, float]] = {
 
 
 def job_of(model: str, precision: Precision = Precision.FP32) -> TrainingJob:
-    return TrainingJob(
-        model=MODELS[model], global_batch_size=8, seq_len=16, precision=precision
-    )
+    return TrainingJob(model=MODELS[model], global_batch_size=8, seq_len=16, precision=precision)
 
 
 @cache
