@@ -4,6 +4,7 @@ from hwprofiles.errors import ProfileError
 from hwprofiles.kinds import (
     Attention,
     CollectiveOp,
+    Offload,
     ParameterGather,
     Precision,
     Recompute,
@@ -73,6 +74,7 @@ __all__ = [
     "GemmKernels",
     "Link",
     "MemoryKernels",
+    "Offload",
     "ParameterGather",
     "Precision",
     "ProfileError",

@@ -56,6 +56,14 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Offload(StrEnum):
+    """What is kept and updated on the host: nothing, optimizer states, or parameters, too."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    PARAMETERS = "parameters"
+
+
 class StageSplit(StrEnum):
     """Rule that gives layers to pipeline stages."""
 

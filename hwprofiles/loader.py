@@ -229,7 +229,7 @@ def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Clu
             resolved["device"] = load_device(_reference(data["device"], folder))
     except ProfileError as error:
         raise ProfileError(f"{file}: device: {error}") from None
-    for key in ("intra_node", "inter_node"):
+    for key in ("intra_node", "inter_node", "host_link"):
         try:
             if key in data:
                 resolved[key] = load_link(_reference(data[key], folder))

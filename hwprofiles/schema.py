@@ -126,6 +126,10 @@ class Cluster(Profile):
 
     ``oversubscription`` is how many times less bandwidth the network has above the leaf switches
     than below: 1.0 is a full fat tree. ``num_nodes`` limits the cluster, ``None`` does not.
+
+    ``host_link`` is one way from devices to host memory, which ``devices_per_host_link`` of them
+    share; capacity and bandwidth of host memory are those of a node. ``host_source`` says where
+    these come from. A cluster that leaves them out cannot offload.
     """
 
     name: Name
@@ -138,4 +142,26 @@ class Cluster(Profile):
     oversubscription: RatioFromOne = 1.0
     num_nodes: Count | None = None
     price_usd_per_gpu_hour: Price | None = Field(default=None, alias="price")
+    host_link: Link | None = None
+    devices_per_host_link: CountPerNode = 1
+    host_memory_capacity_bytes: ByteCount | None = Field(default=None, alias="host_memory")
+    host_memory_bandwidth_bytes_per_s: MemoryBandwidth | None = Field(
+        default=None, alias="host_memory_bandwidth"
+    )
+    host_source: Text | None = None
     source: Text
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        facts = {
+            "host_link": self.host_link,
+            "host_memory": self.host_memory_capacity_bytes,
+            "host_memory_bandwidth": self.host_memory_bandwidth_bytes_per_s,
+            "host_source": self.host_source,
+        }
+        missing = [key for key, value in facts.items() if value is None]
+        if missing and (len(missing) < len(facts) or self.devices_per_host_link > 1):
+            raise ProfileError(
+                f"{missing[0]}: missing; allowed: {', '.join(facts)} all together, or none of them"
+            )
+        return self

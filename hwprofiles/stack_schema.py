@@ -19,6 +19,7 @@ from hwprofiles.base import (
 from hwprofiles.errors import ProfileError
 from hwprofiles.kinds import (
     Attention,
+    Offload,
     ParameterGather,
     Precision,
     Recompute,
@@ -66,6 +67,10 @@ class StackProfile(Profile):
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
+
+    ``offload_modes`` lists what may live on the host, ``offload_accumulates`` says whether that
+    goes with more than one microbatch, ``host_bandwidth_fraction`` what the update there reaches
+    of the host's memory bandwidth.
     """
 
     name: Name
@@ -80,6 +85,8 @@ class StackProfile(Profile):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     sequence_parallel: Flag
+    offload_modes: tuple[Offload, ...] = (Offload.NONE,)
+    offload_accumulates: Flag = True
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
 
@@ -130,6 +137,7 @@ class StackProfile(Profile):
     p2p_bandwidth_fraction: PositiveFraction = Field(alias="fitted.p2p_bandwidth_fraction")
     dp_bandwidth_fraction: PositiveFraction = Field(alias="fitted.dp_bandwidth_fraction")
     step_overhead_fraction: Fraction = Field(alias="fitted.step_overhead_fraction")
+    host_bandwidth_fraction: Fraction = Field(default=0.0, alias="fitted.host_bandwidth_fraction")
     fitted_source: Text = Field(alias="fitted.source")
 
     context_bytes: ByteCount = Field(alias="context")
@@ -154,6 +162,7 @@ class StackProfile(Profile):
             )
         _check_gather(self)
         _check_strategy(self)
+        _check_offload(self)
         return self
 
 
@@ -161,10 +170,11 @@ def _check_gather(stack: StackProfile) -> None:
     """Raise ProfileError where owners would broadcast what the stack does not shard so."""
     if stack.parameter_gather is ParameterGather.ALL_GATHER:
         return
-    if 3 not in stack.zero_stages or {1, 2} & {*stack.zero_stages} or stack.hybrid_sharding:
+    partly = {1, 2} & {*stack.zero_stages} or stack.hybrid_sharding or len(stack.offload_modes) > 1
+    if 3 not in stack.zero_stages or partly:
         raise ProfileError(
             f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
-            "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding"
+            "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding or offloading"
         )
 
 
@@ -191,6 +201,17 @@ def _check_strategy(stack: StackProfile) -> None:
         raise ProfileError(
             f"zero_stages: {_listed(stack.zero_stages)} does not go with strategy "
             f"{stack.strategy}; allowed: 0"
+        )
+
+
+def _check_offload(stack: StackProfile) -> None:
+    """Raise ProfileError where offloading and the speed of the update on the host disagree."""
+    _check_distinct("offload_modes", stack.offload_modes)
+    _check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
+    if (len(stack.offload_modes) > 1) != (stack.host_bandwidth_fraction > 0):
+        raise ProfileError(
+            f"fitted.host_bandwidth_fraction: {stack.host_bandwidth_fraction:g} does not go with "
+            "offload_modes; allowed: more than 0 exactly where offload_modes lists more than none"
         )
 
 

@@ -109,8 +109,8 @@ def model_fields(job: TrainingJob) -> dict[str, Json]:
 
 
 def memory_fields(memory: MemoryResult) -> dict[str, Json]:
-    """Return the memory of the fullest rank and of each pipeline rank, in bytes."""
-    return {
+    """Return the memory of the fullest rank, each pipeline rank and a host in use, in bytes."""
+    fields: dict[str, Json] = {
         "peak_bytes": memory.peak_bytes,
         "reserved_bytes": memory.reserved_bytes,
         "device_bytes": memory.device_bytes,
@@ -120,6 +120,10 @@ def memory_fields(memory: MemoryResult) -> dict[str, Json]:
         "worst_rank": memory.worst_rank,
         "by_stage": [stage_fields(stage) for stage in memory.by_stage],
     }
+    if memory.host_bytes:
+        fields["host_bytes"] = memory.host_bytes
+        fields["host_capacity_bytes"] = memory.host_capacity_bytes
+    return fields
 
 
 def stage_fields(stage: StageMemory) -> dict[str, Json]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hwprofiles import Attention, Precision, Recompute, parse_bytes, parse_price
+from hwprofiles import Attention, Offload, Precision, Recompute, parse_bytes, parse_price
 from planner.option_words import option_name
 from simulator import PlanError
 
@@ -125,6 +125,10 @@ class ReplicaOptions:
     sync_each_microbatch: Annotated[
         bool | None,
         typer.Option(help="Reduce gradients in every microbatch.", show_default=False),
+    ] = None
+    offload: Annotated[
+        Offload | None,
+        typer.Option(metavar="|".join(Offload), help="What is kept and updated on the host."),
     ] = None
 
     servers: Annotated[

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hwprofiles import (
     Attention,
     Cluster,
+    Offload,
     Precision,
     ProfileError,
     Recompute,
@@ -91,6 +92,7 @@ class _PlanEntry(_Entry):
     gradient_precision: Precision | None = None
     reduce_precision: Precision | None = None
     sync_each_microbatch: Annotated[bool, Field(strict=True)] | None = None
+    offload: Offload = Offload.NONE
     parameter_server: _ServerEntry | None = None
 
     def plan(self) -> ParallelPlan:

@@ -19,7 +19,7 @@ from simulator.data_parallel import (
 )
 from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
 from simulator.plan import ParallelPlan, syncs_by_default
-from simulator.step_builder import shared_embedding_ps
+from simulator.rank_work import shared_embedding_ps
 
 
 class ReplicaTimes(NamedTuple):

@@ -13,6 +13,7 @@ from hwprofiles import (
     MEGA,
     PS_PER_S,
     TERA,
+    Offload,
     Source,
     format_bytes,
     format_flops_per_s,
@@ -132,6 +133,8 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     if not plan.reshard_after_forward:
         facts.append(("gathered", "parameters are kept from forward to backward"))
     facts.extend(_gradient_facts(plan))
+    if plan.offload is not Offload.NONE:
+        facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts
@@ -222,6 +225,9 @@ def _memory_table(result: StepResult) -> Table:
         "usable": memory.usable_bytes,
         "capacity": memory.capacity_bytes,
     }
+    if memory.host_bytes:
+        sizes["host of a node"] = memory.host_bytes
+        sizes["host capacity"] = memory.host_capacity_bytes or 0
     for name, size_bytes in sizes.items():
         style = "bold" if name in {"allocated", "reserved", "device"} else None
         table.add_row(name, f"{size_bytes / GIBI:,.2f}", style=style)
@@ -242,6 +248,9 @@ def _memory_line(result: StepResult) -> str:
     memory, stage = result.memory, result.memory.worst_stage
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
     verdict = "fits" if memory.fits else "DOES NOT FIT"
+    if memory.host_bytes:
+        host = format_bytes(memory.host_bytes)
+        have += f", {host} of {format_bytes(memory.host_capacity_bytes or 0)} on a host"
     moment = f"peak at {stage.peak_moment} ({format_time(stage.peak_time_ps / PS_PER_S)})"
     return f"{verdict}: {need} of {have}; {moment}, largest tensor {stage.largest_tensor}"
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 from hwprofiles import (
     Attention,
     Cluster,
+    Offload,
     Precision,
     Recompute,
     StackProfile,
@@ -181,6 +182,7 @@ def resolve_plan(
         gradient_precision=replicas.gradient_precision or (old.gradient_precision if old else None),
         reduce_precision=replicas.reduce_precision or (old.reduce_precision if old else None),
         sync_each_microbatch=_syncs(replicas, old),
+        offload=replicas.offload or (old.offload if old else Offload.NONE),
     )
     _check_passes(setting.job, plan)
     return plan

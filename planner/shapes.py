@@ -15,7 +15,7 @@ from simulator.activations import (
 )
 from simulator.block_shape import BlockParameters, BlockShape
 from simulator.parameters import Block
-from simulator.step_builder import message_between
+from simulator.rank_work import message_between
 
 ENDS: tuple[Block, ...] = ("embedding", "head")
 BLOCKS: tuple[Block, ...] = ("layer", *ENDS)

@@ -28,7 +28,7 @@ def time_breakdown(
 
 def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     work, rank = built.work.ranks[pp_rank], times.ranks[pp_rank]
-    total = built.update_costs[pp_rank] + _exposed(built, work, rank)
+    total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
     for cost in built.chunk_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
     if built.work.blocking_messages:
@@ -37,10 +37,12 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     return total
 
 
-def _exposed(built: BuiltStep, work: RankWork, rank: RankTimes) -> PhaseCost:
-    """Return what data-parallel communication the rank waited for."""
+def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) -> PhaseCost:
+    """Return what data-parallel communication, and copies on its stream, the rank waited for."""
     waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
-    waited = _communication(Category.DP_COMM, waited_ps, built.evidence.replicas)
+    host_ps = int(waited_ps * built.host_shares[pp_rank])
+    waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.replicas)
+    waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
     return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
 
 

@@ -1,6 +1,6 @@
 """What a user should know before relying on a result."""
 
-from hwprofiles import Precision, format_bytes
+from hwprofiles import Offload, Precision, format_bytes
 from simulator.costs import CostModel
 from simulator.costs.compute import ALIGNED_ELEMENTS
 from simulator.plan import ParallelPlan, TrainingJob
@@ -30,8 +30,15 @@ def plan_warnings(
 
 def _memory_warnings(memory: MemoryResult) -> list[str]:
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
-    if not memory.fits:
-        return [f"does not fit: rank {memory.worst_rank} needs {need}, usable are {have}"]
+    warnings = []
+    if not memory.fits_device:
+        warnings.append(f"does not fit: rank {memory.worst_rank} needs {need}, usable are {have}")
+    if not memory.fits_host:
+        need_host = format_bytes(memory.host_bytes)
+        have_host = format_bytes(memory.host_capacity_bytes or 0)
+        warnings.append(f"does not fit: a host needs {need_host} of memory, it has {have_host}")
+    if warnings:
+        return warnings
     if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
         return [f"rank {memory.worst_rank} uses {need} of {have}: runs this full tend to be slower"]
     return []
@@ -57,7 +64,7 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
     warnings = []
     if plan.sequence_parallel and plan.tp == 1:
         warnings.append("sequence_parallel has no effect at tp=1")
-    if plan.zero_stage and plan.dp == 1:
+    if plan.zero_stage and plan.dp == 1 and plan.offload is Offload.NONE:
         warnings.append(f"zero_stage={plan.zero_stage} has no effect at dp=1")
     if plan.dp == 1:
         warnings += [

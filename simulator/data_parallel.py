@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hwprofiles import CollectiveOp, ParameterGather, Precision, StackProfile
+from hwprofiles import CollectiveOp, Offload, ParameterGather, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
-from simulator.gradient_formats import Casts, Formats, casts_of, gradient_bytes
+from simulator.gradient_formats import STACKS_OWN, Casts, casts_of, gradient_bytes
 from simulator.memory import Shards, rank_parameters
 from simulator.mesh import Axis, GroupSpan, strided_span
 from simulator.placement import zero_communication
@@ -40,6 +40,7 @@ class Replication(NamedTuple):
     shards: Shards
     reduces_each_microbatch: bool
     reshards: bool = True
+    offload: Offload = Offload.NONE
 
     @property
     def dp(self) -> int:
@@ -48,13 +49,13 @@ class Replication(NamedTuple):
 
     @property
     def in_units(self) -> bool:
-        """Whether parameters are gathered, or sharded gradients reduced, inside every pass."""
-        return self.gathers_units or self.shards.gradients > 1
+        """Whether passes gather parameters, reduce sharded gradients or send them to the host."""
+        return self.gathers_units or self.shards.gradients > 1 or self.offload is Offload.OPTIMIZER
 
     @property
     def gathers_units(self) -> bool:
         """Whether parameters are gathered unit by unit in every pass."""
-        return self.shards.parameters > 1
+        return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
 
     @property
     def has_owners(self) -> bool:
@@ -126,7 +127,7 @@ class Wire(NamedTuple):
         cls, stack: StackProfile, precision: Precision, plan: ParallelPlan | None = None
     ) -> "Wire":
         """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
-        wanted = Formats(None, None) if plan is None else plan.gradient_formats
+        wanted = STACKS_OWN if plan is None else plan.gradient_formats
         reduce_bytes = gradient_bytes(stack, precision, wanted)[1]
         casts = casts_of(stack, precision, wanted)
         if precision is Precision.FP32:

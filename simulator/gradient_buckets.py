@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
+from hwprofiles import Offload
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters
 from simulator.parameters import (
@@ -170,10 +171,10 @@ def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[Sta
     """Return the parts of *stage* whose gradients are reduced in passes, in model order.
 
     With sharded parameters each layer is one; sharded gradients, and those that are reduced under
-    the pass, go bucket by bucket.  None means that a rank's gradients, if there are other
-    replicas, are reduced as one after the last pass.
+    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
+    rank's gradients, if there are other replicas, are reduced as one after the last pass.
     """
-    if to.dp == 1:
+    if to.dp == 1 and to.offload is Offload.NONE:
         return ()
     if to.gathers_units:
         return _owned(unit_parts(shape, stage), to)

@@ -15,6 +15,9 @@ class Formats(NamedTuple):
     reduced: Precision | None
 
 
+STACKS_OWN = Formats(None, None)
+
+
 class Casts(NamedTuple):
     """Formats of a gradient on its way: from backward, in its buffer and on the wire."""
 

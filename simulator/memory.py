@@ -7,6 +7,7 @@ from typing import NamedTuple
 from hwprofiles import Cluster, Precision, StackProfile
 from simulator.activations import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
 from simulator.block_shape import BlockShape
+from simulator.gradient_formats import STACKS_OWN, Formats, gradient_bytes
 from simulator.liveness import pass_workspace_bytes
 from simulator.schedules import Action, Phase
 
@@ -43,13 +44,25 @@ class StateBytes:
     gathered_parameter: int = 2
 
     @classmethod
-    def of(cls, stack: StackProfile, precision: Precision) -> "StateBytes":
-        """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments."""
+    def of(
+        cls,
+        stack: StackProfile,
+        precision: Precision,
+        formats: Formats = STACKS_OWN,
+    ) -> "StateBytes":
+        """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments.
+
+        Args:
+            stack: Software.
+            precision: Number format of the training.
+            formats: Gradient formats that a plan asks for.
+        """
+        kept_bytes, _ = gradient_bytes(stack, precision, formats)
         if precision is Precision.FP32:
-            return cls(4, 4, 8, 0, 4, 4)
+            return cls(4, kept_bytes, 8, 0, 4, 4)
         return cls(
             stack.parameter_bytes,
-            stack.gradient_bytes,
+            kept_bytes,
             stack.optimizer_bytes,
             stack.optimizer_temporary_bytes,
             stack.sharded_parameter_bytes,
@@ -81,13 +94,14 @@ class ChunkMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Everything that decides the memory of one pipeline rank."""
+    """Everything that decides the memory of one pipeline rank, and what it keeps on its host."""
 
     parameters_bytes: int
     gradients_bytes: int
     optimizer_states_bytes: int
     update_temporary_bytes: int
     chunks: tuple[ChunkMemory, ...]
+    host_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
+from hwprofiles import Attention, Offload, Precision, Recompute, StackProfile, Strategy
 from simulator.errors import PlanError
 from simulator.gradient_formats import Formats, formats_refusal
 from simulator.model_spec import ModelSpec
@@ -99,6 +99,7 @@ class ParallelPlan:
             goes with the gradient precision.
         sync_each_microbatch: Reduce gradients in every microbatch, not in the last one alone;
             None is the stack's habit.
+        offload: What is kept and updated on the host.
     """
 
     tp: int = 1
@@ -118,6 +119,7 @@ class ParallelPlan:
     gradient_precision: Precision | None = None
     reduce_precision: Precision | None = None
     sync_each_microbatch: bool | None = None
+    offload: Offload = Offload.NONE
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""

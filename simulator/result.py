@@ -43,7 +43,8 @@ class MemoryResult:
     """Memory of the fullest rank by three rules of counting, against what there is.
 
     ``peak_bytes`` are live tensors, ``reserved_bytes`` add the allocator's rounding,
-    ``device_bytes`` the context; a plan fits when the last is at most ``usable_bytes``.
+    ``device_bytes`` the context; a plan fits when the last is at most ``usable_bytes``, and
+    ``host_bytes``, what the fullest node keeps on its host, at most ``host_capacity_bytes``.
     """
 
     peak_bytes: int
@@ -53,11 +54,23 @@ class MemoryResult:
     usable_bytes: int
     worst_rank: int
     by_stage: tuple[StageMemory, ...]
+    host_bytes: int = 0
+    host_capacity_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
         """Whether the plan can run."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether every device has room."""
         return self.device_bytes <= self.usable_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether every host has room for what is offloaded to it."""
+        return self.host_bytes <= (self.host_capacity_bytes or 0)
 
     @property
     def worst_stage(self) -> StageMemory:

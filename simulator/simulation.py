@@ -20,6 +20,7 @@ from simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
+from simulator.offload import node_host_bytes, offload_refusal
 from simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
 from simulator.result import MemoryResult, StageMemory, StepResult
 from simulator.schedules import Action, Phase, get_schedule
@@ -67,8 +68,10 @@ def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: St
     peak_flops_per_s(cluster.device, job.precision)
     schedule = get_schedule(plan.schedule)
     num_microbatches = plan.num_microbatches(job)
-    refusal = schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages) or stack_refusal(
-        job, plan, stack
+    refusal = (
+        schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
+        or stack_refusal(job, plan, stack)
+        or offload_refusal(job, plan, cluster, stack)
     )
     if refusal is not None:
         raise PlanError(refusal)
@@ -120,6 +123,8 @@ def _memory(
         usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
         worst_rank=built.mesh.rank(pp_rank=worst.stage),
         by_stage=stages,
+        host_bytes=node_host_bytes(built.mesh, [memory.host_bytes for memory in built.memory]),
+        host_capacity_bytes=costs.cluster.host_memory_capacity_bytes,
     )
 
 

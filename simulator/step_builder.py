@@ -1,55 +1,52 @@
 """From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from hwprofiles import CollectiveOp, Source, StackProfile
+from hwprofiles import Source, StackProfile
 from simulator.block_shape import BlockShape
-from simulator.costs import Category, Cost, CostModel, PhaseCost
+from simulator.costs import CostModel, PhaseCost
 from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
-    gather_cost,
     norm_cost,
     reduce_cost,
     sum_parameters,
-    update_cost,
 )
-from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
-from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
-from simulator.gradient_formats import gradient_bytes
+from simulator.engine import StepWork
+from simulator.gradient_buckets import reduced_parts
 from simulator.memory import (
     RankMemory,
     StateBytes,
     chunk_memory,
     rank_memory,
-    sharded_workspace_bytes,
     with_workspace,
 )
-from simulator.mesh import Axis, GroupSpan, Mesh
+from simulator.mesh import Axis, Mesh
+from simulator.offload import (
+    HostSide,
+    host_share,
+    offloaded_memory,
+    rank_update_cost,
+    unit_workspace_bytes,
+)
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
+from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_works
 from simulator.schedules import get_schedule
 
 PPM = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCost:
-    """Cost of one forward and one backward pass through a virtual stage."""
-
-    forward: PhaseCost
-    backward: PhaseCost
-
-
 class Evidence(NamedTuple):
-    """What the times of stage messages, of replicas' collectives and of the norm rest on."""
+    """What the times of stage messages, replicas' collectives, norm and host copies rest on."""
 
     messages: Source
     replicas: Source
     norm: Source
+    host: Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +54,8 @@ class BuiltStep:
     """A step ready to simulate, with what its report needs.
 
     ``stages``, ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank;
-    ``evidence`` is what the times of communication rest on.
+    ``evidence`` is what the times of communication rest on, ``host_shares`` is how much of what
+    ranks wait for on their data-parallel streams is copies from and to the host.
     """
 
     job: TrainingJob
@@ -70,20 +68,7 @@ class BuiltStep:
     chunk_costs: tuple[tuple[ChunkCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     memory: tuple[RankMemory, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What every part of one plan's step is built from."""
-
-    job: TrainingJob
-    plan: ParallelPlan
-    costs: CostModel
-    shape: BlockShape
-    mesh: Mesh
-    wire: Wire
-    replication: Replication
-    parts: dict[Stage, tuple[StagePart, ...]]
+    host_shares: tuple[Fraction, ...]
 
 
 def overhead_per_million(stack: StackProfile) -> int:
@@ -98,39 +83,6 @@ def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
         Stage(plan.stages[index], index == 0, index == last)
         for index in range(pp_rank, plan.num_stages, plan.pp)
     )
-
-
-def chunk_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> ChunkCost:
-    """Return the cost of a pass through *stage*."""
-    layer = costs.block_cost(shape, "layer")
-    forward, backward = layer.forward * stage.num_layers, layer.backward * stage.num_layers
-    if stage.has_embedding:
-        embedding = costs.block_cost(shape, "embedding")
-        forward, backward = forward + embedding.forward, backward + embedding.backward
-    if stage.has_head:
-        head = costs.block_cost(shape, "head")
-        forward, backward = forward + head.forward, backward + head.backward
-    return ChunkCost(forward, backward)
-
-
-def message_between(
-    costs: CostModel, shape: BlockShape, *, crosses_nodes: bool
-) -> tuple[Message, PhaseCost]:
-    """Return the message of one microbatch between two stages, and its time on the port.
-
-    With scatter/gather each rank of a tensor-parallel group sends its part, which the
-    receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
-    """
-    size_bytes = shape.message_bytes
-    delay_ps = 0
-    if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
-        span = costs.tp_span(shape.tp)
-        gather = costs.collective(CollectiveOp.ALL_GATHER, size_bytes, span, Axis.TP)
-        delay_ps = gather.time_ps
-        size_bytes = -(-size_bytes // shape.tp)
-    cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
-    message = Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
-    return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
 
 
 def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
@@ -149,7 +101,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
             usual if plan.sync_each_microbatch is None else plan.sync_each_microbatch
         ),
         parameter_gather=stack.parameter_gather,
-    )._replace(reshards=plan.reshard_after_forward)
+    )._replace(reshards=plan.reshard_after_forward, offload=plan.offload)
 
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
@@ -158,26 +110,32 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
     shape = BlockShape.of(job, plan, costs.stack)
     to = replication_of(plan, costs.stack, mesh)
+    wire = Wire.of(costs.stack, job.precision, plan)
+    state = StateBytes.of(costs.stack, job.precision, plan.gradient_formats)
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     stages_once = dict.fromkeys(stage for stages in held for stage in stages)
-    context = _Context(
+    context = StepContext(
         job=job,
         plan=plan,
         costs=costs,
         shape=shape,
         mesh=mesh,
-        wire=Wire.of(costs.stack, job.precision, plan),
+        wire=wire,
         replication=to,
+        host=HostSide(costs, wire, state, to),
         parts={stage: reduced_parts(shape, stage, to) for stage in stages_once},
     )
     passes = {stage: chunk_cost(costs, shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(held))
     memory = {stages: _memory(context, stages) for stages in distinct}
-    updates = {stages: _update(context, stages) for stages in distinct}
+    updates = {
+        stages: rank_update_cost(context.host, sum_parameters(shape, stages)) for stages in distinct
+    }
+    work = _step_work(context, held, passes)
     return BuiltStep(
         job=job,
         plan=plan,
-        work=_step_work(context, held, passes),
+        work=work,
         mesh=mesh,
         shape=shape,
         stages=tuple(held),
@@ -185,20 +143,26 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
         update_costs=tuple(updates[stages] for stages in held),
         memory=tuple(memory[stages] for stages in held),
+        host_shares=tuple(
+            host_share(context.host, context.parts, stages, rank, work.num_microbatches)
+            for rank, stages in zip(work.ranks, held, strict=True)
+        ),
     )
 
 
-def _evidence(context: _Context, stages: tuple[Stage, ...]) -> Evidence:
+def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
     costs, plan, shape = context.costs, context.plan, context.shape
     crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
     message = costs.message(shape.message_bytes, crosses_nodes=crosses)
     parameters = sum_parameters(shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
-    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source)
+    link = costs.cluster.host_link
+    host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
+    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source, host)
 
 
 def _step_work(
-    context: _Context, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+    context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
 ) -> StepWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
     schedule = get_schedule(plan.schedule)
@@ -210,7 +174,7 @@ def _step_work(
         or context.replication.gathers_units
     )
     return StepWork(
-        ranks=_rank_works(context, held, passes),
+        ranks=rank_works(context, held, passes),
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
@@ -221,146 +185,8 @@ def _step_work(
     )
 
 
-def _rank_works(
-    context: _Context, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
-) -> tuple[RankWork, ...]:
-    """Return the work of each pipeline rank; equal ranks share one record."""
-    known: dict[tuple[tuple[Stage, ...], tuple[Message, Message]], RankWork] = {}
-    ranks = []
-    for pp_rank, stages in enumerate(held):
-        messages = (_message(context, pp_rank, 1), _message(context, pp_rank, -1))
-        key = (stages, messages)
-        if key not in known:
-            known[key] = _rank_work(context, stages, messages, passes)
-        ranks.append(known[key])
-    return tuple(ranks)
-
-
-def _rank_work(
-    context: _Context,
-    stages: tuple[Stage, ...],
-    messages: tuple[Message, Message],
-    passes: dict[Stage, ChunkCost],
-) -> RankWork:
-    plan, costs, stack = context.plan, context.costs, context.costs.stack
-    parameters = sum_parameters(context.shape, stages)
-    reduce = reduce_cost(costs, parameters, context.wire, context.replication)
-    gather = gather_cost(costs, parameters, context.wire, context.replication)
-    update = update_cost(costs, parameters, context.wire, context.replication)
-    gathers_units = context.replication.gathers_units
-    return RankWork(
-        chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
-        reduce_ps=0 if context.parts[stages[0]] else reduce.time_ps,
-        shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
-        optimizer_ps=update.time_ps,
-        gather_ps=0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps,
-    )
-
-
-def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan, mesh: Mesh) -> int:
-    """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
-    if plan.pp == 1 or not shape.model.tied_embeddings:
-        return 0
-    wire = Wire.of(costs.stack, shape.precision, plan)
-    table_bytes = shape.local_vocab_size * shape.model.hidden_size * wire.reduce_bytes
-    crosses = mesh.crosses_nodes(0, plan.pp - 1)
-    span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
-    # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
-    # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
-    return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP).time_ps
-
-
-def _chunk_work(
-    context: _Context, stage: Stage, messages: tuple[Message, Message], passed: ChunkCost
-) -> ChunkWork:
-    stack, to = context.costs.stack, context.replication
-    forward_message, backward_message = messages
-    parts = context.parts[stage]
-    gathers = stack.overlap_parameter_gather and to.gather_op is not None and to.dp > 1
-    forward_units, backward_units = _units(context, parts) if to.in_units else ((), ())
-    return ChunkWork(
-        forward_ps=passed.forward.time_ps,
-        backward_ps=passed.backward.time_ps,
-        forward_message=forward_message,
-        backward_message=backward_message,
-        gathers=_gathers(context, stage) if gathers and not to.gathers_units else (),
-        reductions=() if to.in_units else _reductions(context, parts),
-        forward_units=forward_units if to.gathers_units else (),
-        backward_units=backward_units,
-        reduces_each_pass=to.reduces_each_microbatch,
-    )
-
-
-def _units(
-    context: _Context, parts: tuple[StagePart, ...]
-) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """Return the units of each forward pass in model order, and of each backward pass reversed."""
-    to = context.replication
-    forward, backward = [], []
-    for part in parts:
-        passed = chunk_cost(context.costs, context.shape, part.stage)
-        gather_ps = _buckets_ps(context, part, gather_cost) if to.gathers_units else 0
-        reduce_ps = _buckets_ps(context, part, reduce_cost)
-        forward.append(Unit(passed.forward.time_ps, gather_ps))
-        regather_ps = gather_ps if to.reshards else 0
-        backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps))
-    return tuple(forward), tuple(reversed(backward))
-
-
-def _buckets_ps(
-    context: _Context, part: StagePart, cost: Callable[[CostModel, int, Wire, Replication], Cost]
-) -> int:
-    """Return the time of the collectives of a part, one bucket after the other."""
-    counts = Counter(part.buckets)
-    return sum(
-        count * cost(context.costs, parameters, context.wire, context.replication).time_ps
-        for parameters, count in counts.items()
-    )
-
-
-def _message(context: _Context, pp_rank: int, step: int) -> Message:
-    """Return the message of a rank to the next one (*step* 1) or the previous one (-1)."""
-    if context.plan.pp == 1:
-        return Message()
-    target = (pp_rank + step) % context.plan.pp
-    crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
-    return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
-
-
-def _gathers(context: _Context, stage: Stage) -> tuple[Segment, ...]:
-    """Return the first forward pass cut at its parameter buckets, in model order."""
-    return tuple(
-        Segment(
-            chunk_cost(context.costs, context.shape, part.stage).forward.time_ps,
-            _buckets_ps(context, part, gather_cost),
-        )
-        for part in bucket_parts(context.shape, stage)
-    )
-
-
-def _reductions(context: _Context, parts: tuple[StagePart, ...]) -> tuple[Segment, ...]:
-    """Return a backward pass cut where gradients are reduced, last layers first."""
-    return tuple(
-        Segment(
-            chunk_cost(context.costs, context.shape, part.stage).backward.time_ps,
-            _buckets_ps(context, part, reduce_cost),
-        )
-        for part in reversed(parts)
-    )
-
-
-def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
-    parameters = sum_parameters(context.shape, stages)
-    return update_cost(context.costs, parameters, context.wire, context.replication)
-
-
-def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
-    shape, to = context.shape, context.replication
-    stack, precision = context.costs.stack, context.job.precision
-    state = replace(
-        StateBytes.of(stack, precision),
-        gradient=gradient_bytes(stack, precision, context.plan.gradient_formats)[0],
-    )
+def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
+    shape, state, to = context.shape, context.host.state, context.replication
     chunks = []
     for stage in stages:
         chunk = chunk_memory(
@@ -369,20 +195,20 @@ def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
         parts = context.parts[stage]
         if to.in_units:
             units = [sum(part.buckets) for part in parts]
-            extra = sharded_workspace_bytes(units, state, to.shards, reshards=to.reshards)
-            chunk = with_workspace(chunk, extra)
+            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
         buckets = [parameters for part in parts for parameters in part.buckets]
         chunk = with_workspace(chunk, (0, _cast_bytes(context, max(buckets, default=0))))
         chunks.append(chunk)
     num_parameters = sum_parameters(shape, stages)
     memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
+    memory = offloaded_memory(context.host, memory, num_parameters)
     if context.parts[stages[0]]:
         return memory
     at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
     return replace(memory, update_temporary_bytes=at_end)
 
 
-def _cast_bytes(context: _Context, num_parameters: int) -> int:
+def _cast_bytes(context: StepContext, num_parameters: int) -> int:
     """Return what holds gradients that are reduced together in another format than their own."""
     casts, to = context.wire.casts, context.replication
     if casts is None or to.dp == 1:

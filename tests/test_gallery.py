@@ -42,4 +42,4 @@ def test_a_command_prints_its_row(title: str, command: str, picture: str, tmp_pa
 def test_every_row_has_a_section() -> None:
     rows = re.findall(r"^\| \[(.*)\]\(#", PAGE, re.MULTILINE)
     assert rows == [title for title, _, _ in SECTIONS]
-    assert len(rows) == 16
+    assert len(rows) == 18

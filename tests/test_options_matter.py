@@ -39,6 +39,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "stages": (STEP, ["--stages", "20,12"]),
     "dp_shard": (SHARDED, ["--dp-shard", "4"]),
     "reshard_after_forward": (SHARDED, ["--no-reshard-after-forward"]),
+    "offload": (SHARDED, ["--offload", "parameters"]),
     "bucket_size": (STEP, ["--bucket-size", "2 GB"]),
     "gradient_precision": (STEP, ["--gradient-precision", "bf16"]),
     "reduce_precision": (DDP, ["--reduce-precision", "bf16"]),

@@ -77,3 +77,15 @@ def test_gradient_options_are_kept_and_overridden(tmp_path: Path) -> None:
     off = document("simulate", "--plan", saved, "--no-sync-each-microbatch")
     assert off["plan"]["sync_each_microbatch"] is False
     assert off["step_time_s"] < again["step_time_s"]
+
+
+def test_offloading_is_kept_and_can_be_taken_back(tmp_path: Path) -> None:
+    words = [*STEP, "--stack", "torchtitan", "--offload", "parameters"]
+    expected = document(*words, "--out", str(tmp_path / "out"))
+    saved = str(tmp_path / "out" / "plan.json")
+    assert document("simulate", "--plan", saved) == expected
+    assert expected["plan"]["offload"] == "parameters"
+    assert 0 < expected["memory"]["host_bytes"] < expected["memory"]["host_capacity_bytes"]
+    plain = document("simulate", "--plan", saved, "--offload", "none")
+    assert "host_bytes" not in plain["memory"]
+    assert plain["step_time_s"] < expected["step_time_s"]

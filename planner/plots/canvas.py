@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from hwprofiles import Cluster, StackProfile
+from hwprofiles import Cluster, Offload, StackProfile
 from simulator import ParallelPlan, StepResult, TrainingJob
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
@@ -93,6 +93,8 @@ def describe_step(step: StepResult) -> tuple[str, str]:
     """Return the two lines that say of what job and layout a picture of a step is."""
     plan = step.plan
     options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
+    if plan.offload is not Offload.NONE:
+        options.append(f"offload {plan.offload}")
     if plan.sequence_parallel:
         options.insert(1, "sequence parallel")
     job = describe_job(step.job, step.cluster, step.stack, plan.world_size)

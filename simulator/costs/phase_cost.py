@@ -20,12 +20,13 @@ class Category(StrEnum):
     TP_COMM = "tp_comm"
     PP_COMM = "pp_comm"
     DP_COMM = "dp_comm"
+    HOST_COPY = "host_copy"
     OPTIMIZER = "optimizer"
     STEP_OVERHEAD = "step_overhead"
     BUBBLE = "bubble"
 
 
-COMMUNICATION = (Category.TP_COMM, Category.PP_COMM, Category.DP_COMM)
+COMMUNICATION = (Category.TP_COMM, Category.PP_COMM, Category.DP_COMM, Category.HOST_COPY)
 
 _CATEGORY_INDEX = {category: index for index, category in enumerate(Category)}
 _SOURCE_INDEX = {source: index for index, source in enumerate(Source)}

@@ -14,7 +14,7 @@ from simpy import Environment, Event
 
 from simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from simulator.engine.program import Instruction, compile_rank
-from simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
+from simulator.engine.work import Segment, StepWork, UnitCollective, UnitPart
 from simulator.schedules import Phase
 
 Process = Generator[Event, int, None]
@@ -99,8 +99,7 @@ class Run:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
             if instruction.units:
-                reduces = instruction.reduces_always or microbatch == last
-                now = yield from self._sharded_pass(place, instruction.units, now, reduces)
+                now = yield from self._sharded_pass(place, instruction, microbatch, now)
             elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
             elif instruction.reductions and (instruction.reduces_always or microbatch == last):
@@ -149,14 +148,12 @@ class Run:
         return now
 
     def _sharded_pass(
-        self,
-        place: Place,
-        units: tuple[Unit, ...],
-        now: int,
-        reduces: bool,  # noqa: FBT001
+        self, place: Place, instruction: Instruction, microbatch: int, now: int
     ) -> Generator[Event, int, int]:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
+        units = instruction.units
+        reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
             state.queue.append(Queued(now, units[0].gather_ps, UnitPart.GATHER))
@@ -167,7 +164,8 @@ class Run:
                 state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
             now += unit.compute_ps
             if reduces and unit.reduce_ps:
-                state.queue.append(Queued(now, unit.reduce_ps, UnitPart.REDUCTION))
+                reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
+                state.queue.append(Queued(now, reduce_ps, UnitPart.REDUCTION))
                 if not prefetches:
                     now = yield from self._wait_for(place, len(state.queue), now)
             if next_ps and not prefetches:

@@ -24,12 +24,14 @@ class Segment:
 class Unit:
     """A part of every pass whose parameters are sharded: gather, compute, reduce.
 
-    The gather must end before the unit computes; the reduction may start when it has.
+    The gather must end before the unit computes; the reduction may start when it has.  After the
+    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.
     """
 
     compute_ps: int
     gather_ps: int = 0
     reduce_ps: int = 0
+    again_ps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from simulator.engine import TaskKind, simulate_tasks
 from simulator.errors import PlanError
 from simulator.memory import RankMemory, StateBytes, chunk_memory
 from simulator.plan import ParameterServer
+from simulator.rank_work import ChunkCost, chunk_cost
 from simulator.result import StepResult
-from simulator.step_builder import ChunkCost, chunk_cost
 from simulator.strategies.async_rounds import Round, account_rounds
 from simulator.strategies.graph_step import (
     Case,

@@ -339,6 +339,30 @@ MISTAKES = [
         "gradient_bucket_parameters = 40000000\nfirst_gradient_bucket_parameters = 0",
         ": first_gradient_bucket_parameters: 0 is not allowed; it must",
     ),
+    (
+        CLUSTER,
+        'host_memory = "2 TiB"\n',
+        "",
+        ": host_memory: missing; allowed: host_link, host_memory, host_memory_bandwidth, host_so",
+    ),
+    (
+        CLUSTER,
+        'host_link = "pcie4-x16"',
+        'host_link = "pcie-4"',
+        ": host_link: unknown link 'pcie-4'; nearest: pcie5-x16, pcie4-x16",
+    ),
+    (
+        STACK,
+        "sequence_parallel = true",
+        'sequence_parallel = true\noffload_modes = ["none", "optimizer"]',
+        ": fitted.host_bandwidth_fraction: 0 does not go with offload_modes; allowed: more than 0",
+    ),
+    (
+        STACK,
+        "sequence_parallel = true",
+        'sequence_parallel = true\noffload_modes = ["optimizer"]',
+        ": offload_modes: none is not in offload_modes; allowed: optimizer",
+    ),
 ]
 
 

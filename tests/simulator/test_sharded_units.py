@@ -87,11 +87,21 @@ def test_a_reduction_once_a_step_waits_for_the_last_microbatch() -> None:
     assert [item.start_ps for item in once.collectives] == [60]
 
 
+@given(reduce=TIMES, again=TIMES, microbatches=st.integers(1, 5))
+def test_a_reduction_takes_longer_once_there_is_something_to_add_to(
+    reduce: int, again: int, microbatches: int
+) -> None:
+    backward = (Unit(1, 0, reduce, again),)
+    work = work_of((Unit(1),), backward, num_microbatches=microbatches, prefetches=False)
+    expected = microbatches * (2 + reduce) + (microbatches - 1) * again
+    assert simulate_folded(work).step_ps == expected
+
+
 @pytest.mark.parametrize("prefetches", [True, False])
 @pytest.mark.parametrize("reduces_each_pass", [True, False])
 def test_folded_equals_unfolded(*, prefetches: bool, reduces_each_pass: bool) -> None:
     forward = (Unit(10, 3), Unit(20, 9))
-    backward = (Unit(41, 9, 17), Unit(19, 3, 5))
+    backward = (Unit(41, 9, 17, 3), Unit(19, 3, 5, 11))
     work = work_of(
         forward,
         backward,

@@ -38,13 +38,11 @@ from simulator.operators import Collective, Gemm, Operator, sum_flops
 from simulator.parameters import padded_vocab_size
 from simulator.partition import resolve_stages
 from simulator.plan import ParallelPlan, TrainingJob
+from simulator.rank_work import chunk_cost, message_between, shared_embedding_ps
 from simulator.step_builder import (
     BuiltStep,
     build_step,
-    chunk_cost,
-    message_between,
     rank_stages,
-    shared_embedding_ps,
 )
 
 RELAXED = settings(deadline=None, max_examples=40)

@@ -152,3 +152,13 @@ def test_a_stack_cannot_broadcast_what_is_not_sharded(stages: str, tmp_path: Pat
     path.write_text(text.replace("zero_stages = [0, 3]", f"zero_stages = {stages}"))
     with pytest.raises(ProfileError, match="parameter_gather: broadcast"):
         load_stack(path)
+
+
+def test_a_stack_cannot_broadcast_from_the_host(tmp_path: Path) -> None:
+    data = files("hwprofiles") / "data" / "stacks" / "zero-broadcast.toml"
+    path = tmp_path / "mine.toml"
+    modes = 'zero_stages = [0, 3]\noffload_modes = ["none", "parameters"]'
+    text = data.read_text(encoding="utf-8").replace("zero_stages = [0, 3]", modes)
+    path.write_text(text)
+    with pytest.raises(ProfileError, match="without hybrid_sharding or offloading"):
+        load_stack(path)
