@@ -55,7 +55,9 @@ class StackProfile(Profile):
     scatters the sum of looked-up tokens also where a learned position is added;
     ``recompute_stops_early`` whether recomputation ends when the last kept tensor is there;
     ``autocast`` whether 16-bit training casts fp32 weights in every pass and keeps the residual
-    stream in fp32; ``keeps_stage_outputs`` whether a pipeline stage holds its output until the
+    stream in fp32; ``root_unit`` whether sharded embedding and
+    head form a unit of their own that stays gathered from forward to backward (FSDP's root);
+    ``keeps_stage_outputs`` whether a pipeline stage holds its output until the
     backward pass of the microbatch.
 
     Gradients are reduced in buckets of ``gradient_bucket_parameters`` at least, the first one of
@@ -110,6 +112,7 @@ class StackProfile(Profile):
     autocast: Flag = False
     keeps_stage_outputs: Flag = False
     scatters_positions: Flag = False
+    root_unit: Flag = False
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False

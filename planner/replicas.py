@@ -82,7 +82,7 @@ class ReplicaCosts:
             span,
             reduces_each_microbatch=reduces_each,
             parameter_gather=self._stack.parameter_gather,
-        )
+        )._replace(keeps_units=self._stack.root_unit and pp > 1)
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
@@ -125,6 +125,7 @@ class ReplicaCosts:
         gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
         reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
+        port_again = sum(self._again(shape, stage, to) for stage in role.stages)
         each = to.reduces_each_microbatch
         if not to.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._rank_parameters(shape, role.stages)
@@ -141,9 +142,11 @@ class ReplicaCosts:
             gather_all=0,
             update=update,
             shared_embedding=0,
-            port_each=2 * port_gather + port_reduce * each,
-            port_last=port_reduce * (not each),
+            port_each=port_again + port_gather * (not to.keeps_units) + port_reduce * each,
+            port_last=port_gather * to.keeps_units + port_reduce * (not each),
         )
+        if to.keeps_units:
+            return times._replace(exposed=reduces[0][0])
         if self._stack.prefetches_units:
             return times._replace(
                 exposed=reduces[0][0],
@@ -151,7 +154,7 @@ class ReplicaCosts:
                 backward_wait=sum(parts[-1] for parts in gathers),
             )
         return times._replace(
-            forward_wait=port_gather, backward_wait=port_gather + port_reduce * each
+            forward_wait=port_gather, backward_wait=port_again + port_reduce * each
         )
 
     def _part_times(
@@ -162,6 +165,13 @@ class ReplicaCosts:
             return [0]
         cost = gather_cost if gathers else reduce_cost
         return self._costs_of(reduced_parts(shape, stage, to), cost, to)
+
+    def _again(self, shape: BlockShape, stage: Stage, to: Replication) -> int:
+        """Return the time of gathering again for a backward pass what does not stay."""
+        if not to.gathers_units:
+            return 0
+        freed = tuple(part for part in reduced_parts(shape, stage, to) if not part.stays)
+        return sum(self._costs_of(freed, gather_cost, to))
 
     def _costs_of(
         self,

@@ -28,7 +28,9 @@ class Stage(NamedTuple):
 class Replication(NamedTuple):
     """The data-parallel side of a plan: sharding, groups and their collectives.
 
-    ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
+    ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
+    between the microbatches of a pipeline.  ``span`` is that of a set of shards (of a data-parallel
+    group where nothing is sharded),
     ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
     """
 
@@ -41,6 +43,7 @@ class Replication(NamedTuple):
     reduces_each_microbatch: bool
     reshards: bool = True
     offload: Offload = Offload.NONE
+    keeps_units: bool = False
 
     @property
     def dp(self) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hwprofiles import Offload
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters
+from simulator.engine.work import num_gathers
 from simulator.parameters import (
     Block,
     ParameterTensor,
@@ -40,11 +41,13 @@ class StagePart(NamedTuple):
     """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
 
     In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
-    forward pass it is the first one to need their parameters.
+    forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
+    a forward pass and its backward.
     """
 
     stage: Stage
     buckets: tuple[int, ...]
+    stays: bool = False
 
 
 def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
@@ -153,6 +156,8 @@ def unit_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
     The embedding is part of the first, the head of the last; a tied table belongs to the part
     with the embedding, or as a copy to the head's.
     """
+    if shape.stack.root_unit:
+        return _units_with_root(shape, stage)
     last = max(0, stage.num_layers - 1)
     units = [
         Stage(
@@ -165,6 +170,24 @@ def unit_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
     counts = [stage_parameters(shape, unit) for unit in units]
     counts[-1] += stage_parameters(shape, stage) - sum(counts)
     return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
+
+
+def _units_with_root(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+    """Return each layer as a unit, after the root: embedding and head, gathered before all."""
+    layer = shape.parameters.layer
+    root = stage_parameters(shape, stage) - stage.num_layers * layer
+    parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
+    one = Stage(1, has_embedding=False, has_head=False)
+    parts += [StagePart(one, (layer,))] * stage.num_layers
+    if stage.has_head:
+        parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
+    return tuple(parts if root else parts[1:])
+
+
+def part_gathers(part: StagePart, to: Replication, num_microbatches: int) -> int:
+    """Return how often the parameters of *part* are gathered in a step."""
+    stays = part.stays or not to.reshards
+    return num_gathers(num_microbatches, stays=stays, keeps_units=to.keeps_units)
 
 
 def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[StagePart, ...]:

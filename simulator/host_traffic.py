@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hwprofiles import Offload, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Wire, sum_parameters
-from simulator.gradient_buckets import reduced_parts
+from simulator.gradient_buckets import part_gathers, reduced_parts
 from simulator.memory import StateBytes
 from simulator.mesh import Mesh
 from simulator.offload import owned_share
@@ -32,17 +32,17 @@ def host_traffic(
     stages = rank_stages(plan, pp_rank)
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
     wire = Wire.of(stack, job.precision, plan)
-    shares = sum(
-        owned_share(count, to)
-        for stage in stages
-        for part in reduced_parts(shape, stage, to)
-        for count in part.buckets
-    )
+    parts = [part for stage in stages for part in reduced_parts(shape, stage, to)]
+    shares = sum(owned_share(count, to) for part in parts for count in part.buckets)
     num_microbatches = plan.num_microbatches(job)
     num_reductions = num_microbatches if to.reduces_each_microbatch else 1
     to_host = num_reductions * shares * state.gradient
     if to.offload is Offload.PARAMETERS:
-        num_gathers = (1 + to.reshards) * num_microbatches
-        return HostTraffic(num_gathers * shares * state.sharded_parameter, to_host)
+        gathered = sum(
+            owned_share(count, to) * part_gathers(part, to, num_microbatches)
+            for part in parts
+            for count in part.buckets
+        )
+        return HostTraffic(gathered * state.sharded_parameter, to_host)
     updated = owned_share(sum_parameters(shape, stages), to) * wire.gather_bytes
     return HostTraffic(updated + (num_reductions - 1) * shares * state.gradient, to_host)

@@ -21,7 +21,8 @@ from simulator.data_parallel import (
     update_cost,
 )
 from simulator.engine import RankWork
-from simulator.gradient_buckets import StagePart
+from simulator.engine.work import num_gathers
+from simulator.gradient_buckets import StagePart, part_gathers
 from simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from simulator.mesh import Mesh
 from simulator.plan import ParallelPlan, TrainingJob
@@ -209,13 +210,17 @@ def host_share(
     num_reductions = num_microbatches if to.reduces_each_microbatch else 1
     again_ps = (num_microbatches - 1) * sum(each.again_ps for each in copies)
     host_ps = copy_back_ps(side, num_parameters) + again_ps
-    host_ps += (1 + to.reshards) * num_microbatches * sum(each.in_ps for each in copies)
+    host_ps += sum(
+        each.in_ps * part_gathers(part, to, num_microbatches)
+        for part, each in zip(held, copies, strict=True)
+    )
     host_ps += num_reductions * sum(each.out_ps for each in copies)
     busy_ps = work.gather_ps + again_ps
     for chunk in work.chunks:
-        units = (*chunk.forward_units, *chunk.backward_units)
-        busy_ps += num_microbatches * sum(unit.gather_ps for unit in units)
-        busy_ps += num_reductions * sum(unit.reduce_ps for unit in units)
+        for unit in chunk.forward_units:
+            gathers = num_gathers(num_microbatches, stays=unit.stays, keeps_units=to.keeps_units)
+            busy_ps += gathers * unit.gather_ps
+        busy_ps += num_reductions * sum(unit.reduce_ps for unit in chunk.backward_units)
     return Fraction(host_ps, busy_ps)
 
 

@@ -163,8 +163,9 @@ def _units(
         if to.gathers_units:
             gather_ps += _buckets_ps(context, part, gather_cost)
         reduce_ps = _buckets_ps(context, part, reduce_cost) + copies.out_ps
-        forward.append(Unit(passed.forward.time_ps, gather_ps))
-        regather_ps = gather_ps if to.reshards else 0
+        stays = part.stays or not to.reshards
+        forward.append(Unit(passed.forward.time_ps, gather_ps, stays=stays))
+        regather_ps = 0 if stays else gather_ps
         backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps, copies.again_ps))
     return tuple(forward), tuple(reversed(backward))
 

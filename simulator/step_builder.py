@@ -101,7 +101,11 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
             usual if plan.sync_each_microbatch is None else plan.sync_each_microbatch
         ),
         parameter_gather=stack.parameter_gather,
-    )._replace(reshards=plan.reshard_after_forward, offload=plan.offload)
+    )._replace(
+        reshards=plan.reshard_after_forward,
+        offload=plan.offload,
+        keeps_units=stack.root_unit and plan.pp > 1,
+    )
 
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
@@ -180,6 +184,7 @@ def _step_work(
         blocking_messages=not stack.overlap_p2p,
         shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
+        keeps_units=context.replication.keeps_units,
         norm_ps=norm_cost(costs).time_ps,
         overhead_per_million=overhead_per_million(stack),
     )

@@ -14,7 +14,7 @@ from simulator.data_parallel import (
     Wire,
     sum_parameters,
 )
-from simulator.gradient_buckets import bucket_parts, reduced_parts
+from simulator.gradient_buckets import bucket_parts, part_gathers, reduced_parts
 from simulator.mesh import Axis, Mesh
 from simulator.operator_graph import embedding_operators, head_operators, layer_operators
 from simulator.operators import BlockOperators, Collective
@@ -98,9 +98,16 @@ def _replica_collectives(
             yield op, size_bytes, span.num_ranks, in_each
     if to.gather_op is None:
         return
-    gathers = (1 + to.reshards) * num_microbatches if to.gathers_units else 1
-    for parameters in _gathered(shape, stages, to) or [whole]:
-        yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, gathers
+    if to.gathers_units:
+        for stage in stages:
+            for part in reduced_parts(shape, stage, to):
+                gathers = part_gathers(part, to, num_microbatches)
+                for parameters in part.buckets:
+                    size_bytes = parameters * wire.gather_bytes
+                    yield to.gather_op, size_bytes, to.span.num_ranks, gathers
+        return
+    for parameters in _gathered(shape, stages) or [whole]:
+        yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, 1
 
 
 def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
@@ -113,10 +120,8 @@ def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> l
     ]
 
 
-def _gathered(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
+def _gathered(shape: BlockShape, stages: tuple[Stage, ...]) -> list[int]:
     """Return the parameters of each gather inside a pass; none where a rank's are one."""
-    if to.gathers_units:
-        return _reduced(shape, stages, to)
     if not shape.stack.overlap_parameter_gather:
         return []
     return [

@@ -1,4 +1,4 @@
-"""One process as one rank of any plan: built, run for two steps, and counted; no GPU, no network.
+"""One process as one rank of any plan: built, run for some steps, and counted; no GPU, no network.
 
 Torch is imported late: whoever only reads results does not wait for it.
 """
@@ -73,18 +73,17 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
         )
         oracle = RankOracle(program.groups)
         with oracle:
-            run_counted(program, oracle, NUM_STEPS)
+            for _ in run_counted(program, oracle, NUM_STEPS):
+                pass  # the counts of the last are kept
         yield oracle
 
 
 def run_counted(
     program: "RankProgram", oracle: "RankOracle", num_steps: int
-) -> list[list["Tensor"]]:
-    """Run steps of *program* and count the last; return the losses of each, where there are any."""
-    losses: list[list[Tensor]] = []
+) -> Iterator[list["Tensor"]]:
+    """Run steps of *program*, each counted afresh; after each yield its losses, if any."""
     for step in range(num_steps):
         for tensor, kind in program.held_tensors():
             oracle.mark(tensor, kind)
         oracle.start_step()
-        losses.append(program.run_step(step))
-    return losses
+        yield program.run_step(step)

@@ -22,7 +22,8 @@ class CollectiveCount(NamedTuple):
 
     Args:
         axis: Whose group: "tp", "dp" (all data-parallel ranks, or a set of shards), "replica"
-            (ranks that hold the same shard), "pp", "world", or a name of the strategy's own.
+            (ranks that hold the same shard), "pp", "table" (first and last pipeline rank),
+            "world", "parts" (ranks that hold different parts of one replica).
         op: A `CollectiveOp` value, or "send" or "recv".
         num_ranks: Members of the group; 2 of a message.
         size_bytes: The larger of the rank's two buffers, input and output.
@@ -38,7 +39,7 @@ class CollectiveCount(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasurement:
-    """One rank's second training step; the first warms up.
+    """One rank's training step after those that warm up.
 
     Args:
         rank: Which one.
@@ -48,10 +49,14 @@ class RankMeasurement:
         collectives: Communication calls, sorted.
         peak_bytes: Most bytes of live tensors at one time in the step.
         bytes_at_peak: Of which kind they were then.
-        losses: Mean loss of the rank's share of the batch in each step; empty where the rank
-            does not hold the head.
+        losses: Mean loss of the rank's share of the batch in each step, from the first; empty
+            where the rank does not report losses.
         step_times_s: Seconds of each timed step; empty in a fake run.
-        reserved_bytes: Peak of the device's allocator, where there is one.
+        allocator_bytes: Peaks of the device's allocator in the timed steps, as PyTorch names
+            them: "allocated", "active", "reserved"; empty where there is none.
+        collective_times_s: Seconds of kernels that communicate in one step, by kind; empty where
+            no step was traced.
+        versions: Of software and device, by name.
     """
 
     rank: int
@@ -63,7 +68,8 @@ class RankMeasurement:
     bytes_at_peak: Mapping[ByteKind, int]
     losses: tuple[float, ...] = ()
     step_times_s: tuple[float, ...] = ()
-    reserved_bytes: int | None = None
+    allocator_bytes: Mapping[str, int] = field(default_factory=dict)
+    collective_times_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from hwprofiles import PS_PER_S, CollectiveOp
 from planner.plan_file import SavedPlan
-from simulator import ParallelPlan, get_schedule, simulate
+from simulator import ParallelPlan, StepResult, get_schedule, simulate
 from simulator.data_parallel import NORM_BYTES
+from simulator.memory import reserved_bytes
 from simulator.mesh import Axis
 from simulator.rank_counts import (
     closing_traffic,
@@ -23,13 +24,17 @@ SEND, RECEIVE = "send", "recv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPrediction:
-    """One rank's step: fields as in `RankMeasurement`."""
+    """One rank's step: fields as in `RankMeasurement`.
+
+    ``reserved_bytes`` is what the device's allocator is to hold for the peak.
+    """
 
     rank: int
     flops: int
     collectives: tuple[CollectiveCount, ...]
     peak_bytes: int
     bytes_at_peak: dict[ByteKind, int]
+    reserved_bytes: int
     step_time_s: float
 
 
@@ -75,14 +80,40 @@ def capped(saved: SavedPlan) -> SavedPlan:
     return replace(saved, job=replace(job, global_batch_size=batch))
 
 
+def without_dropout(saved: SavedPlan) -> SavedPlan:
+    """Return the plan of a model without dropout: what real processes run, so losses compare."""
+    model = saved.job.model.model_copy(update={"dropout": False})
+    return replace(saved, job=replace(saved.job, model=model))
+
+
 def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
     """Return what the simulator says of *rank* in one step of a plan.
 
     Raises:
         PlanError: If the plan cannot be simulated.
     """
+    return predict_ranks(saved, (rank,))[rank]
+
+
+def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
+    """Return what the simulator says of some ranks; ranks of a stage differ in their number only.
+
+    Raises:
+        PlanError: If the plan cannot be simulated.
+    """
+    result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
+    of_stage: dict[int, RankPrediction] = {}
+    predictions = {}
+    for rank in ranks:
+        pp_rank = pipeline_rank(saved.plan, rank)
+        if pp_rank not in of_stage:
+            of_stage[pp_rank] = _predict(saved, result, rank)
+        predictions[rank] = replace(of_stage[pp_rank], rank=rank)
+    return predictions
+
+
+def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
     job, plan, stack = saved.job, saved.plan, saved.stack
-    result = simulate(job, plan, saved.cluster, stack)
     pp_rank = pipeline_rank(plan, rank)
     memory = result.memory.by_stage[pp_rank]
     microbatches = plan.num_microbatches(job)
@@ -97,6 +128,7 @@ def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
             ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
             ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
         },
+        reserved_bytes=reserved_bytes(memory.peak_bytes, stack),
         step_time_s=result.step_ps / PS_PER_S,
     )
 

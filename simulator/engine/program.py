@@ -1,5 +1,6 @@
 """A rank's passes made ready to run: what each waits for, takes and sends."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from simulator.engine.work import Message, Segment, StepWork, Unit
@@ -16,6 +17,8 @@ class Instruction(NamedTuple):
         gathers: Segments of microbatch 0, where it waits for parameters.
         reductions: Segments of microbatches that reduce, where it hands on gradients.
         units: Units of every microbatch, where parameters are sharded.
+        again_units: The same where those that stay are gathered from a forward pass.
+        kept_units: The same where all are gathered from a backward pass.
         reduces_always: Gradients are reduced in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
@@ -27,10 +30,17 @@ class Instruction(NamedTuple):
     gathers: tuple[Segment, ...]
     reductions: tuple[Segment, ...]
     units: tuple[Unit, ...]
+    again_units: tuple[Unit, ...]
+    kept_units: tuple[Unit, ...]
     reduces_always: bool
     target_step: int
     target_slot: int
     message: Message
+
+
+def _gathered(unit: Unit) -> Unit:
+    """Return *unit* without its gather."""
+    return replace(unit, gather_ps=0)
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
@@ -53,6 +63,8 @@ def _forward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
         gathers=held.gathers,
         reductions=(),
         units=held.forward_units,
+        again_units=tuple(_gathered(unit) if unit.stays else unit for unit in held.forward_units),
+        kept_units=tuple(map(_gathered, held.forward_units)),
         reduces_always=False,
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
         target_slot=chunk + wraps,
@@ -72,6 +84,8 @@ def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
         gathers=(),
         reductions=held.reductions,
         units=held.backward_units,
+        again_units=held.backward_units,
+        kept_units=tuple(map(_gathered, held.backward_units)),
         reduces_always=held.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
         target_slot=slots + chunk - wraps,

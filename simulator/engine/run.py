@@ -14,7 +14,7 @@ from simpy import Environment, Event
 
 from simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from simulator.engine.program import Instruction, compile_rank
-from simulator.engine.work import Segment, StepWork, UnitCollective, UnitPart
+from simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
 from simulator.schedules import Phase
 
 Process = Generator[Event, int, None]
@@ -69,6 +69,7 @@ class RankState:
     passes_end_ps: int = 0
     update_start_ps: int = 0
     end_ps: int = -1
+    passed: dict[int, Phase] = field(default_factory=dict)
 
 
 class Run:
@@ -99,7 +100,10 @@ class Run:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
             if instruction.units:
-                now = yield from self._sharded_pass(place, instruction, microbatch, now)
+                units = self._units_now(state, instruction, phase, chunk)
+                now = yield from self._sharded_pass(
+                    place, instruction._replace(units=units), microbatch, now
+                )
             elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
             elif instruction.reductions and (instruction.reduces_always or microbatch == last):
@@ -112,6 +116,18 @@ class Run:
             if instruction.target_step:
                 now = self._send(place, instruction, microbatch, now)
         yield from self._finish(place, now)
+
+    def _units_now(
+        self, state: RankState, instruction: Instruction, phase: Phase, chunk: int
+    ) -> tuple[Unit, ...]:
+        """Return the units of a pass, without the gathers that an earlier pass has left."""
+        before = state.passed.get(chunk)
+        state.passed[chunk] = phase
+        if before is Phase.FORWARD:
+            return instruction.again_units
+        if before is Phase.BACKWARD and self.work.keeps_units:
+            return instruction.kept_units
+        return instruction.units
 
     def _message(self, state: RankState, slot: int, microbatch: int) -> Event:
         """Return the event of a message that has not been sent yet."""

@@ -25,13 +25,35 @@ class Unit:
     """A part of every pass whose parameters are sharded: gather, compute, reduce.
 
     The gather must end before the unit computes; the reduction may start when it has.  After the
-    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.
+    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.  A
+    unit that ``stays`` is not freed between a forward pass and its backward.
     """
 
     compute_ps: int
     gather_ps: int = 0
     reduce_ps: int = 0
     again_ps: int = 0
+    stays: bool = False
+
+
+def num_gathers(num_microbatches: int, *, stays: bool, keeps_units: bool) -> int:
+    """Return how often a sharded unit is gathered in a step.
+
+    Where units stay gathered after a backward pass, only a backward pass that follows a forward
+    pass gathers again, and a forward pass that follows none: once more than there are
+    microbatches, whatever the schedule.
+
+    Args:
+        num_microbatches: Microbatches of the step.
+        stays: Whether the unit stays gathered from a forward pass to its backward.
+        keeps_units: Whether units stay gathered from a backward pass to the next pass.
+
+    >>> [num_gathers(8, stays=False, keeps_units=keeps) for keeps in (False, True)]
+    [16, 9]
+    """
+    if keeps_units:
+        return 1 if stays else num_microbatches + 1
+    return num_microbatches if stays else 2 * num_microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class StepWork:
         shared_port: Messages and data-parallel collectives leave through the same port.
         prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
             computation waits for each gather and each reduction.
+        keeps_units: Gathered units stay from a backward pass to the next pass of their chunk.
         norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
         overhead_per_million: Time outside the model of a step, per million of its time.
     """
@@ -111,6 +134,7 @@ class StepWork:
     blocking_messages: bool = False
     shared_port: bool = False
     prefetches: bool = True
+    keeps_units: bool = False
     norm_ps: int = 0
     overhead_per_million: int = 0
 

@@ -1,7 +1,7 @@
 """A script: train the plans of a file on processes of this machine, and write what they showed.
 
-``python megatron_ranks.py CASES RESULT``: CASES is a pickled list of (name, job, plan, stack
-name, dropout), RESULT a JSON file with, by name, of each step the mean loss and the norm of the
+``python megatron_ranks.py FOLDER``: ``cases`` there is a pickled list of (name, job, plan, stack
+name, dropout); ``result.json`` will have, by name, of each step the mean loss and the norm of the
 gradients, and the most that two ranks differ in a weight that both hold. Ranks are forked from one
 process that has imported everything and computed nothing.
 """
@@ -13,11 +13,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 
 from hwprofiles import load_stack
@@ -95,42 +95,36 @@ def spread_of_copies(program: MegatronProgram, case: Case, rank: int) -> float:
 
 def run_rank(rank: int, cases: list[Case], folder: Path) -> None:
     torch.set_num_threads(1)
-    world_size = cases[0].plan.world_size
     results = {}
     for number, case in enumerate(cases):
+        if rank >= case.plan.world_size:
+            return
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(folder / f"store-{world_size}-{number}"), world_size),
+            store=dist.FileStore(str(folder / f"store-{number}"), case.plan.world_size),
             rank=rank,
-            world_size=world_size,
+            world_size=case.plan.world_size,
             timeout=timedelta(seconds=TIMEOUT_S),
         )
         results[case.name] = train(case, rank)
         dist.destroy_process_group()
-    if rank == 0:
-        (folder / f"shown-{world_size}.json").write_text(json.dumps(results), encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(results), encoding="utf-8")
 
 
-def main(cases_path: Path, result: Path) -> int:
-    cases = [Case(*each) for each in pickle.loads(cases_path.read_bytes())]
-    cases.sort(key=lambda case: case.plan.world_size)
+def main(folder: Path) -> int:
+    cases = [Case(*each) for each in pickle.loads((folder / "cases").read_bytes())]
+    cases.sort(key=lambda case: -case.plan.world_size)  # ranks beyond the later ones have ended
     context = multiprocessing.get_context("fork")
-    shown: dict[str, Shown] = {}
-    for world_size, group in groupby(cases, key=lambda case: case.plan.world_size):
-        arguments = (list(group), result.parent)
-        ranks = [
-            context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            return 1
-        shown |= json.loads((result.parent / f"shown-{world_size}.json").read_text("utf-8"))
-    result.write_text(json.dumps(shown), encoding="utf-8")
-    return 0
+    ranks = [
+        context.Process(target=run_rank, args=(rank, cases, folder))
+        for rank in range(cases[0].plan.world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1])))

@@ -24,6 +24,7 @@ from validate.program.fused_ops import (  # noqa: E402
 )
 
 TOKENS, BATCH, HEADS, GROUPS, HEAD_WIDTH = 6, 2, 4, 2, 8
+CAUSAL = True
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -53,7 +54,7 @@ def attention_inputs(seq_dim: int, groups: int = GROUPS) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq_dim", [0, 1])
 @pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
-def test_flash_attention_is_attention(seq_dim: int, groups: int, causal: bool) -> None:
+def test_flash_attention_is_attention(seq_dim: int, groups: int, *, causal: bool) -> None:
     query, key, value = attention_inputs(seq_dim, groups)
     order = (1, 2, 0, 3) if seq_dim == 0 else (0, 2, 1, 3)
     back = (2, 0, 1, 3) if seq_dim == 0 else (0, 2, 1, 3)
@@ -70,8 +71,8 @@ def test_flash_attention_takes_views_of_a_packed_projection() -> None:
     packed = leaf(TOKENS, BATCH, HEADS, 3, HEAD_WIDTH)
     query, key, value = packed.unbind(3)
     whole = [each.contiguous() for each in (query, key, value)]
-    got = FlashAttention.apply(query, key, value, 0, True)
-    assert_alike(got, FlashAttention.apply(*whole, 0, True), [packed])
+    got = FlashAttention.apply(query, key, value, 0, CAUSAL)
+    assert_alike(got, FlashAttention.apply(*whole, 0, CAUSAL), [packed])
 
 
 def test_flash_attention_counts_two_products_forward_and_five_backward() -> None:
@@ -79,14 +80,14 @@ def test_flash_attention_counts_two_products_forward_and_five_backward() -> None
     counter = FlopCounterMode(display=False)
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * HEAD_WIDTH  # the whole square, not half of it
     with counter:
-        out = FlashAttention.apply(query, key, value, 0, True)
+        out = FlashAttention.apply(query, key, value, 0, CAUSAL)
         assert counter.get_total_flops() == 2 * product
         out.sum().backward()
     assert counter.get_total_flops() == 7 * product
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_causal_softmax_is_softmax_of_masked_scores(causal: bool) -> None:
+def test_causal_softmax_is_softmax_of_masked_scores(*, causal: bool) -> None:
     scores = leaf(3, TOKENS, TOKENS)
     mask = torch.full((TOKENS, TOKENS), float("-inf")).triu(1) if causal else 0
     assert_alike(
@@ -122,7 +123,7 @@ def test_rotary_turns_pairs_by_position_times_frequency(seq_dim: int) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_bias_dropout_add_without_dropout_adds(has_bias: bool) -> None:
+def test_bias_dropout_add_without_dropout_adds(*, has_bias: bool) -> None:
     values, residual = leaf(3, 4, 8), leaf(3, 4, 8, seed=1)
     bias = leaf(8) if has_bias else None
     leaves = [values, residual, *([] if bias is None else [bias])]
@@ -161,8 +162,8 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         return torch.ones(sizes, dtype=dtype, requires_grad=True)
 
     runs = {
-        "flash": lambda: FlashAttention.apply(new(*shape), new(*shape), new(*shape), 0, True),
-        "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, True),
+        "flash": lambda: FlashAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
+        "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, CAUSAL),
         "rms": lambda: RmsNorm.apply(new(TOKENS, BATCH, 64), new(64), 1e-5),
         "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4),
         "swiglu": lambda: Swiglu.apply(new(TOKENS, 64), new(TOKENS, 64)),
@@ -207,8 +208,8 @@ def test_kernels_keep_and_make_the_same_with_and_without_data(dtype: torch.dtype
 def test_16_bit_kernels_stay_near_fp32(dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(0)
     narrow = [each.detach().to(dtype).requires_grad_() for each in (query, key, value)]
-    wanted = FlashAttention.apply(query, key, value, 0, True)
-    got = FlashAttention.apply(*narrow, 0, True)
+    wanted = FlashAttention.apply(query, key, value, 0, CAUSAL)
+    got = FlashAttention.apply(*narrow, 0, CAUSAL)
     torch.testing.assert_close(got.float(), wanted, atol=0.05, rtol=0.05)
     got.sum().backward()
     wanted.sum().backward()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from hwprofiles import StackProfile
 from hwprofiles.names import suggestion
 from simulator import PlanError
 from validate.program.contract import ProgramRequest, RankProgram
@@ -24,7 +25,12 @@ def build_program(request: ProgramRequest) -> RankProgram:
     Raises:
         PlanError: If no program stands for the stack, or it cannot express the plan.
     """
-    name = request.stack.name
-    if name not in PROGRAMS:
-        raise PlanError(f"stack {name} has no PyTorch program; {suggestion(name, PROGRAMS)}")
-    return PROGRAMS[name](request)
+    check_program(request.stack)
+    return PROGRAMS[request.stack.name](request)
+
+
+def check_program(stack: StackProfile) -> None:
+    """Raise PlanError if no program stands for *stack*."""
+    if stack.name not in PROGRAMS:
+        known = suggestion(stack.name, PROGRAMS)
+        raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")

@@ -143,10 +143,6 @@ class MegatronProgram:
 def check_megatron(request: ProgramRequest) -> None:
     """Raise PlanError for what this program does not express."""
     plan, model = request.plan, request.job.model
-    if request.job.precision not in DTYPES:
-        raise PlanError(
-            f"precision={request.job.precision} has no program; allowed: {', '.join(DTYPES)}"
-        )
     if model.num_kv_heads % plan.tp:
         raise PlanError(
             f"num_kv_heads={model.num_kv_heads} and tp={plan.tp}: the program does not copy "

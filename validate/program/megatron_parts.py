@@ -105,8 +105,16 @@ class VocabularyEmbedding(nn.Module):
         return hidden.masked_fill(outside.unsqueeze(-1), 0.0)
 
 
+class OutputMatrix(nn.Module):
+    """This rank's rows of the output matrix."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
 class VocabularyHead(nn.Module):
-    """Final norm and this rank's rows of the output matrix, tied or not."""
+    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core."""
 
     def __init__(
         self, model: ModelSpec, tp: TensorGroup, sink: GradientSink, tied: nn.Parameter | None
@@ -115,11 +123,11 @@ class VocabularyHead(nn.Module):
         self.norm = megatron_norm(model)
         self.tp, self.sink = tp, sink
         shape = (padded_vocab_size(model, tp.size) // tp.size, model.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape)) if tied is None else tied
+        self.output = OutputMatrix(nn.Parameter(torch.empty(shape)) if tied is None else tied)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits of all tokens."""
-        return column_product(self.norm(hidden), self.weight, None, self.tp, self.sink)
+        return column_product(self.norm(hidden), self.output.weight, None, self.tp, self.sink)
 
 
 def megatron_norm(model: ModelSpec) -> nn.Module:

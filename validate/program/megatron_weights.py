@@ -21,7 +21,7 @@ _PLACES = (
     (r"mlp\.expand\.", "mlp_in."),
     (r"mlp\.contract\.", "mlp_out."),
     (r"head\.norm\.", "final_norm."),
-    (r"head\.weight", "output_embedding.weight"),
+    (r"head\.output\.weight", "output_embedding.weight"),
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 

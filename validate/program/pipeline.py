@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from simulator.schedules import Action, Phase
 from validate.program.autograd_function import AutogradFunction, Context
@@ -87,7 +88,9 @@ class PipelineRank:
             inputs = read.tokens
         else:
             inputs = self.fetch(-1).requires_grad_()
-        output = self.stages[action.chunk](inputs)
+        # Megatron recomputes all of what it does not keep, also an operator that ends it.
+        with set_checkpoint_early_stop(False):
+            output = self.stages[action.chunk](inputs)
         if is_last:
             assert read is not None
             loss = self.loss(output, read.targets)

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hwprofiles import MEBI, Precision
+from hwprofiles import MEBI
 from simulator import PlanError
 from validate.measurement import ByteKind
 from validate.program.contract import ProgramRequest
 from validate.program.plain_parts import Embedding, Head, plain_parts, tie_embeddings
 from validate.program.pytorch_layout import RankLayout, build_stage, make_layout, stage_indices
 from validate.program.pytorch_loss import LossOfMicrobatch, loss_context
-from validate.program.pytorch_precision import autocast
+from validate.program.pytorch_precision import DTYPES, autocast
 from validate.program.pytorch_runner import Runner, microbatch_loop, pipeline
 from validate.program.pytorch_shard import mixed_precision, shard_stage, views_returned
 from validate.program.pytorch_tensor import split_over_tensor_ranks
@@ -54,8 +54,9 @@ def build_fully_sharded(request: ProgramRequest) -> "FullyShardedProgram":
 def refuse_unsupported(request: ProgramRequest) -> None:
     """Raise PlanError for what the PyTorch programs cannot express, by its name."""
     model, plan = request.job.model, request.plan
+    formats = f"allowed: {', '.join(DTYPES)}"
     refusals = [
-        (request.job.precision not in tuple(Precision)[:3], "precision", request.job.precision),
+        (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
         (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
@@ -64,6 +65,11 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             model.num_kv_heads % plan.tp > 0,
             "tp",
             f"{plan.tp}; allowed: a divisor of num_kv_heads={model.num_kv_heads}",
+        ),
+        (
+            plan.schedule == "1f1b" and request.num_microbatches < plan.pp,
+            "num_microbatches",
+            f"{request.num_microbatches}; allowed: schedule=1f1b needs pp={plan.pp} or more",
         ),
     ]
     for is_refused, name, text in refusals:
@@ -93,7 +99,8 @@ class DdpProgram:
         self._model = DistributedDataParallel(
             stage,
             device_ids=[device] if device.type == "cuda" else None,
-            bucket_cap_mb=bucket_bytes / MEBI,
+            # None keeps the first bucket of 1 MiB, which any number of our own would drop.
+            bucket_cap_mb=None if bucket_bytes == 25 * MEBI else bucket_bytes / MEBI,
             gradient_as_bucket_view=True,
         )
         self._optimizer = make_optimizer(self._model.parameters())
@@ -130,6 +137,9 @@ class DdpProgram:
 
 class FullyShardedProgram:
     """Stages sharded by FSDP2, also over one rank, where it still computes in 16 bit.
+
+    A tied table away from its end of a pipeline is a copy; the gradients of both are summed. Loss
+    scaling of fp16 is left out.
 
     Args:
         request: What to build; its process group is that of all ranks.

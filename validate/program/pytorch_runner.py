@@ -64,7 +64,8 @@ def pipeline(
 ) -> Runner:
     """Return what runs the microbatches through `torch.distributed.pipelining`.
 
-    Gradients are reduced after the last microbatch. Outputs of the last stage are not kept.
+    Gradients are reduced after the last microbatch. Outputs of the last stage are not kept, but
+    PyTorch holds a buffer for each message of a step, not one for each microbatch in flight.
 
     Args:
         stages: Virtual stages of this rank with their indices.

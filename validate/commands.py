@@ -1,0 +1,181 @@
+"""What ``meshwright validate`` does with its options.
+
+Imports are local, so that the other commands wait for none of it, and PyTorch is imported only by
+what runs it.
+"""
+# ruff: noqa: PLC0415
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.commands import STEP_WIDTH, check_outputs, print_report, progress_bar, show
+from simulator import PlanError
+from validate.options import Backend, Mode, ValidateOptions, ValidateOutput, mode_of
+
+if TYPE_CHECKING:
+    from planner.plan_file import SavedPlan
+    from validate.launch import RunFailure, RunOutcome
+    from validate.validation import Validation
+
+DISAGREES = 1
+
+
+def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
+    """Compare what a plan is predicted to do with what its ranks do."""
+    from planner.plan_file import read_plan
+
+    mode = mode_of(options, output)
+    if options.plan is None:
+        raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
+    saved = read_plan(Path(options.plan))
+    folder = check_outputs(output)
+    if mode is Mode.EMIT:
+        assert folder is not None  # mode_of sees to it
+        return _emit(options, saved, folder)
+    _check_program(saved)
+    if mode is Mode.FAKE:
+        return _finish(_fake(options, saved), output, folder)
+    if mode is Mode.COLLECT:
+        return _collect(options, saved, output, folder)
+    return _run(options, saved, output, folder)
+
+
+def _check_program(saved: "SavedPlan") -> None:
+    from validate.fake_run import check_torch
+
+    check_torch()
+    from validate.program.build import check_program
+
+    check_program(saved.stack)
+
+
+def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
+    """Return the comparison of some ranks, each in a fake cluster."""
+    from validate.fake_run import measure_fake
+    from validate.prediction import capped, default_ranks
+    from validate.validation import Validation, rank_kinds
+
+    plan = saved.plan
+    if options.rank is not None and not 0 <= options.rank < plan.world_size:
+        most = plan.world_size - 1
+        raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
+    few = capped(saved)
+    ranks = default_ranks(plan) if options.rank is None else (options.rank,)
+    measurements = {}
+    with progress_bar() as progress:
+        for number, rank in enumerate(ranks):
+            if progress is not None:
+                progress("ranks", number, len(ranks))
+            measurements[rank] = measure_fake(few, rank)
+    return Validation(
+        saved=few,
+        backend=Backend.FAKE,
+        num_microbatches=plan.num_microbatches(saved.job),
+        measurements=measurements,
+        kinds=rank_kinds(few, measurements),
+    )
+
+
+def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
+    """Write a launch folder and say what to do with it."""
+    from rich.text import Text
+
+    from simulator.model_spec import shown_path
+    from validate.real_run import spec_of, write_launch
+
+    assert options.emit is not None  # the mode says so
+    spec = spec_of(options, options.backend or Backend.NCCL, results=Path("results"))
+    notes = write_launch(saved, spec, folder, launcher=options.emit)
+    return print_report(Text(f"written  {shown_path(folder)}\n{notes}".rstrip()), STEP_WIDTH)
+
+
+def _run(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Run every rank on this machine and compare."""
+    from validate.launch import run_local
+    from validate.real_run import check_host, results_folder, spec_of
+
+    world_size = saved.plan.world_size
+    if options.ranks is not None and options.ranks != world_size:
+        raise PlanError(f"--ranks {options.ranks} is not the plan's number; allowed: {world_size}")
+    backend = options.backend or Backend.GLOO
+    check_host(saved, backend)
+    with results_folder(folder) as results:
+        outcome = run_local(spec_of(options, backend, results=results), world_size)
+        if outcome.failure is not None:
+            return _fail(outcome.failure, output)
+    return _finish(_compared(outcome, saved), output, folder)
+
+
+def _collect(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Compare with what a run elsewhere left."""
+    from validate.real_run import collected
+
+    outcome = collected(options.collect or "", saved)
+    if options.backend is not None and options.backend != outcome.spec.backend:
+        raise PlanError(
+            f"--backend {options.backend} is not that of the run; allowed: {outcome.spec.backend}"
+        )
+    if outcome.failure is not None:
+        return _fail(outcome.failure, output)
+    return _finish(_compared(outcome, saved), output, folder)
+
+
+def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
+    """Return the comparison of a run that came to its end."""
+    from validate.prediction import predict_rank, without_dropout
+    from validate.run_checks import (
+        REFERENCE_STEPS,
+        last_loss_check,
+        loss_check,
+        run_losses,
+        time_checks,
+    )
+    from validate.validation import Validation, rank_kinds
+
+    saved = without_dropout(saved)
+    (measurements,) = outcome.measurements
+    everyone = list(measurements.values())
+    losses = run_losses(everyone)
+    checks = [last_loss_check(losses)]
+    if outcome.spec.backend == "gloo":
+        from validate.program.reference import reference_losses
+
+        checks = [loss_check(saved, losses, reference_losses(saved.job, REFERENCE_STEPS))]
+    checks += time_checks(saved, predict_rank(saved, 0).step_time_s, everyone)
+    return Validation(
+        saved=saved,
+        backend=outcome.spec.backend,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        measurements=measurements,
+        kinds=rank_kinds(saved, measurements),
+        run_checks=tuple(checks),
+    )
+
+
+def _finish(validation: "Validation", output: ValidateOutput, folder: Path | None) -> int:
+    """Write and print a comparison; return the status that it means."""
+    from validate.validation_report import (
+        validation_document,
+        validation_report,
+        write_validation,
+    )
+
+    if folder is not None:
+        write_validation(validation, folder)
+    document, report = validation_document(validation), validation_report(validation)
+    show(output.json, document, report, STEP_WIDTH)
+    return 0 if validation.agrees else DISAGREES
+
+
+def _fail(failure: "RunFailure", output: ValidateOutput) -> int:
+    """Print why a run came to nothing."""
+    from rich.text import Text
+
+    from validate.validation_report import failure_document
+
+    show(output.json, failure_document(failure), Text(failure.report()), STEP_WIDTH)
+    return DISAGREES

@@ -1,0 +1,207 @@
+"""What a worker does with a plan: build its rank's program, count its steps, then time them."""
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hwprofiles import KILO
+from planner.plan_file import SavedPlan
+from validate.calibration.job_trace import read_job_trace
+from validate.counting.oracle import RankOracle
+from validate.fake_run import NUM_STEPS, run_counted
+from validate.launch.progress import enter_phase
+from validate.launch.records import measurement_path, read_heartbeat
+from validate.launch.spec import Phase, RunSpec
+from validate.measurement import ByteKind, RankMeasurement
+from validate.prediction import default_ranks, without_dropout
+from validate.program.build import build_program
+from validate.program.contract import ProgramRequest, RankProgram
+
+# Threads of a backend may free a buffer a moment late: the smaller peak is the program's.
+COUNTED_STEPS = 2
+Clock: TypeAlias = Callable[[Callable[[], None]], float]  # runs a step, returns its seconds
+PEAKS = ("allocated", "active", "reserved")
+
+
+def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
+    """Return what *rank* shows: counts and bytes of an early step, times and losses of all.
+
+    The model trains without dropout, so that its losses can be compared. Steps are counted
+    first, in the warm-up; counting slows them, so that those that are timed come after.
+
+    Args:
+        saved: The plan; its ranks are in one process group.
+        spec: How many steps, and on which backend.
+        rank: Of this process.
+
+    Raises:
+        PlanError: If the stack has no program, or it cannot express the plan.
+    """
+    saved = without_dropout(saved)
+    device = _device(spec)
+    program = build_program(
+        ProgramRequest(
+            job=saved.job,
+            plan=saved.plan,
+            stack=saved.stack,
+            rank=rank,
+            device=device,
+            initialise=True,
+            num_microbatches=saved.plan.num_microbatches(saved.job),
+            dropout=0.0,
+        )
+    )
+    enter_phase(spec, rank, Phase.WARM_UP)
+    steps = _Steps(program, device)
+    counts = _count(steps)
+    for _ in range(spec.warmup_steps):
+        steps.run()
+    _forget_peaks(device)
+    times_s = tuple(_timed_step(steps, spec, rank, number) for number in range(spec.num_steps))
+    return RankMeasurement(
+        rank=rank,
+        world_size=saved.plan.world_size,
+        backend=spec.backend,
+        flops=counts.oracle.flops,
+        collectives=counts.oracle.collectives,
+        peak_bytes=counts.peak_bytes,
+        bytes_at_peak=counts.bytes_at_peak,
+        step_times_s=times_s,
+        allocator_bytes=_allocator_bytes(device),
+        collective_times_s=_traced_step(steps, saved, spec, rank),
+        losses=tuple(steps.losses),
+        versions=_versions(device),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Counts:
+    oracle: RankOracle
+    peak_bytes: int
+    bytes_at_peak: dict[ByteKind, int]
+
+
+def _untimed(step: Callable[[], None]) -> float:
+    step()
+    return 0.0
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of a program, numbered from 0, and their losses."""
+
+    program: RankProgram
+    device: torch.device
+    number: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def run(self, clock: Clock = _untimed) -> float:
+        """Run the next step; return its seconds by *clock*."""
+        losses: list[Tensor] = []
+        time_s = clock(lambda: losses.extend(self.program.run_step(self.number)))
+        self.note(losses)
+        return time_s
+
+    def note(self, losses: list[Tensor]) -> None:
+        """Keep the mean loss of a step that has run."""
+        self.number += 1
+        if losses:
+            self.losses.append(sum(loss.item() for loss in losses) / len(losses))
+
+
+def _device(spec: RunSpec) -> torch.device:
+    if spec.backend == "nccl":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def _count(steps: _Steps) -> _Counts:
+    """Run the first steps under the oracle; keep what the last show, and their smallest peak."""
+    oracle = RankOracle(steps.program.groups)
+    peaks = []
+    with oracle:
+        for losses in run_counted(steps.program, oracle, NUM_STEPS - 1 + COUNTED_STEPS):
+            steps.note(losses)
+            peaks.append((oracle.peak_bytes, oracle.bytes_at_peak))
+    peak_bytes, kinds = min(peaks[-COUNTED_STEPS:], key=lambda each: each[0])
+    return _Counts(oracle=oracle, peak_bytes=peak_bytes, bytes_at_peak=kinds)
+
+
+def _timed_step(steps: _Steps, spec: RunSpec, rank: int, number: int) -> float:
+    """Run a step that all ranks start together; return its seconds."""
+    enter_phase(spec, rank, Phase.step(number))
+    if steps.device.type == "cuda":
+        dist.barrier(device_ids=[steps.device.index])
+        return steps.run(_by_events)
+    dist.barrier()
+    return steps.run(_by_clock)
+
+
+def _by_clock(step: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    step()
+    return time.perf_counter() - start_s
+
+
+def _by_events(step: Callable[[], None]) -> float:
+    """Return the seconds between two events of the device's main stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / KILO  # PyTorch counts milliseconds
+
+
+def _forget_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _allocator_bytes(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {name: int(stats[f"{name}_bytes.all.peak"]) for name in PEAKS}
+
+
+def _traced_step(steps: _Steps, saved: SavedPlan, spec: RunSpec, rank: int) -> dict[str, float]:
+    """Run one more step on GPUs; on a rank of each kind trace it and return its communication.
+
+    The trace stands beside the measurement, for Perfetto: what ``simulate --trace`` writes can
+    be opened next to it.
+    """
+    if steps.device.type != "cuda":
+        return {}
+    if rank not in default_ranks(saved.plan):
+        steps.run()
+        return {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        steps.run()
+        torch.cuda.synchronize()
+    heartbeat = read_heartbeat(spec.results, rank)
+    index = heartbeat.plan if heartbeat is not None and heartbeat.plan is not None else 0
+    path = measurement_path(spec.results, rank, index).with_suffix(".trace.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    kinds = read_job_trace(path).kinds
+    return {each.kind: each.time_s for each in kinds if each.kind.startswith("nccl")}
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name,
+    }
