@@ -155,70 +155,101 @@ def _weight_gradient(shape: BlockShape, outputs: int, inputs: int) -> int:
     return outputs * inputs * (shape.element_bytes + cast)
 
 
-def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
-    """Return a layer's backward; kept tensors count as negative once they are freed."""
-    kept = {tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)}
-    wide = Widths.of(shape)
-    hidden = shape.model.hidden_size
-    dropped = wide.local if shape.model.dropout else 0
-    again = wide.gathered
-    weight = _weight_gradient(shape, hidden, shape.local_ffn_width)
-    mlp = (
+def backward_steps(shape: BlockShape, *, keeps_weight_gradients: bool = False) -> tuple[Step, ...]:
+    """Return a layer's backward; kept tensors count as negative once they are freed.
+
+    Args:
+        shape: Sizes of the layer.
+        keeps_weight_gradients: Gradients of weights stay until the layer is done.
+    """
+    layer = _Layer(
+        shape=shape,
+        wide=Widths.of(shape),
+        kept={tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)},
+        stays=keeps_weight_gradients,
+    )
+    return (*_mlp_backward(layer), *_attention_backward(layer))
+
+
+class _Layer(NamedTuple):
+    """What the steps of a layer's backward are read from."""
+
+    shape: BlockShape
+    wide: Widths
+    kept: dict[str, int]
+    stays: bool
+
+    @property
+    def dropped(self) -> int:
+        """The gradient before a dropout, beside the one after it."""
+        return self.wide.local if self.shape.model.dropout else 0
+
+    def row_step(self, name: str, width: int, inputs: int, freed: int) -> Step:
+        """Return the backward of a row-parallel product with *inputs* of *width* bytes."""
+        weight = _weight_gradient(self.shape, self.shape.model.hidden_size, inputs)
+        again = self.wide.gathered
+        leaves = again + weight * (not self.stays) + self.dropped + freed
+        return Step(name, again + width + weight, leaves + self.kept.get(f"{name} weights", 0))
+
+
+def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
+    shape, wide, kept, _ = layer
+    separate = shape.model.gated_mlp and not shape.stack.fused_qkv
+    column = _Column("mlp in", wide.mlp_in, shape.mlp_in_width, 2 if separate else 1)
+    return (
         Step("gradient", wide.local, 0),
-        Step("mlp dropout", dropped, kept["mlp dropout mask"]),
-        Step(
-            "mlp out",
-            again + wide.mlp_out + weight,
-            again
-            + weight
-            + dropped
-            + kept["mlp activation output"]
-            + kept.get("mlp out weights", 0),
+        Step("mlp dropout", layer.dropped, kept["mlp dropout mask"]),
+        layer.row_step(
+            "mlp out", wide.mlp_out, shape.local_ffn_width, kept["mlp activation output"]
         ),
         Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
-        _column_step(shape, "mlp in", wide.mlp_in, shape.mlp_in_width, kept["mlp input"]),
+        _column_step(shape, column, kept["mlp input"], stays=layer.stays),
         Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
         Step("mlp residual", 0, wide.local),
     )
-    weight = _weight_gradient(shape, hidden, shape.local_width)
+
+
+def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
+    shape, wide, kept, _ = layer
+    outputs = shape.local_width + 2 * shape.local_kv_width
+    column = _Column("qkv", wide.qkv, outputs, 1 if shape.stack.fused_qkv else 3)
     unfused = shape.attention is Attention.UNFUSED
-    attention = (
-        Step("attention dropout", dropped, kept["attention dropout mask"]),
-        Step(
-            "attention output",
-            again + wide.core + weight,
-            again + weight + dropped + kept["attention output"] * unfused,
-        ),
+    freed = kept["attention output"] * unfused
+    return (
+        Step("attention dropout", layer.dropped, kept["attention dropout mask"]),
+        layer.row_step("attention output", wide.core, shape.local_width, freed),
         *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
         *_packed(shape, wide, kept),
-        _column_step(
-            shape,
-            "qkv",
-            wide.qkv,
-            shape.local_width + 2 * shape.local_kv_width,
-            kept["qkv input"],
-        ),
+        _column_step(shape, column, kept["qkv input"], stays=layer.stays),
         Step("attention norm", wide.local, 2 * wide.local),
     )
-    return (*mlp, *attention)
+
+
+class _Column(NamedTuple):
+    """A column-parallel layer: bytes of its outputs' gradient, outputs, separate products."""
+
+    name: str
+    gradient: int
+    outputs: int
+    num_products: int
 
 
 def _column_step(
-    shape: BlockShape, name: str, gradient: int, outputs: int, kept_input: int
+    shape: BlockShape, column: _Column, kept_input: int, *, stays: bool = False
 ) -> Step:
-    """Return the backward of a column-parallel product: the input again, and its gradient."""
+    """Return the backward of a column-parallel layer: the input again, and its gradient.
+
+    Separate products of one input each make its gradient; the second is added to the first.
+    """
     wide = Widths.of(shape)
-    gated = name == "mlp in" and shape.model.gated_mlp
-    # Separate products of one input each make its gradient, and the second is added to the first.
-    separate = not shape.stack.fused_qkv and (name == "qkv" or gated)
-    copies = 2 if separate else 1
-    part = _part(shape)
-    widest = (
-        {"qkv": shape.local_width, "mlp in": shape.local_ffn_width}[name] if separate else outputs
-    )
+    widest = column.outputs
+    if column.num_products > 1 and not stays:
+        widest = max(shape.local_width * (column.name == "qkv"), column.outputs // 2)
     weight = _weight_gradient(shape, widest, shape.model.hidden_size)
-    allocated = wide.regathered + copies * wide.whole + part + weight
-    return Step(name, allocated, allocated - wide.local + gradient + kept_input)
+    copies = min(2, column.num_products)
+    allocated = wide.regathered + copies * wide.whole + _part(shape) + weight
+    leaves = allocated - weight * stays - wide.local
+    return Step(column.name, allocated, leaves + column.gradient + kept_input)
 
 
 def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
@@ -285,10 +316,12 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     narrow = 0 if shape.stack.fused_loss else logits
     norm = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
     eager = 0 if shape.stack.loss_in_place or shape.stack.fused_loss else kept
+    # PyTorch's loss holds the losses' gradient and its own; split over ranks, the exponentials too.
+    eager *= 2 if shape.tp == 1 else 3
     return (
-        Step("loss", 2 * eager, 2 * eager),
+        Step("loss", eager, eager),
         Step("16-bit gradient", narrow, kept if narrow else 0),
-        _column_step(shape, "logits", logits, shape.local_vocab_size, norm),
+        _column_step(shape, _Column("logits", logits, shape.local_vocab_size, 1), norm),
         Step("final norm", norm, norm + shape.message_bytes),
     )
 

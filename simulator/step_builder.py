@@ -36,6 +36,7 @@ from simulator.offload import (
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
 from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_works
 from simulator.schedules import get_schedule
+from simulator.unit_memory import UnitBytes, holds_units, unit_pass_bytes
 
 PPM = 1_000_000
 
@@ -198,9 +199,16 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
         parts = context.parts[stage]
-        if to.in_units:
-            units = [sum(part.buckets) for part in parts]
-            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
+        if holds_units(shape, to):
+            units = UnitBytes.of(shape, stage, to, state, context.wire.reduce_bytes)
+            single = context.plan.num_microbatches(context.job) == 1
+            moments = unit_pass_bytes(shape, stage, to, units, single=single)
+            chunk = replace(
+                chunk, forward_workspace_bytes=moments[0], backward_workspace_bytes=moments[1]
+            )
+        elif to.in_units:
+            sizes = [sum(part.buckets) for part in parts]
+            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, sizes))
         buckets = [parameters for part in parts for parameters in part.buckets]
         chunk = with_workspace(chunk, (0, _cast_bytes(context, max(buckets, default=0))))
         chunks.append(chunk)

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.plan_file import SavedPlan
-from validate.comparison import Check, Verdict, compare_rank, has_failed
+from validate.comparison import PEAK, Check, Verdict, compare_rank, has_failed
 from validate.launch.diagnosis import rank_words
 from validate.measurement import RankMeasurement
 from validate.prediction import default_ranks, pipeline_rank, predict_ranks
 
-PEAK = "peak live bytes"
 MOST_SHOWN = 12
 
 

@@ -1,6 +1,6 @@
 """A validation as tables for a terminal, as a page and as a JSON document."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,12 +230,19 @@ def _failure(check: Check) -> str:
 
 
 def _notes(validation: Validation) -> list[str]:
-    reasons: Iterator[str] = (
+    """Return what to know of rows that did not fail, each once."""
+    notes = [
+        f"{kind.title.partition(',')[0]}: {check.quantity} {check.reason}"
+        for kind in validation.shown_kinds()
+        for check in kind.checks
+        if check.verdict is not Verdict.FAILED and check.reason
+    ]
+    notes += [
         check.reason
         for check in validation.run_checks
-        if check.verdict is Verdict.REPORTED and check.reason
-    )
-    return list(dict.fromkeys(reasons))
+        if check.verdict is not Verdict.FAILED and check.reason
+    ]
+    return list(dict.fromkeys(notes))
 
 
 def _pipes(cells: Sequence[str]) -> str:
