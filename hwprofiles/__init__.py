@@ -9,6 +9,7 @@ from hwprofiles.kinds import (
     Source,
     StageSplit,
     Strategy,
+    WeightCast,
 )
 from hwprofiles.loader import (
     list_clusters,
@@ -26,11 +27,12 @@ from hwprofiles.schema import (
     CollectiveFact,
     Device,
     FlashKernels,
+    Fp8Kernels,
     GemmKernels,
     Link,
     MemoryKernels,
 )
-from hwprofiles.stack_schema import StackProfile
+from hwprofiles.stack_schema import Fp8Recipe, StackProfile
 from hwprofiles.units import (
     GIBI,
     GIGA,
@@ -69,6 +71,8 @@ __all__ = [
     "CollectiveOp",
     "Device",
     "FlashKernels",
+    "Fp8Kernels",
+    "Fp8Recipe",
     "GemmKernels",
     "Link",
     "MemoryKernels",
@@ -79,6 +83,7 @@ __all__ = [
     "StackProfile",
     "StageSplit",
     "Strategy",
+    "WeightCast",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",

@@ -17,9 +17,26 @@ from hwprofiles.base import (
     Text,
 )
 from hwprofiles.errors import ProfileError
-from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit, Strategy
+from hwprofiles.kinds import Attention, Precision, Recompute, StageSplit, Strategy, WeightCast
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
+SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
+
+
+class Fp8Recipe(Profile):
+    """How a stack runs linear layers in fp8.
+
+    ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
+    backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
+    fp8 copies beside a linear layer's weight take an element; ``tp_gathers_fp8`` whether inputs
+    and gradients of linear layers are cast before tensor-parallel all-gathers.
+    """
+
+    saved_input_bytes: SavedBytes
+    weight_copy_bytes: Size
+    weight_casts: WeightCast
+    tp_gathers_fp8: Flag = False
+    source: Text
 
 
 class StackProfile(Profile):
@@ -34,6 +51,8 @@ class StackProfile(Profile):
     parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
     (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
     sharded over a part of the data-parallel ranks and replicated over the rest.
+
+    ``fp8`` stands exactly where ``precisions`` lists it.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
@@ -95,6 +114,8 @@ class StackProfile(Profile):
     allocator_fraction: Fraction
     safety_fraction: Fraction
 
+    fp8: Fp8Recipe | None = None
+
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
         _check_distinct("precisions", self.precisions)
@@ -108,6 +129,11 @@ class StackProfile(Profile):
             raise ProfileError(
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
                 "allowed: a name exactly where attention_kernels lists flash"
+            )
+        if (Precision.FP8 in self.precisions) != (self.fp8 is not None):
+            raise ProfileError(
+                f"fp8: does not go with precisions {_listed(self.precisions)}; "
+                "allowed: a table [fp8] exactly where precisions lists fp8"
             )
         _check_strategy(self)
         return self

@@ -203,7 +203,7 @@ class MatmulOptions:
     ] = "dgx-a100"
     precision: Annotated[
         Precision | None,
-        typer.Option(metavar="|".join(Precision), help="Number format [bf16 where it is]."),
+        typer.Option(metavar="fp32|fp16|bf16", help="Number format [bf16 where it is]."),
     ] = None
 
 

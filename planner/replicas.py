@@ -16,9 +16,11 @@ from simulator.data_parallel import (
     part_parameters,
     reduce_cost,
     sharded_parts,
+    sum_layers,
     sum_parameters,
     update_cost,
 )
+from simulator.fp8_casts import step_cast_bytes
 from simulator.plan import ParallelPlan
 from simulator.step_builder import shared_embedding_ps
 
@@ -79,7 +81,8 @@ class ReplicaCosts:
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
         parameters = self._rank_parameters(shape, role.stages)
-        update = update_cost(self._costs, parameters, self._wire, to).time_ps
+        cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
+        update = update_cost(self._costs, parameters, self._wire, to, cast_bytes).time_ps
         if sharded_parts(shape, role.stages[0], to):
             return self._sharded_times(shape, role, to, update)
         if not self._stack.overlap_parameter_gather:

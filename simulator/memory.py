@@ -156,13 +156,21 @@ def rank_parameters(
 
 
 def rank_memory(
-    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, shards: Shards
+    num_parameters: int,
+    state: StateBytes,
+    chunks: tuple[ChunkMemory, ...],
+    *,
+    shards: Shards,
+    copies_bytes: int = 0,
 ) -> RankMemory:
-    """Return the memory of a rank whose states are split over *shards*."""
+    """Return the memory of a rank whose states are split over *shards*.
+
+    *copies_bytes* is what it keeps of its weights in another format, never split.
+    """
     parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
     optimizer_share = -(-num_parameters // shards.optimizer)
     return RankMemory(
-        parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
+        parameters_bytes=-(-num_parameters // shards.parameters) * parameter + copies_bytes,
         gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,

@@ -18,10 +18,12 @@ from simulator.data_parallel import (
     part_parameters,
     reduce_cost,
     sharded_parts,
+    sum_layers,
     sum_parameters,
     update_cost,
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, StepWork, Unit
+from simulator.fp8_casts import step_cast_bytes, weight_copy_bytes
 from simulator.memory import (
     RankMemory,
     StateBytes,
@@ -239,7 +241,7 @@ def _rank_work(
     parameters = sum_parameters(context.shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     gather = gather_cost(costs, parameters, context.wire, context.replication)
-    update = update_cost(costs, parameters, context.wire, context.replication)
+    update = _update(context, stages)
     in_passes = bool(sharded_parts(context.shape, stages[0], context.replication))
     gathers_units = context.replication.gathers_units
     return RankWork(
@@ -346,8 +348,10 @@ def _reductions(context: _Context, stage: Stage) -> tuple[Segment, ...]:
 
 
 def _update(context: _Context, stages: tuple[Stage, ...]) -> PhaseCost:
-    parameters = sum_parameters(context.shape, stages)
-    return update_cost(context.costs, parameters, context.wire, context.replication)
+    shape = context.shape
+    parameters = sum_parameters(shape, stages)
+    cast_bytes = step_cast_bytes(shape, sum_layers(stages))
+    return update_cost(context.costs, parameters, context.wire, context.replication, cast_bytes)
 
 
 def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
@@ -365,4 +369,6 @@ def _memory(context: _Context, stages: tuple[Stage, ...]) -> RankMemory:
             extra = sharded_workspace_bytes(units, state, shards, reshards=reshards)
             chunk = with_workspace(chunk, extra)
         chunks.append(chunk)
-    return rank_memory(sum_parameters(shape, stages), state, tuple(chunks), shards=shards)
+    copies = weight_copy_bytes(shape, sum_layers(stages))
+    parameters = sum_parameters(shape, stages)
+    return rank_memory(parameters, state, tuple(chunks), shards=shards, copies_bytes=copies)

@@ -43,6 +43,12 @@ def complaint_about(tmp_path: Path, name: str, old: str, new: str) -> str:
 
 
 DEVICE, LINK, CLUSTER, STACK = sorted(LOADERS, key=list(LOADERS).index)
+FP8_KERNELS = """[gemm.fp8]
+plateau_fraction = 0.5
+prologue_k = 9
+kind = "fitted"
+source = "a test"
+"""
 MISTAKES = [
     (DEVICE, '"80 GiB"', "80", ": memory_capacity: 80 has no unit; allowed: a text with a unit"),
     (DEVICE, '"80 GiB"', '"80"', ": memory_capacity: '80' has no unit; allowed: a number and one"),
@@ -101,7 +107,7 @@ MISTAKES = [
         DEVICE,
         "bf16 =",
         "bf17 =",
-        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16' or",
+        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16', 'bf16' or",
     ),
     (DEVICE, '"19.5 TFLOP/s"', '"19.5 TFLOPS"', ": peak.fp32: '19.5 TFLOPS' has the wrong unit"),
     (
@@ -315,6 +321,36 @@ MISTAKES = [
         "gradient_bytes = -4",
         ": gradient_bytes: -4 is not allowed; it must",
     ),
+    (
+        STACK,
+        '"bf16", "fp8"]',
+        '"bf16"]',
+        ": fp8: does not go with precisions fp32, fp16, bf16; allowed",
+    ),
+    (
+        STACK,
+        "saved_input_bytes = 1",
+        "saved_input_bytes = 4",
+        ": fp8.saved_input_bytes: 4 is not allowed; it must",
+    ),
+    (
+        STACK,
+        'weight_casts = "step"',
+        'weight_casts = "never"',
+        ": fp8.weight_casts: 'never' is not allowed; it must be 'step', 'forward'",
+    ),
+    (
+        DEVICE,
+        "bf16 =",
+        'fp8 = "1 TFLOP/s"\nbf16 =',
+        ": peak.fp8: stands without gemm.fp8; allowed: both or neither",
+    ),
+    (
+        DEVICE,
+        "[memory]",
+        FP8_KERNELS + "[memory]",
+        ": gemm.fp8: stands without peak.fp8; allowed: both or neither",
+    ),
 ]
 
 
@@ -388,3 +424,11 @@ def test_any_value_at_any_key_loads_or_gives_one_line(
         message = str(error)
     assert len(message.splitlines()) == 1
     assert len(message) < 700
+
+
+def test_fp8_needs_bf16_beside_it(tmp_path: Path) -> None:
+    text = built_in_text(DEVICE).replace('bf16 = "312 TFLOP/s"', 'fp8 = "624 TFLOP/s"')
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("[memory]", FP8_KERNELS + "[memory]"), encoding="utf-8")
+    expected = ": peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs"
+    assert complaint(load_device, path).startswith(expected)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from hwprofiles import Attention, load_cluster, load_stack
+from hwprofiles import Attention, Precision, load_cluster, load_stack
 from planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
 from planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
 from planner.money import Budget
@@ -42,6 +42,16 @@ def test_step_report_holds_the_figures_of_the_result() -> None:
     assert "USD" in text
     for warning in result.warnings:
         assert f"warning: {warning}" in " ".join(text.split())
+
+
+def test_step_report_says_which_peak_a_share_is_of() -> None:
+    peaks = []
+    for precision in (Precision.FP8, Precision.BF16):
+        job = replace(JOB, precision=precision)
+        text = text_of(step_report(simulate(job, PLAN, load_cluster("dgx-h100"), STACK)))
+        peaks.append("of the fp8 peak, " in text)
+        assert max(map(len, text.splitlines())) <= WIDTH
+    assert peaks == [True, False]
 
 
 def test_step_report_of_long_stage_lists_stays_within_its_width() -> None:
