@@ -41,30 +41,32 @@ def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     model = shape.model
     tokens = shape.num_local_tokens
     value = tokens * model.hidden_size * shape.element_bytes
+    linear_input = tokens * model.hidden_size * shape.linear_input_bytes
     mask = tokens * model.hidden_size * model.dropout
     statistics = tokens * STATISTIC_BYTES * (2 if model.norm == "layernorm" else 1)
     return (
         SavedTensor("attention norm input", value),
         SavedTensor("attention norm statistics", statistics),
-        SavedTensor("qkv input", value),
+        SavedTensor("qkv input", linear_input),
         SavedTensor("attention dropout mask", mask),
         SavedTensor("mlp norm input", value),
         SavedTensor("mlp norm statistics", statistics),
-        SavedTensor("mlp input", value),
+        SavedTensor("mlp input", linear_input),
         SavedTensor("mlp dropout mask", mask),
     )
 
 
 def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     element = shape.num_tokens * shape.element_bytes
+    linear_input = shape.num_tokens * shape.linear_input_bytes
     width, kv_width = shape.local_width, shape.local_kv_width
     rotated = shape.attention is Attention.FLASH and shape.model.positions == "rotary"
     return (
         SavedTensor("queries, keys and values", element * (width + 2 * kv_width)),
         SavedTensor("rotated queries and keys", element * (width + kv_width) * rotated),
-        SavedTensor("attention output", element * width),
+        SavedTensor("attention output", linear_input * width),
         SavedTensor("mlp activation input", element * shape.mlp_in_width),
-        SavedTensor("mlp activation output", element * shape.local_ffn_width),
+        SavedTensor("mlp activation output", linear_input * shape.local_ffn_width),
     )
 
 
@@ -72,7 +74,12 @@ def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     """Return what the attention core keeps: the part that selective recomputation drops."""
     heads = shape.num_local_heads * shape.microbatch_size
     if shape.attention is Attention.FLASH:
-        return (SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES),)
+        statistics = SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES)
+        if not shape.keeps_fp8_inputs:
+            return (statistics,)
+        # Its backward reads its own output, of which the linear layer keeps only an fp8 copy.
+        output = shape.num_tokens * shape.local_width * shape.element_bytes
+        return (statistics, SavedTensor("attention output in bf16", output))
     scores = heads * shape.seq_len**2
     tensors = [SavedTensor("attention probabilities", scores * shape.element_bytes)]
     if shape.model.dropout:

@@ -18,6 +18,12 @@ from simulator.activations import (
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
+from simulator.fp8_operands import (
+    column_backward_bytes,
+    column_forward_bytes,
+    row_backward_bytes,
+    row_forward_bytes,
+)
 
 
 class Step(NamedTuple):
@@ -90,16 +96,27 @@ def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     mlp, attention = _outside_core(shape)
     core = sum(tensor.size_bytes for tensor in attention_core_tensors(shape))
     recomputed = core if shape.recompute is Recompute.SELECTIVE else 0
-    copied = wide.core if shape.attention is Attention.UNFUSED else 0
+    kept = shape.num_tokens * shape.local_width * shape.linear_input_bytes
+    # Flash attention whose output is kept apart has it already; unfused, it is copied once.
+    outputs = 1 + (shape.attention is Attention.UNFUSED) - _keeps_output_apart(shape)
+    output = outputs * wide.core + row_forward_bytes(shape, shape.local_width)
+    summed = wide.whole + _part(shape)
+    cast = row_forward_bytes(shape, shape.local_ffn_width)
+    cast += wide.mlp_out - wide.mlp_out // shape.element_bytes * shape.linear_input_bytes
     return (
-        Step("before the core", attention - wide.core, 0),
+        Step("before the core", attention - kept, 0),
         Step("scores", wide.scores, 0),
         Step("core", core, wide.scores),
-        Step("core output", wide.core + copied, copied + recomputed),
-        Step("attention output", wide.whole + _part(shape), wide.whole + _part(shape)),
+        Step("core output", output, output - kept + recomputed),
+        Step("attention output", summed, summed),
         Step("mlp", mlp, 0),
-        Step("mlp out", wide.whole + wide.local, 0),
+        Step("mlp out", wide.whole + wide.local + cast, cast),
     )
+
+
+def _keeps_output_apart(shape: BlockShape) -> bool:
+    """Return whether flash attention keeps its output beside the linear layer's copy of it."""
+    return shape.attention is Attention.FLASH and shape.keeps_fp8_inputs
 
 
 def _outside_core(shape: BlockShape) -> tuple[int, int]:
@@ -120,19 +137,24 @@ def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     unfused = shape.attention is Attention.UNFUSED
     mask = wide.score_mask
     dropped = wide.scores if shape.model.dropout else 0
+    qkv = column_forward_bytes(shape, shape.local_width + 2 * shape.local_kv_width)
+    output = wide.whole + _part(shape)
+    of_core = row_forward_bytes(shape, shape.local_width)
+    mlp_in = column_forward_bytes(shape, shape.mlp_in_width)
+    of_mlp = row_forward_bytes(shape, shape.local_ffn_width)
     return (
         Step("attention norm", norm, 0),
-        Step("qkv", wide.gathered + wide.qkv, wide.gathered),
+        Step("qkv", qkv + wide.qkv, qkv),
         Step("softmax", 2 * wide.scores, wide.scores),
         Step("attention dropout", dropped + mask, wide.scores * bool(dropped) + mask),
         Step("core", wide.core * (1 + unfused), wide.core * unfused + wide.scores + wide.qkv),
-        Step("attention output", wide.whole + _part(shape), wide.core + norm),
-        Step("attention residual", wide.local, wide.whole + _part(shape)),
+        Step("attention output", output + of_core, of_core + wide.core + norm),
+        Step("attention residual", wide.local, output),
         Step("mlp norm", norm, 0),
-        Step("mlp in", wide.gathered + wide.mlp_in, wide.gathered),
+        Step("mlp in", mlp_in + wide.mlp_in, mlp_in),
         Step("mlp activation", wide.mlp_out, wide.mlp_in),
-        Step("mlp out", wide.whole + _part(shape), norm + wide.mlp_out),
-        Step("mlp residual", wide.local, wide.whole + _part(shape) + wide.local),
+        Step("mlp out", output + of_mlp, of_mlp + norm + wide.mlp_out),
+        Step("mlp residual", wide.local, output + wide.local),
     )
 
 
@@ -150,55 +172,62 @@ def backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     """Return a layer's backward; kept tensors count as negative once they are freed."""
     kept = {tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)}
     wide = Widths.of(shape)
-    hidden = shape.model.hidden_size
+    return (*_mlp_backward(shape, wide, kept), *_attention_backward(shape, wide, kept))
+
+
+def _mlp_backward(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
     dropped = wide.local if shape.model.dropout else 0
-    again = wide.gathered
-    weight = _weight_gradient(shape, hidden, shape.local_ffn_width)
-    mlp = (
+    again = row_backward_bytes(shape, shape.local_ffn_width)
+    again += _weight_gradient(shape, shape.model.hidden_size, shape.local_ffn_width)
+    return (
         Step("gradient", wide.local, 0),
         Step("mlp dropout", dropped, kept["mlp dropout mask"]),
-        Step(
-            "mlp out",
-            again + wide.mlp_out + weight,
-            again + weight + dropped + kept["mlp activation output"],
-        ),
+        Step("mlp out", again + wide.mlp_out, again + dropped + kept["mlp activation output"]),
         Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
-        _column_step(shape, "mlp in", wide.mlp_in, shape.mlp_in_width, kept["mlp input"]),
+        _column_step(
+            shape,
+            "mlp in",
+            shape.mlp_in_width,
+            operands=column_backward_bytes(shape, shape.mlp_in_width),
+            freed=wide.mlp_in + kept["mlp input"],
+        ),
         Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
         Step("mlp residual", 0, wide.local),
     )
-    weight = _weight_gradient(shape, hidden, shape.local_width)
+
+
+def _attention_backward(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+    dropped = wide.local if shape.model.dropout else 0
+    again = row_backward_bytes(shape, shape.local_width)
+    again += _weight_gradient(shape, shape.model.hidden_size, shape.local_width)
     unfused = shape.attention is Attention.UNFUSED
-    attention = (
+    is_done = unfused or _keeps_output_apart(shape)
+    outputs = shape.local_width + 2 * shape.local_kv_width
+    return (
         Step("attention dropout", dropped, kept["attention dropout mask"]),
         Step(
             "attention output",
-            again + wide.core + weight,
-            again + weight + dropped + kept["attention output"] * unfused,
+            again + wide.core,
+            again + dropped + kept["attention output"] * is_done,
         ),
         *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
         *_packed(wide, kept),
         _column_step(
             shape,
             "qkv",
-            wide.qkv,
-            shape.local_width + 2 * shape.local_kv_width,
-            kept["qkv input"],
+            outputs,
+            operands=column_backward_bytes(shape, outputs),
+            freed=wide.qkv + kept["qkv input"],
         ),
         Step("attention norm", wide.local, 2 * wide.local),
     )
-    return (*mlp, *attention)
 
 
-def _column_step(
-    shape: BlockShape, name: str, gradient: int, outputs: int, kept_input: int
-) -> Step:
-    """Return the backward of a column-parallel product: the input again, and its gradient."""
-    wide = Widths.of(shape)
+def _column_step(shape: BlockShape, name: str, outputs: int, *, operands: int, freed: int) -> Step:
+    """Return the backward of a column-parallel product: its operands, and its input's gradient."""
     weight = _weight_gradient(shape, outputs, shape.model.hidden_size)
-    part = _part(shape)
-    allocated = wide.gathered + wide.whole + part + weight
-    return Step(name, allocated, allocated - wide.local + gradient + kept_input)
+    allocated = operands + Widths.of(shape).whole + _part(shape) + weight
+    return Step(name, allocated, allocated - shape.message_bytes + freed)
 
 
 def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
@@ -216,6 +245,10 @@ def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
 
 def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
     statistics = kept["log-sum-exp"]
+    output = kept["attention output"]
+    if _keeps_output_apart(shape):  # recomputed with the core where that is
+        is_kept = shape.recompute is not Recompute.SELECTIVE
+        output = kept["attention output in bf16"] * is_kept
     rotated = kept["rotated queries and keys"]
     turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
     again = _recomputed_core(shape, wide.core + statistics, 0)
@@ -225,7 +258,7 @@ def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[
         Step(
             "attention core",
             wide.qkv,
-            wide.core + statistics + rotated + kept["attention output"] + recomputed,
+            wide.core + statistics + rotated + output + recomputed,
         ),
         Step("rotary", turned, turned),
     )
@@ -267,7 +300,13 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     return (
         Step("loss", 2 * eager, 2 * eager),
         Step("16-bit gradient", narrow, kept if narrow else 0),
-        _column_step(shape, "logits", logits, shape.local_vocab_size, norm),
+        _column_step(
+            shape,
+            "logits",
+            shape.local_vocab_size,
+            operands=Widths.of(shape).gathered,
+            freed=logits + norm,
+        ),
         Step("final norm", norm, norm + shape.message_bytes),
     )
 
