@@ -144,6 +144,10 @@ def _complain(message: str, status: int) -> int:
 def _commands() -> dict[str, Callable[..., int]]:
     from planner import commands, options
     from planner.option_words import as_command
+    from validate.calibration.command import run_calibrate
+    from validate.calibration.options import CalibrateOptions
+    from validate.commands import run_validate
+    from validate.options import ValidateOptions, ValidateOutput
 
     shared = (options.JobOptions, options.LayoutOptions)
     after = (options.MoneyOptions, options.OutputOptions)
@@ -153,6 +157,8 @@ def _commands() -> dict[str, Callable[..., int]]:
             commands.run_simulate, *shared, options.ReplicaOptions, options.FileOptions, *after
         ),
         "matmul": as_command(commands.run_matmul, options.MatmulOptions, options.OutputOptions),
+        "validate": as_command(run_validate, ValidateOptions, ValidateOutput),
+        "calibrate": as_command(run_calibrate, CalibrateOptions),
         "models": as_command(commands.run_models, options.NameOptions),
         "clusters": as_command(commands.run_clusters, options.NameOptions),
         "stacks": as_command(commands.run_stacks, options.NameOptions),

@@ -11,6 +11,7 @@ from hwprofiles.kinds import (
     Source,
     StageSplit,
     Strategy,
+    WeightCast,
 )
 from hwprofiles.loader import (
     list_clusters,
@@ -23,16 +24,18 @@ from hwprofiles.loader import (
     load_stack,
     nearest_names,
 )
+from hwprofiles.names import shown_path
 from hwprofiles.schema import (
     Cluster,
     CollectiveFact,
     Device,
     FlashKernels,
+    Fp8Kernels,
     GemmKernels,
     Link,
     MemoryKernels,
 )
-from hwprofiles.stack_schema import StackProfile
+from hwprofiles.stack_schema import Fp8Recipe, StackProfile
 from hwprofiles.units import (
     GIBI,
     GIGA,
@@ -71,6 +74,8 @@ __all__ = [
     "CollectiveOp",
     "Device",
     "FlashKernels",
+    "Fp8Kernels",
+    "Fp8Recipe",
     "GemmKernels",
     "Link",
     "MemoryKernels",
@@ -83,6 +88,7 @@ __all__ = [
     "StackProfile",
     "StageSplit",
     "Strategy",
+    "WeightCast",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",
@@ -101,5 +107,6 @@ __all__ = [
     "parse_flops_per_s",
     "parse_price",
     "parse_time",
+    "shown_path",
     "to_ps",
 ]

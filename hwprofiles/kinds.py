@@ -4,18 +4,32 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """Number format of the matrix multiplications."""
+    """Number format of the matrix multiplications.
+
+    `FP8` is mixed training: the four linear layers of a transformer layer multiply in 8 bits, all
+    other products, and everything that is kept or sent between kernels, stay in bf16.
+    """
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def storage(self) -> "Precision":
+        """Return the format of tensors between kernels, and of products that are not linear layers.
+
+        >>> Precision.FP8.storage, Precision.FP16.storage
+        (<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>)
+        """
+        return Precision.BF16 if self is Precision.FP8 else self
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes one element takes.
+        """Return the bytes one element takes between kernels.
 
-        >>> Precision.FP32.num_bytes, Precision.BF16.num_bytes
-        (4, 2)
+        >>> Precision.FP32.num_bytes, Precision.BF16.num_bytes, Precision.FP8.num_bytes
+        (4, 2, 2)
         """
         return 4 if self is Precision.FP32 else 2
 
@@ -77,6 +91,17 @@ class ParameterGather(StrEnum):
 
     ALL_GATHER = "all-gather"
     BROADCAST = "broadcast"
+
+
+class WeightCast(StrEnum):
+    """How often a stack casts the weights of its fp8 linear layers.
+
+    Once a step (the copies are kept), in each forward pass, or in each forward and backward pass.
+    """
+
+    STEP = "step"
+    FORWARD = "forward"
+    FORWARD_BACKWARD = "forward-and-backward"
 
 
 class Strategy(StrEnum):

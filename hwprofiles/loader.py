@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from hwprofiles.base import FROM_FILE, Profile
 from hwprofiles.complaints import one_line
 from hwprofiles.errors import ProfileError
-from hwprofiles.names import nearest_names, shown, suggestion
+from hwprofiles.names import nearest_names, shown, shown_path, suggestion
 from hwprofiles.schema import Cluster, Device, Link
 from hwprofiles.stack_schema import StackProfile
 
@@ -80,7 +80,7 @@ def load_device(name: str | Path) -> Device:
     108
     """
     if _is_path(name):
-        return _checked(Device, _read_path(Path(name)), str(name))
+        return _checked(Device, _read_path(Path(name)), shown_path(name))
     return _built_in_device(_known_name("devices", str(name)))
 
 
@@ -97,7 +97,7 @@ def load_link(name: str | Path) -> Link:
     25000000000.0
     """
     if _is_path(name):
-        return _checked(Link, _read_path(Path(name)), str(name))
+        return _checked(Link, _read_path(Path(name)), shown_path(name))
     return _built_in_link(_known_name("links", str(name)))
 
 
@@ -114,7 +114,7 @@ def load_stack(name: str | Path) -> StackProfile:
     1
     """
     if _is_path(name):
-        return _checked_stack(_read_path(Path(name)), str(name))
+        return _checked_stack(_read_path(Path(name)), shown_path(name))
     return _built_in_stack(_known_name("stacks", str(name)))
 
 
@@ -134,7 +134,7 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if _is_path(name):
         path = Path(name)
-        return _checked_cluster(_read_path(path), str(name), path.parent)
+        return _checked_cluster(_read_path(path), shown_path(name), path.parent)
     return _built_in_cluster(_known_name("clusters", str(name)))
 
 
@@ -185,13 +185,14 @@ def _read_built_in(folder: str, name: str) -> dict[str, object]:
 
 
 def _read_path(path: Path) -> dict[str, object]:
+    file = shown_path(path)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file; allowed: an existing TOML file") from None
+        raise ProfileError(f"{file}: no such file; allowed: an existing TOML file") from None
     except (OSError, ValueError) as error:
-        raise ProfileError(f"{path}: cannot be read: {shown(str(error))}") from None
-    return _parsed(content, str(path))
+        raise ProfileError(f"{file}: cannot be read: {shown(str(error))}") from None
+    return _parsed(content, file)
 
 
 def _parsed(content: bytes, file: str) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 MAX_SHOWN_LENGTH = 60
 
@@ -46,3 +47,13 @@ def shown(value: object) -> str:
     """
     text = ascii(value)
     return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."
+
+
+def shown_path(path: str | Path) -> str:
+    r"""Return a path as it is shown in an error, quoted only where it would break the line.
+
+    >>> shown_path("a b.toml"), shown_path("a\n.toml")
+    ('a b.toml', "'a\\n.toml'")
+    """
+    text = str(path)
+    return text if text.isprintable() else ascii(text)

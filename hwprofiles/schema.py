@@ -26,6 +26,15 @@ from hwprofiles.errors import ProfileError
 from hwprofiles.kinds import CollectiveOp, Precision, Source
 
 
+class Fp8Kernels(Profile):
+    """The constants of `GemmKernels` that differ for fp8 products; shares are of the fp8 peak."""
+
+    plateau_fraction: PositiveFraction
+    prologue_k: Ratio
+    kind: Source
+    source: Text
+
+
 class GemmKernels(Profile):
     """How fast matrix multiplications run, as a share of the peak.
 
@@ -40,6 +49,13 @@ class GemmKernels(Profile):
     misaligned_fraction: PositiveFraction
     kind: Source
     source: Text
+    fp8: Fp8Kernels | None = None
+
+    def of(self, precision: Precision) -> "GemmKernels | Fp8Kernels":
+        """Return the constants of *precision*: those of fp8 where the device has them."""
+        if precision is Precision.FP8 and self.fp8 is not None:
+            return self.fp8
+        return self
 
 
 class MemoryKernels(Profile):
@@ -75,6 +91,19 @@ class Device(Profile):
     memory: MemoryKernels
     flash: dict[Name, FlashKernels]
     source: Text
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> Self:
+        has_peak, has_kernels = Precision.FP8 in self.peak_flops_per_s, self.gemm.fp8 is not None
+        if has_peak != has_kernels:
+            there, missing = ("peak.fp8", "gemm.fp8") if has_peak else ("gemm.fp8", "peak.fp8")
+            raise ProfileError(f"{there}: stands without {missing}; allowed: both or neither")
+        if has_peak and Precision.BF16 not in self.peak_flops_per_s:
+            raise ProfileError(
+                "peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs; "
+                "allowed: both"
+            )
+        return self
 
 
 class CollectiveFact(Profile):

@@ -25,9 +25,27 @@ from hwprofiles.kinds import (
     Recompute,
     StageSplit,
     Strategy,
+    WeightCast,
 )
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
+SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
+
+
+class Fp8Recipe(Profile):
+    """How a stack runs linear layers in fp8.
+
+    ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
+    backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
+    fp8 copies beside a linear layer's weight take an element; ``tp_gathers_fp8`` whether inputs
+    and gradients of linear layers are cast before tensor-parallel all-gathers.
+    """
+
+    saved_input_bytes: SavedBytes
+    weight_copy_bytes: Size
+    weight_casts: WeightCast
+    tp_gathers_fp8: Flag = False
+    source: Text
 
 
 class StackProfile(Profile):
@@ -66,6 +84,8 @@ class StackProfile(Profile):
     ``gradient_bytes`` and ``gradient_reduce_bytes``); the first pair with a kept format is what
     goes with it. ``optional_microbatch_sync`` says whether a plan may choose if gradients are
     reduced in every microbatch or in the last one alone.
+
+    ``fp8`` stands exactly where ``precisions`` lists it.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
@@ -147,6 +167,8 @@ class StackProfile(Profile):
     allocator_fraction: Fraction
     safety_fraction: Fraction
 
+    fp8: Fp8Recipe | None = None
+
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
         _check_distinct("precisions", self.precisions)
@@ -154,8 +176,7 @@ class StackProfile(Profile):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
-        pairs = tuple("/".join(pair) for pair in self.gradient_precisions)
-        _check_distinct("gradient_precisions", pairs)
+        _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
@@ -163,10 +184,29 @@ class StackProfile(Profile):
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
                 "allowed: a name exactly where attention_kernels lists flash"
             )
+        if (Precision.FP8 in self.precisions) != (self.fp8 is not None):
+            raise ProfileError(
+                f"fp8: does not go with precisions {_listed(self.precisions)}; "
+                "allowed: a table [fp8] exactly where precisions lists fp8"
+            )
         _check_gather(self)
         _check_strategy(self)
         _check_offload(self)
         return self
+
+
+def _check_gradients(stack: StackProfile) -> None:
+    """Raise ProfileError for pairs of formats that repeat, or that no gradient is kept in."""
+    pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
+    _check_distinct("gradient_precisions", pairs)
+    stored = {each.storage for each in Precision}
+    for pair in stack.gradient_precisions:
+        for each in pair:
+            if each not in stored:
+                raise ProfileError(
+                    f"gradient_precisions: {each} is not a format of gradients; "
+                    f"allowed: {_listed(tuple(sorted(stored)))}"
+                )
 
 
 def _check_gather(stack: StackProfile) -> None:

@@ -19,7 +19,8 @@ from planner.shapes import ShapeBytes, ShapeTable
 from planner.space import Column, Space
 from simulator import SCHEDULES, Phase, Schedule
 from simulator.block_shape import BlockShape
-from simulator.data_parallel import Replication, Stage
+from simulator.data_parallel import Replication, Stage, sum_layers
+from simulator.fp8_casts import weight_copy_bytes
 from simulator.gradient_buckets import reduced_parts
 from simulator.liveness import pass_workspace_bytes
 from simulator.memory import Shards, StateBytes, sharded_workspace_bytes
@@ -64,15 +65,21 @@ class ParameterCounts:
         }
         rows = [counts[shape.tp] for shape in table.shapes]
         self._by_shape = np.array(rows, np.int64).reshape(-1, 4)
+        copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
+        self._copies = np.array(copies, np.int64)
 
     def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, for each of the layouts."""
-        layers = sum(stage.num_layers for stage in stages)
+        layers = sum_layers(stages)
         embeddings = sum(stage.has_embedding for stage in stages)
         heads = sum(stage.has_head for stage in stages)
         copies = sum(stage.has_head and not stage.has_embedding for stage in stages)
         weights = np.array([layers, embeddings, heads, copies], np.int64)
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
+
+    def copies_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
+        """Return the bytes of the fp8 copies of weights of such a rank, for each of the layouts."""
+        return np.asarray(self._copies[shape_index] * sum_layers(stages), np.int64)
 
 
 class PassWorkspaces:
@@ -178,6 +185,7 @@ def _group_peaks(
             weights * weight
             + _share(parameters, dp, is_split=split.gradients > 1) * state.gradient
             + updated * state.optimizer
+            + sizes.counts.copies_bytes(shapes, role.stages)
         )
         moving = _moving_bytes(space, group, role, sizes, shapes, to)
         moving = np.maximum(updated * state.update_temporary, moving)

@@ -219,9 +219,10 @@ def study_matmul(
 
     Raises:
         PlanError: If there are more devices than the cluster has or than any matrix could be
-            split over, or the device lacks the precision.
+            split over, or the precision is not one of single products, or not the device's.
     """
     _check_devices(shapes, num_devices)
+    _check_precision(cluster, precision)
     mesh = DeviceMesh((num_devices,), cluster)
     products = chain_products(shapes)
     rows = tuple(
@@ -324,6 +325,12 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
         network_fraction=cluster.inter_node.busbw_fraction,
     )
     return Message(shape, size_bytes, cost.transfer, cost.latency)
+
+
+def _check_precision(cluster: Cluster, precision: Precision) -> None:
+    if precision is Precision.FP8:
+        known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - {Precision.FP8}))
+        raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {known}")
 
 
 def default_precision(cluster: Cluster) -> Precision:

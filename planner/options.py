@@ -116,11 +116,11 @@ class ReplicaOptions:
     ] = None
     gradient_precision: Annotated[
         Precision | None,
-        typer.Option(metavar="|".join(Precision), help="Format of kept gradients [the stack's]."),
+        typer.Option(metavar="fp32|fp16|bf16", help="Format of kept gradients [the stack's]."),
     ] = None
     reduce_precision: Annotated[
         Precision | None,
-        typer.Option(metavar="|".join(Precision), help="Format of reduced ones [the stack's]."),
+        typer.Option(metavar="fp32|fp16|bf16", help="Format of reduced ones [the stack's]."),
     ] = None
     sync_each_microbatch: Annotated[
         bool | None,
@@ -219,7 +219,7 @@ class MatmulOptions:
     ] = "dgx-a100"
     precision: Annotated[
         Precision | None,
-        typer.Option(metavar="|".join(Precision), help="Number format [bf16 where it is]."),
+        typer.Option(metavar="fp32|fp16|bf16", help="Number format [bf16 where it is]."),
     ] = None
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hwprofiles import shown_path
 from simulator import PlanError
-from simulator.model_spec import shown_path
 
 # Written by an earlier search into the same folder; there may be more than the next one writes.
 NUMBERED_PLANS = "plan-[0-9]*.json"

@@ -24,6 +24,7 @@ from hwprofiles import (
     list_stacks,
     load_cluster,
     load_stack,
+    shown_path,
 )
 from hwprofiles.complaints import one_line
 from hwprofiles.names import shown, suggestion
@@ -36,7 +37,7 @@ from simulator import (
     list_models,
     load_model,
 )
-from simulator.model_spec import parse_model, shown_path
+from simulator.model_spec import parse_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 FORMAT = "meshwright-plan-1"

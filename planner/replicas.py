@@ -14,9 +14,11 @@ from simulator.data_parallel import (
     Wire,
     gather_cost,
     reduce_cost,
+    sum_layers,
     sum_parameters,
     update_cost,
 )
+from simulator.fp8_casts import step_cast_bytes
 from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
 from simulator.plan import ParallelPlan, syncs_by_default
 from simulator.rank_work import shared_embedding_ps
@@ -87,7 +89,8 @@ class ReplicaCosts:
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
         parameters = self._rank_parameters(shape, role.stages)
-        update = update_cost(self._costs, parameters, self._wire, to).time_ps
+        cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
+        update = update_cost(self._costs, parameters, self._wire, to, cast_bytes).time_ps
         if to.in_units:
             return self._sharded_times(shape, role, to, update)
         if not self._stack.overlap_parameter_gather:

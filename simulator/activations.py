@@ -40,10 +40,10 @@ def layer_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
 def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     model = shape.model
     tokens = shape.num_local_tokens
-    value = tokens * model.hidden_size * shape.element_bytes
     residual = shape.message_bytes
     keeps_all = shape.sequence_parallel and shape.stack.keeps_gathered_inputs
-    gathered = shape.tp * value if keeps_all else value
+    linear_input = tokens * model.hidden_size * shape.linear_input_bytes
+    gathered = shape.tp * linear_input if keeps_all else linear_input
     # Autocast casts the input of each separate product anew.
     qkv_copies = 3 if shape.casts_weights else 1
     mlp_copies = 2 if shape.casts_weights and model.gated_mlp else 1
@@ -63,6 +63,7 @@ def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
 
 def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     element = shape.num_tokens * shape.element_bytes
+    linear_input = shape.num_tokens * shape.linear_input_bytes
     width, kv_width = shape.local_width, shape.local_kv_width
     rotated = shape.attention is Attention.FLASH and shape.model.positions == "rotary"
     # Of a fused product all stays as long as the values do; else the turned ones take the place.
@@ -70,9 +71,9 @@ def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     return (
         SavedTensor("queries, keys and values", element * (width + 2 * kv_width - turned_away)),
         SavedTensor("rotated queries and keys", element * (width + kv_width) * rotated),
-        SavedTensor("attention output", element * width),
+        SavedTensor("attention output", linear_input * width),
         SavedTensor("mlp activation input", element * shape.mlp_in_width),
-        SavedTensor("mlp activation output", element * shape.local_ffn_width),
+        SavedTensor("mlp activation output", linear_input * shape.local_ffn_width),
         *_cast_weights(shape),
     )
 
@@ -94,7 +95,12 @@ def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     """Return what the attention core keeps: the part that selective recomputation drops."""
     heads = shape.num_local_heads * shape.microbatch_size
     if shape.attention is Attention.FLASH:
-        return (SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES),)
+        statistics = SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES)
+        if not shape.keeps_fp8_inputs:
+            return (statistics,)
+        # Its backward reads its own output, of which the linear layer keeps only an fp8 copy.
+        output = shape.num_tokens * shape.local_width * shape.element_bytes
+        return (statistics, SavedTensor("attention output in bf16", output))
     scores = heads * shape.seq_len**2
     tensors = [SavedTensor("attention probabilities", scores * shape.element_bytes)]
     if shape.model.dropout:

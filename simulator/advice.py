@@ -2,7 +2,7 @@
 
 from hwprofiles import Offload, Precision, format_bytes
 from simulator.costs import CostModel
-from simulator.costs.compute import ALIGNED_ELEMENTS
+from simulator.costs.compute import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.result import MemoryResult
 
@@ -48,15 +48,16 @@ def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     if job.precision is Precision.FP32:
         return []
     model, tp = job.model, plan.tp
-    sizes = {
-        "head dim": model.head_dim,
-        "hidden_size / tp": model.hidden_size // tp,
-        "ffn_hidden_size / tp": model.ffn_hidden_size // tp,
-    }
+    of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
+    sizes = (
+        ("head dim", model.head_dim, ALIGNED_ELEMENTS),
+        ("hidden_size / tp", model.hidden_size // tp, of_linear),
+        ("ffn_hidden_size / tp", model.ffn_hidden_size // tp, of_linear),
+    )
     return [
-        f"{name} = {size} is not a multiple of {ALIGNED_ELEMENTS}: its matrix products run slowly"
-        for name, size in sizes.items()
-        if size % ALIGNED_ELEMENTS
+        f"{name} = {size} is not a multiple of {aligned}: its matrix products run slowly"
+        for name, size, aligned in sizes
+        if size % aligned
     ]
 
 

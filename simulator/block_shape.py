@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from hwprofiles import Attention, Precision, Recompute, StackProfile
+from hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile
 from simulator.model_spec import ModelSpec
 from simulator.parameters import Block, block_parameters, padded_vocab_size
 from simulator.plan import ParallelPlan, TrainingJob
@@ -92,6 +92,33 @@ class BlockShape:
     def residual_bytes(self) -> int:
         """Bytes of an activation of the residual stream."""
         return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
+
+    @property
+    def fp8(self) -> Fp8Recipe | None:
+        """How linear layers multiply in fp8, if they do."""
+        return self.stack.fp8 if self.precision is Precision.FP8 else None
+
+    @property
+    def linear_input_bytes(self) -> int:
+        """Bytes of an element that a linear layer keeps of its input for backward."""
+        return self.fp8.saved_input_bytes if self.fp8 else self.element_bytes
+
+    @property
+    def keeps_fp8_inputs(self) -> bool:
+        """Whether a linear layer keeps an fp8 copy of its input, not the input itself."""
+        return self.linear_input_bytes < self.element_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of an element in a tensor-parallel all-gather around linear layers."""
+        return 1 if self.fp8 and self.fp8.tp_gathers_fp8 else self.element_bytes
+
+    @property
+    def num_linear_weights(self) -> int:
+        """Weights of the four linear layers of one layer, biases left out, on one rank."""
+        qkv = self.local_width + 2 * self.local_kv_width
+        widths = qkv + self.local_width + self.mlp_in_width + self.local_ffn_width
+        return self.model.hidden_size * widths
 
     @property
     def num_local_heads(self) -> int:

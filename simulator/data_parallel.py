@@ -175,10 +175,15 @@ def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replicati
     return costs.collective(to.gather_op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
 
 
-def update_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> PhaseCost:
-    """Return the time of the optimizer on one rank's share of *num_parameters*."""
+def update_cost(
+    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, cast_bytes: int = 0
+) -> PhaseCost:
+    """Return the time of the optimizer on one rank's share of *num_parameters*.
+
+    *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
+    """
     share = -(-num_parameters // to.shards.optimizer)
-    cost = costs.memory_traffic(share * wire.update_traffic_bytes)
+    cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
 
 
@@ -186,6 +191,11 @@ def norm_cost(costs: CostModel) -> Cost:
     """Return the time of the gradient norm's all-reduce over all ranks."""
     span = strided_span(0, 1, costs.world_size, costs.cluster.devices_per_node)
     return costs.collective(CollectiveOp.ALL_REDUCE, NORM_BYTES, span, Axis.DP)
+
+
+def sum_layers(stages: Sequence[Stage]) -> int:
+    """Return the layers of a rank that holds *stages*."""
+    return sum(stage.num_layers for stage in stages)
 
 
 def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:

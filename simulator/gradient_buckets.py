@@ -57,14 +57,28 @@ def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     held = 0
     last: tuple[Block, int] = ("head", 0)
+    table = _shared_table(shape, stage)
     for block, layer, sizes in _backward_blocks(shape, stage):
-        last = (block, layer)
         for size in sizes:
+            if size == table and held:
+                buckets.append(Bucket(held, *last))
+                held = 0
+            last = (block, layer)
             held += size
-            if held >= limit:
+            if held >= limit or size == table:
                 buckets.append(Bucket(held, block, layer))
                 held, limit = 0, stack.gradient_bucket_parameters
     return (*buckets, Bucket(held, *last)) if held else tuple(buckets)
+
+
+def _shared_table(shape: BlockShape, stage: Stage) -> int:
+    """Return the parameters of a tied table that two stages hold, 0 if none does.
+
+    It has a bucket of its own, so that both copies are sharded alike (Megatron-Core,
+    param_and_grad_buffer.py).
+    """
+    is_shared = shape.model.tied_embeddings and stage.has_embedding != stage.has_head
+    return shape.local_vocab_size * shape.model.hidden_size if is_shared else 0
 
 
 def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, int, list[int]]]:

@@ -62,7 +62,7 @@ def default_formats(stack: StackProfile, precision: Precision) -> Formats:
     def name(num_bytes: int) -> Precision | None:
         if precision is Precision.FP32:
             return precision
-        return {FULL_BYTES: Precision.FP32, HALF_BYTES: precision}.get(num_bytes)
+        return {FULL_BYTES: Precision.FP32, HALF_BYTES: precision.storage}.get(num_bytes)
 
     return Formats(name(stack.gradient_bytes), name(stack.gradient_reduce_bytes))
 
@@ -70,12 +70,12 @@ def default_formats(stack: StackProfile, precision: Precision) -> Formats:
 def offered_formats(stack: StackProfile, precision: Precision) -> list[Formats]:
     """Return the formats that a plan may ask for: the default, and what else the stack lists.
 
-    A 16-bit buffer has the format of the weights.
+    A 16-bit buffer has the format in which weights are stored.
     """
     listed = [
         Formats(kept, reduced)
         for kept, reduced in stack.gradient_precisions
-        if kept in (Precision.FP32, precision)
+        if kept in (Precision.FP32, precision.storage)
     ]
     return list(dict.fromkeys([default_formats(stack, precision), *listed]))
 
@@ -138,4 +138,4 @@ def casts_of(stack: StackProfile, precision: Precision, wanted: Formats) -> Cast
         return None
     assert chosen.kept is not None
     assert chosen.reduced is not None
-    return Casts(precision, chosen.kept, chosen.reduced)
+    return Casts(precision.storage, chosen.kept, chosen.reduced)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from hwprofiles import shown_path
 from simulator.errors import PlanError
-from simulator.model_spec import ModelSpec, parse_model, shorten, shown_path
+from simulator.model_spec import ModelSpec, parse_model, shorten
 
 # Keys that any config.json may carry and that change neither shapes nor training cost.
 _HARMLESS_KEYS = """

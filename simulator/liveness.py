@@ -18,6 +18,12 @@ from simulator.activations import (
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
+from simulator.fp8_operands import (
+    column_backward_bytes,
+    column_forward_bytes,
+    row_backward_bytes,
+    row_forward_bytes,
+)
 
 
 class Step(NamedTuple):
@@ -93,16 +99,27 @@ def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     mlp, attention = _outside_core(shape)
     core = sum(tensor.size_bytes for tensor in attention_core_tensors(shape))
     recomputed = core if shape.recompute is Recompute.SELECTIVE else 0
-    copied = wide.core if shape.attention is Attention.UNFUSED else 0
+    kept = shape.num_tokens * shape.local_width * shape.linear_input_bytes
+    # Flash attention whose output is kept apart has it already; unfused, it is copied once.
+    outputs = 1 + (shape.attention is Attention.UNFUSED) - _keeps_output_apart(shape)
+    output = outputs * wide.core + row_forward_bytes(shape, shape.local_width)
+    summed = wide.whole + _part(shape)
+    cast = row_forward_bytes(shape, shape.local_ffn_width)
+    cast += wide.mlp_out - wide.mlp_out // shape.element_bytes * shape.linear_input_bytes
     return (
-        Step("before the core", attention - wide.core, 0),
+        Step("before the core", attention - kept, 0),
         Step("scores", wide.scores, 0),
         Step("core", core, wide.scores),
-        Step("core output", wide.core + copied, copied + recomputed),
-        Step("attention output", wide.whole + _part(shape), wide.whole + _part(shape)),
+        Step("core output", output, output - kept + recomputed),
+        Step("attention output", summed, summed),
         Step("mlp", mlp, 0),
-        Step("mlp out", wide.whole + wide.local, 0),
+        Step("mlp out", wide.whole + wide.local + cast, cast),
     )
+
+
+def _keeps_output_apart(shape: BlockShape) -> bool:
+    """Return whether flash attention keeps its output beside the linear layer's copy of it."""
+    return shape.attention is Attention.FLASH and shape.keeps_fp8_inputs
 
 
 def _outside_core(shape: BlockShape) -> tuple[int, int]:
@@ -123,19 +140,24 @@ def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     unfused = shape.attention is Attention.UNFUSED
     mask = wide.score_mask
     dropped = wide.scores if shape.model.dropout else 0
+    qkv = column_forward_bytes(shape, shape.local_width + 2 * shape.local_kv_width)
+    output = wide.whole + _part(shape)
+    of_core = row_forward_bytes(shape, shape.local_width)
+    mlp_in = column_forward_bytes(shape, shape.mlp_in_width)
+    of_mlp = row_forward_bytes(shape, shape.local_ffn_width)
     return (
         Step("attention norm", norm, 0),
-        Step("qkv", wide.gathered + wide.qkv, wide.gathered),
+        Step("qkv", qkv + wide.qkv, qkv),
         Step("softmax", 2 * wide.scores, wide.scores),
         Step("attention dropout", dropped + mask, wide.scores * bool(dropped) + mask),
         Step("core", wide.core * (1 + unfused), wide.core * unfused + wide.scores + wide.qkv),
-        Step("attention output", wide.whole + _part(shape), wide.core + norm),
-        Step("attention residual", wide.local, wide.whole + _part(shape)),
+        Step("attention output", output + of_core, of_core + wide.core + norm),
+        Step("attention residual", wide.local, output),
         Step("mlp norm", norm, 0),
-        Step("mlp in", wide.gathered + wide.mlp_in, wide.gathered),
+        Step("mlp in", mlp_in + wide.mlp_in, mlp_in),
         Step("mlp activation", wide.mlp_out, wide.mlp_in),
-        Step("mlp out", wide.whole + _part(shape), norm + wide.mlp_out),
-        Step("mlp residual", wide.local, wide.whole + _part(shape) + wide.local),
+        Step("mlp out", output + of_mlp, of_mlp + norm + wide.mlp_out),
+        Step("mlp residual", wide.local, output + wide.local),
     )
 
 
@@ -187,9 +209,14 @@ class _Layer(NamedTuple):
     def row_step(self, name: str, width: int, inputs: int, freed: int) -> Step:
         """Return the backward of a row-parallel product with *inputs* of *width* bytes."""
         weight = _weight_gradient(self.shape, self.shape.model.hidden_size, inputs)
-        again = self.wide.gathered
+        again = row_backward_bytes(self.shape, inputs)
         leaves = again + weight * (not self.stays) + self.dropped + freed
         return Step(name, again + width + weight, leaves + self.kept.get(f"{name} weights", 0))
+
+    def column_step(self, column: "_Column", kept_input: int) -> Step:
+        """Return the backward of a column-parallel layer."""
+        operands = column_backward_bytes(self.shape, column.outputs)
+        return _column_step(self.shape, column, kept_input, operands=operands, stays=self.stays)
 
 
 def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
@@ -203,7 +230,7 @@ def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
             "mlp out", wide.mlp_out, shape.local_ffn_width, kept["mlp activation output"]
         ),
         Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
-        _column_step(shape, column, kept["mlp input"], stays=layer.stays),
+        layer.column_step(column, kept["mlp input"]),
         Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
         Step("mlp residual", 0, wide.local),
     )
@@ -214,13 +241,13 @@ def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
     outputs = shape.local_width + 2 * shape.local_kv_width
     column = _Column("qkv", wide.qkv, outputs, 1 if shape.stack.fused_qkv else 3)
     unfused = shape.attention is Attention.UNFUSED
-    freed = kept["attention output"] * unfused
+    freed = kept["attention output"] * (unfused or _keeps_output_apart(shape))
     return (
         Step("attention dropout", layer.dropped, kept["attention dropout mask"]),
         layer.row_step("attention output", wide.core, shape.local_width, freed),
         *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
         *_packed(shape, wide, kept),
-        _column_step(shape, column, kept["qkv input"], stays=layer.stays),
+        layer.column_step(column, kept["qkv input"]),
         Step("attention norm", wide.local, 2 * wide.local),
     )
 
@@ -235,7 +262,7 @@ class _Column(NamedTuple):
 
 
 def _column_step(
-    shape: BlockShape, column: _Column, kept_input: int, *, stays: bool = False
+    shape: BlockShape, column: _Column, kept_input: int, *, operands: int, stays: bool = False
 ) -> Step:
     """Return the backward of a column-parallel layer: the input again, and its gradient.
 
@@ -247,7 +274,7 @@ def _column_step(
         widest = max(shape.local_width * (column.name == "qkv"), column.outputs // 2)
     weight = _weight_gradient(shape, widest, shape.model.hidden_size)
     copies = min(2, column.num_products)
-    allocated = wide.regathered + copies * wide.whole + _part(shape) + weight
+    allocated = operands + copies * wide.whole + _part(shape) + weight
     leaves = allocated - weight * stays - wide.local
     return Step(column.name, allocated, leaves + column.gradient + kept_input)
 
@@ -267,6 +294,10 @@ def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
 
 def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
     statistics = kept["log-sum-exp"]
+    output = kept["attention output"]
+    if _keeps_output_apart(shape):  # recomputed with the core where that is
+        is_kept = shape.recompute is not Recompute.SELECTIVE
+        output = kept["attention output in bf16"] * is_kept
     rotated = kept["rotated queries and keys"]
     turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
     again = _recomputed_core(shape, wide.core + statistics, 0)
@@ -276,7 +307,7 @@ def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[
         Step(
             "attention core",
             wide.qkv,
-            wide.core + statistics + rotated + kept["attention output"] + recomputed,
+            wide.core + statistics + rotated + output + recomputed,
         ),
         Step("rotary", turned, turned),
     )
@@ -321,7 +352,12 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     return (
         Step("loss", eager, eager),
         Step("16-bit gradient", narrow, kept if narrow else 0),
-        _column_step(shape, _Column("logits", logits, shape.local_vocab_size, 1), norm),
+        _column_step(
+            shape,
+            _Column("logits", logits, shape.local_vocab_size, 1),
+            norm,
+            operands=Widths.of(shape).regathered,
+        ),
         Step("final norm", norm, norm + shape.message_bytes),
     )
 

@@ -177,6 +177,11 @@ def rank_memory(
     )
 
 
+def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
+    """Return *memory* with copies of weights in another format, which are never split or moved."""
+    return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPeak:
     """The fullest instant of a rank: when, in which action, and what lives then."""

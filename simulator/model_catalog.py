@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from hwprofiles import nearest_names
+from hwprofiles import nearest_names, shown_path
 from simulator.errors import PlanError
 from simulator.huggingface import read_config
-from simulator.model_spec import ModelSpec, parse_model, shorten, shown_path
+from simulator.model_spec import ModelSpec, parse_model, shorten
 
 DATA_FOLDER = Path(__file__).parent / "data" / "models"
 

@@ -1,7 +1,6 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -165,11 +164,6 @@ def shorten(value: object) -> str:
     """Return a value as it is shown in an error: one line of at most 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as it is shown in an error, quoted only where it would break the line."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

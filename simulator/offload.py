@@ -224,12 +224,16 @@ def host_share(
     return Fraction(host_ps, busy_ps)
 
 
-def rank_update_cost(side: HostSide, num_parameters: int) -> PhaseCost:
-    """Return the time of the optimizer on one rank's share, wherever it runs."""
+def rank_update_cost(side: HostSide, num_parameters: int, cast_bytes: int) -> PhaseCost:
+    """Return the time of the optimizer on one rank's share, wherever it runs.
+
+    *cast_bytes* is the traffic of casting the rank's weights on the device after it.
+    """
     costs, wire, _, to = side
     if to.offload is Offload.NONE:
-        return update_cost(costs, num_parameters, wire, to)
-    return PhaseCost.total([(Category.OPTIMIZER, host_update_cost(costs, num_parameters, to))])
+        return update_cost(costs, num_parameters, wire, to, cast_bytes)
+    parts = (host_update_cost(costs, num_parameters, to), costs.memory_traffic(cast_bytes))
+    return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
 
 
 def offloaded_memory(side: HostSide, memory: RankMemory, num_parameters: int) -> RankMemory:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from hwprofiles import Attention, CollectiveOp, Recompute
 from simulator.block_shape import BlockShape
+from simulator.fp8_casts import backward_casts, forward_casts
 from simulator.mesh import Axis
 from simulator.operators import (
     BlockOperators,
@@ -49,12 +50,22 @@ def pair_communication(shape: BlockShape) -> PairCommunication:
 
 
 def tp_collective(
-    shape: BlockShape, change: Redistribution | None, name: str, hides_under: Gemm | None = None
+    shape: BlockShape,
+    change: Redistribution | None,
+    name: str,
+    hides_under: Gemm | None = None,
+    *,
+    of_linear: bool = False,
 ) -> tuple[Operator, ...]:
-    """Return the collective that a change of placement on the tp axis costs, if any."""
+    """Return the collective that a change of placement on the tp axis costs, if any.
+
+    What is gathered *of_linear*, an operand of a layer's linear products, may be cast before.
+    """
     if change is None or change.op is None or shape.tp == 1:
         return ()
-    size_bytes = shape.num_tokens * shape.model.hidden_size * shape.element_bytes
+    gathers = of_linear and change.op is CollectiveOp.ALL_GATHER
+    element_bytes = shape.gathered_bytes if gathers else shape.element_bytes
+    size_bytes = shape.num_tokens * shape.model.hidden_size * element_bytes
     return (Collective(name, change.op, size_bytes, Axis.TP, hides_under),)
 
 
@@ -63,7 +74,7 @@ def layer_operators(shape: BlockShape) -> BlockOperators:
     comm = pair_communication(shape)
     attention_forward, attention_backward = _attention_core(shape)
     linears = _layer_linears(shape)
-    gather = tp_collective(shape, comm.forward_in, "tp forward gather")
+    gather = tp_collective(shape, comm.forward_in, "tp forward gather", of_linear=True)
     reduce = tp_collective(shape, comm.forward_out, "tp forward reduce")
     products = (*linears, *(item for item in attention_forward if isinstance(item, Gemm)))
     forward: tuple[Operator, ...] = (
@@ -76,6 +87,7 @@ def layer_operators(shape: BlockShape) -> BlockOperators:
         linears[2],
         linears[3],
         *reduce,
+        *forward_casts(shape, linears),
         *_layer_elementwise(shape, backward=False),
         KernelLaunches("layer forward", shape.stack.forward_kernels_per_layer + len(products)),
         HostPasses("layer forward", 1),
@@ -90,11 +102,12 @@ def layer_operators(shape: BlockShape) -> BlockOperators:
 def _layer_linears(shape: BlockShape) -> tuple[Gemm, Gemm, Gemm, Gemm]:
     hidden, tokens = shape.model.hidden_size, shape.num_tokens
     qkv = shape.local_width + 2 * shape.local_kv_width
+    is_fp8 = shape.fp8 is not None
     return (
-        Gemm("qkv", m=tokens, n=qkv, k=hidden),
-        Gemm("attention output", m=tokens, n=hidden, k=shape.local_width),
-        Gemm("mlp in", m=tokens, n=shape.mlp_in_width, k=hidden),
-        Gemm("mlp out", m=tokens, n=hidden, k=shape.local_ffn_width),
+        Gemm("qkv", m=tokens, n=qkv, k=hidden, is_fp8=is_fp8),
+        Gemm("attention output", m=tokens, n=hidden, k=shape.local_width, is_fp8=is_fp8),
+        Gemm("mlp in", m=tokens, n=shape.mlp_in_width, k=hidden, is_fp8=is_fp8),
+        Gemm("mlp out", m=tokens, n=hidden, k=shape.local_ffn_width, is_fp8=is_fp8),
     )
 
 
@@ -107,14 +120,16 @@ def _layer_backward(
     qkv, output, mlp_in, mlp_out = linears
     gemms = [item for item in attention if isinstance(item, Gemm)]
     num_products = 2 * len(linears) + len(gemms)
+    gather = tp_collective(shape, comm.backward_out, "tp backward gather", of_linear=True)
     return (
-        *tp_collective(shape, comm.backward_out, "tp backward gather"),
+        *gather,
         *gemm_backward(mlp_out),
         *_column_backward(shape, comm, mlp_in),
-        *tp_collective(shape, comm.backward_out, "tp backward gather"),
+        *gather,
         *gemm_backward(output),
         *attention,
         *_column_backward(shape, comm, qkv),
+        *backward_casts(shape, linears),
         *_layer_elementwise(shape, backward=True),
         _accumulation(shape, shape.parameters.layer),
         *_norm_reductions(shape, 2),
@@ -132,9 +147,17 @@ def _column_backward(
     gradient under the weight gradient (Megatron-LM's asynchronous linear layer).
     """
     input_gradient, weight_gradient = gemm_backward(forward)
-    regather = None if shape.stack.keeps_gathered_inputs else comm.weight_gradient_regather
+    regather: tuple[Operator, ...] = ()
+    if not shape.stack.keeps_gathered_inputs:
+        regather = tp_collective(
+            shape,
+            comm.weight_gradient_regather,
+            "tp backward re-gather",
+            input_gradient,
+            of_linear=forward.is_fp8,
+        )
     return (
-        *tp_collective(shape, regather, "tp backward re-gather", input_gradient),
+        *regather,
         input_gradient,
         *tp_collective(shape, comm.backward_in, "tp backward reduce", weight_gradient),
         weight_gradient,

@@ -10,7 +10,8 @@ from simulator.mesh import Axis
 class Gemm:
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
 
-    ``is_attention`` marks the products of the attention core, which hold no weights.
+    ``is_attention`` marks the products of the attention core, which hold no weights; ``is_fp8``
+    those that multiply in 8 bits: two inputs of one byte an element, an output of two.
 
     >>> Gemm("qkv", m=2048, n=4608, k=12288).flops
     231928233984
@@ -22,6 +23,7 @@ class Gemm:
     k: int
     batch: int = 1
     is_attention: bool = False
+    is_fp8: bool = False
 
     @property
     def flops(self) -> int:
@@ -32,6 +34,11 @@ class Gemm:
     def num_elements(self) -> int:
         """Elements of both inputs and of the output."""
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of the output."""
+        return self.batch * self.m * self.n
 
 
 @dataclass(frozen=True, slots=True)

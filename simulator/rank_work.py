@@ -13,9 +13,11 @@ from simulator.data_parallel import (
     Wire,
     gather_cost,
     reduce_cost,
+    sum_layers,
     sum_parameters,
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, Unit
+from simulator.fp8_casts import step_cast_bytes
 from simulator.gradient_buckets import StagePart, bucket_parts
 from simulator.mesh import Axis, GroupSpan, Mesh
 from simulator.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
@@ -78,6 +80,13 @@ def message_between(
     return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
 
 
+def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
+    """Return the time of the optimizer of a rank that holds *stages*, casts of weights included."""
+    parameters = sum_parameters(context.shape, stages)
+    cast_bytes = step_cast_bytes(context.shape, sum_layers(stages))
+    return rank_update_cost(context.host, parameters, cast_bytes)
+
+
 def rank_works(
     context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
 ) -> tuple[RankWork, ...]:
@@ -103,7 +112,7 @@ def _rank_work(
     parameters = sum_parameters(context.shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     gather = gather_cost(costs, parameters, context.wire, context.replication)
-    update = rank_update_cost(context.host, parameters)
+    update = rank_update(context, stages)
     back_ps = copy_back_ps(context.host, parameters)
     gathers_units = context.replication.gathers_units
     return RankWork(

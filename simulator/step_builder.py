@@ -14,15 +14,18 @@ from simulator.data_parallel import (
     Wire,
     norm_cost,
     reduce_cost,
+    sum_layers,
     sum_parameters,
 )
 from simulator.engine import StepWork
+from simulator.fp8_casts import weight_copy_bytes
 from simulator.gradient_buckets import reduced_parts
 from simulator.memory import (
     RankMemory,
     StateBytes,
     chunk_memory,
     rank_memory,
+    with_copies,
     with_workspace,
 )
 from simulator.mesh import Axis, Mesh
@@ -30,11 +33,10 @@ from simulator.offload import (
     HostSide,
     host_share,
     offloaded_memory,
-    rank_update_cost,
     unit_workspace_bytes,
 )
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
-from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_works
+from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_update, rank_works
 from simulator.schedules import get_schedule
 from simulator.unit_memory import UnitBytes, holds_units, unit_pass_bytes
 
@@ -111,38 +113,20 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
-    node_size = costs.cluster.devices_per_node
-    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
-    shape = BlockShape.of(job, plan, costs.stack)
-    to = replication_of(plan, costs.stack, mesh)
-    wire = Wire.of(costs.stack, job.precision, plan)
-    state = StateBytes.of(costs.stack, job.precision, plan.gradient_formats)
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
     stages_once = dict.fromkeys(stage for stages in held for stage in stages)
-    context = StepContext(
-        job=job,
-        plan=plan,
-        costs=costs,
-        shape=shape,
-        mesh=mesh,
-        wire=wire,
-        replication=to,
-        host=HostSide(costs, wire, state, to),
-        parts={stage: reduced_parts(shape, stage, to) for stage in stages_once},
-    )
-    passes = {stage: chunk_cost(costs, shape, stage) for stage in stages_once}
+    context = _context(job, plan, costs, tuple(stages_once))
+    passes = {stage: chunk_cost(costs, context.shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(held))
     memory = {stages: _memory(context, stages) for stages in distinct}
-    updates = {
-        stages: rank_update_cost(context.host, sum_parameters(shape, stages)) for stages in distinct
-    }
+    updates = {stages: rank_update(context, stages) for stages in distinct}
     work = _step_work(context, held, passes)
     return BuiltStep(
         job=job,
         plan=plan,
         work=work,
-        mesh=mesh,
-        shape=shape,
+        mesh=context.mesh,
+        shape=context.shape,
         stages=tuple(held),
         evidence=_evidence(context, held[0]),
         chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
@@ -152,6 +136,28 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
             host_share(context.host, context.parts, stages, rank, work.num_microbatches)
             for rank, stages in zip(work.ranks, held, strict=True)
         ),
+    )
+
+
+def _context(
+    job: TrainingJob, plan: ParallelPlan, costs: CostModel, stages: tuple[Stage, ...]
+) -> StepContext:
+    node_size = costs.cluster.devices_per_node
+    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    shape = BlockShape.of(job, plan, costs.stack)
+    to = replication_of(plan, costs.stack, mesh)
+    wire = Wire.of(costs.stack, job.precision, plan)
+    state = StateBytes.of(costs.stack, job.precision, plan.gradient_formats)
+    return StepContext(
+        job=job,
+        plan=plan,
+        costs=costs,
+        shape=shape,
+        mesh=mesh,
+        wire=wire,
+        replication=to,
+        host=HostSide(costs, wire, state, to),
+        parts={stage: reduced_parts(shape, stage, to) for stage in stages},
     )
 
 
@@ -215,6 +221,7 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     num_parameters = sum_parameters(shape, stages)
     memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
     memory = offloaded_memory(context.host, memory, num_parameters)
+    memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
         return memory
     at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))

@@ -90,7 +90,19 @@ MISTAKES = {
     "vpp of 1f1b": ([*STEP, "--pp", "2", "--vpp", "2", "--schedule", "1f1b"], ["vpp=2"]),
     "pins of vpp": ([*SEARCH, "--vpp", "2", "--schedule", "1f1b"], ["--vpp 2", "1f1b"]),
     "pin above limit": ([*SEARCH, "--tp", "2", "--max-tp", "1"], ["--tp 2", "--max-tp 1"]),
-    "unknown precision": ([*STEP, "--precision", "fp8"], ["'fp8'", "fp16"]),
+    "unknown precision": ([*STEP, "--precision", "fp6"], ["'fp6'", "fp16"]),
+    "precision of a device": (
+        [*STEP, "--cluster", "dgx-a100", "--precision", "fp8"],
+        ["precision=fp8", "a100-sxm4-80gb", "bf16, fp16, fp32"],
+    ),
+    "precision of a stack": (
+        [*STEP, "--cluster", "dgx-h100", "--stack", "ddp", "--precision", "fp8"],
+        ["precision=fp8", "ddp", "fp32"],
+    ),
+    "precision of a product": (
+        ["matmul", "4x5", "5x8", "--devices", "2", "--cluster", "dgx-h100", "--precision", "fp8"],
+        ["precision=fp8", "whole layers", "bf16, fp16, fp32"],
+    ),
     "precision": ([*V100, "--precision", "bf16"], ["bf16", "v100", "fp16"]),
     "precision of a search": (["search", *V100[1:], "--precision", "bf16"], ["bf16", "fp16"]),
     "attention of the device": ([*V100, "--attention", "flash"], ["flash", "v100"]),

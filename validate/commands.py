@@ -29,10 +29,10 @@ def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
         raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
     saved = read_plan(Path(options.plan))
     folder = check_outputs(output)
+    _check_program(saved)
     if mode is Mode.EMIT:
         assert folder is not None  # mode_of sees to it
         return _emit(options, saved, folder)
-    _check_program(saved)
     if mode is Mode.FAKE:
         return _finish(_fake(options, saved), output, folder)
     if mode is Mode.COLLECT:
@@ -80,7 +80,7 @@ def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
     """Write a launch folder and say what to do with it."""
     from rich.text import Text
 
-    from simulator.model_spec import shown_path
+    from hwprofiles.names import shown_path
     from validate.real_run import spec_of, write_launch
 
     assert options.emit is not None  # the mode says so
@@ -127,6 +127,7 @@ def _collect(
 def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
     """Return the comparison of a run that came to its end."""
     from validate.prediction import predict_rank, without_dropout
+    from validate.real_run import host_bytes, reference_bytes
     from validate.run_checks import (
         REFERENCE_STEPS,
         last_loss_check,
@@ -141,7 +142,7 @@ def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
     everyone = list(measurements.values())
     losses = run_losses(everyone)
     checks = [last_loss_check(losses)]
-    if outcome.spec.backend == "gloo":
+    if outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
         from validate.program.reference import reference_losses
 
         checks = [loss_check(saved, losses, reference_losses(saved.job, REFERENCE_STEPS))]

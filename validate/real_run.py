@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hwprofiles import format_bytes
+from hwprofiles.names import shown_path
 from planner.plan_file import SavedPlan
 from simulator import PlanError, count_parameters, simulate
-from simulator.model_spec import shown_path
 from validate.launch import Launcher, RunOutcome, RunSpec, collect_run, write_launch_folder
 from validate.launch.records import SPEC_NAME
 from validate.options import DEFAULT_STEPS, DEFAULT_TIMEOUT_S, Backend, ValidateOptions
@@ -35,14 +35,25 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
     ranks_bytes = sum(stage.peak_bytes for stage in memory.by_stage) * ranks_of_stage
     needs_bytes = max(
         ranks_bytes + saved.plan.world_size * PROCESS_BYTES,
-        count_parameters(saved.job.model) * REFERENCE_BYTES_PER_PARAMETER,
+        reference_bytes(saved),
     )
-    has_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    has_bytes = host_bytes()
     if needs_bytes > has_bytes:
+        needs, has = format_bytes(needs_bytes), format_bytes(has_bytes)
         raise PlanError(
-            f"--backend gloo: {saved.plan.world_size} ranks need about {format_bytes(needs_bytes)} "
-            f"of this machine's {format_bytes(has_bytes)}; allowed: a smaller plan, --backend fake"
+            f"--backend gloo: {saved.plan.world_size:,} ranks need about {needs}, this machine has "
+            f"{has}; allowed: a smaller plan, --backend fake"
         )
+
+
+def reference_bytes(saved: SavedPlan) -> int:
+    """Return what one process needs to train the whole model, but for activations."""
+    return count_parameters(saved.job.model) * REFERENCE_BYTES_PER_PARAMETER
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_gpus(world_size: int) -> None:
@@ -92,6 +103,9 @@ def collected(text: str, saved: SavedPlan) -> RunOutcome:
         PlanError: If there is no run, or more than one, or one of another number of ranks.
     """
     outcome = collect_run(_run_folder(Path(text)))
+    if len(outcome.measurements) > 1:
+        num_plans = len(outcome.measurements)
+        raise PlanError(f"--collect {shown_path(Path(text))} is of {num_plans} plans; allowed: one")
     if outcome.world_size != saved.plan.world_size:
         raise PlanError(
             f"--collect {shown_path(Path(text))} is of {outcome.world_size} ranks; the plan has "

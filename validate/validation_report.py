@@ -47,7 +47,7 @@ def head_lines(validation: Validation) -> list[str]:
     saved = validation.saved
     plan, job = saved.plan, saved.job
     few, whole = validation.num_microbatches_run, validation.num_microbatches
-    many = f"all {whole} microbatches of a step were run"
+    many = f"all microbatches of a step were run, {whole} a rank"
     if few < whole:
         many = f"{few} of {whole} microbatches were run; the counts scale exactly with their number"
     size = f"{plan.world_size:,} GPUs of {saved.cluster.name}"

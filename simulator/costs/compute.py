@@ -10,8 +10,9 @@ from simulator.operators import FlashAttention, Gemm, MemoryBound
 # Output tiles of the vendor's matrix kernels; the best one is chosen per shape.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 REFERENCE_TILE = (256, 128)
-# 16-bit tensor-core kernels load 16 bytes at a time: 8 elements.
+# 16-bit tensor-core kernels load 16 bytes at a time: 8 elements, in 8 bits 16.
 ALIGNED_ELEMENTS = 8
+ALIGNED_FP8_ELEMENTS = 16
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -36,20 +37,30 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
     ``w = batch ceil(m/tm) ceil(n/tn) / SMs`` waves run, of a last partial wave the share ``q``
     of the missing part is paid.  A tile's rate is ``I / (I + a0)`` with ``I = tm tn / (tm + tn)``,
     scaled so that the 256 x 128 tile reaches the plateau.  Never below the traffic's time.
+    Plateau and ``k0`` are those of fp8 for an fp8 product, whose inputs have one byte an element;
+    any other product of an fp8 *precision* is one of bf16.
     """
     kernels = device.gemm
-    peak = peak_flops_per_s(device, precision) * kernels.plateau_fraction
+    precision = Precision.FP8 if gemm.is_fp8 else precision.storage
+    facts = kernels.of(precision)
+    peak = peak_flops_per_s(device, precision) * facts.plateau_fraction
     peak /= _intensity_fraction(*REFERENCE_TILE, kernels.half_rate_intensity)
     best_s = min(
         _waves(gemm, tile, device.num_sms, kernels.partial_wave_fraction)
-        * (device.num_sms * 2 * tile[0] * tile[1] * (gemm.k + kernels.prologue_k))
+        * (device.num_sms * 2 * tile[0] * tile[1] * (gemm.k + facts.prologue_k))
         / (peak * _intensity_fraction(*tile, kernels.half_rate_intensity))
         for tile in TILES
     )
     if precision is not Precision.FP32 and _is_misaligned(gemm):
         best_s /= kernels.misaligned_fraction
-    traffic_s = gemm.num_elements * precision.num_bytes / memory_rate_bytes_per_s(device)
-    return Cost.from_seconds(max(best_s, traffic_s), kernels.kind)
+    traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
+    return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
+
+
+def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:
+    if not gemm.is_fp8:
+        return gemm.num_elements * precision.num_bytes
+    return gemm.num_elements + gemm.num_outputs * (precision.num_bytes - 1)
 
 
 def _waves(gemm: Gemm, tile: tuple[int, int], num_sms: int, partial_share: float) -> float:
@@ -64,7 +75,8 @@ def _intensity_fraction(rows: int, columns: int, half_rate_intensity: float) -> 
 
 
 def _is_misaligned(gemm: Gemm) -> bool:
-    return any(size % ALIGNED_ELEMENTS for size in (gemm.m, gemm.n, gemm.k))
+    aligned = ALIGNED_FP8_ELEMENTS if gemm.is_fp8 else ALIGNED_ELEMENTS
+    return any(size % aligned for size in (gemm.m, gemm.n, gemm.k))
 
 
 def flash_attention_cost(
@@ -82,7 +94,7 @@ def flash_attention_cost(
         )
     facts = device.flash[kernel]
     fraction = facts.backward_fraction if attention.backward else facts.forward_fraction
-    rate = peak_flops_per_s(device, precision) * fraction
+    rate = peak_flops_per_s(device, precision.storage) * fraction
     return Cost.from_seconds(attention.flops / rate, facts.kind)
 
 

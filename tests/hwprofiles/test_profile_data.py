@@ -164,6 +164,11 @@ def test_a_device_without_timings_of_its_own_takes_those_of_its_chip(
     device, known = load_device(name), load_device(whole)
     expected = known.gemm.plateau_fraction * part
     assert device.gemm.plateau_fraction == pytest.approx(expected, abs=0.005)
+    assert device.gemm.fp8 is not None
+    assert known.gemm.fp8 is not None
+    fp8_fraction = known.gemm.fp8.plateau_fraction * part
+    assert device.gemm.fp8.plateau_fraction == pytest.approx(fp8_fraction, abs=0.005)
+    assert device.gemm.fp8.kind is Source.EXTRAPOLATED
     for kernel, facts in device.flash.items():
         rate = known.flash[kernel].forward_fraction * part
         assert facts.forward_fraction == pytest.approx(rate, abs=0.005)

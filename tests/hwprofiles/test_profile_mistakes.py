@@ -43,6 +43,12 @@ def complaint_about(tmp_path: Path, name: str, old: str, new: str) -> str:
 
 
 DEVICE, LINK, CLUSTER, STACK = sorted(LOADERS, key=list(LOADERS).index)
+FP8_KERNELS = """[gemm.fp8]
+plateau_fraction = 0.5
+prologue_k = 9
+kind = "fitted"
+source = "a test"
+"""
 MISTAKES = [
     (DEVICE, '"80 GiB"', "80", ": memory_capacity: 80 has no unit; allowed: a text with a unit"),
     (DEVICE, '"80 GiB"', '"80"', ": memory_capacity: '80' has no unit; allowed: a number and one"),
@@ -101,7 +107,7 @@ MISTAKES = [
         DEVICE,
         "bf16 =",
         "bf17 =",
-        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16' or",
+        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16', 'bf16' or",
     ),
     (DEVICE, '"19.5 TFLOP/s"', '"19.5 TFLOPS"', ": peak.fp32: '19.5 TFLOPS' has the wrong unit"),
     (
@@ -330,6 +336,12 @@ MISTAKES = [
     (
         STACK,
         '["fp16", "fp16"]',
+        '["fp16", "fp8"]',
+        ": gradient_precisions: fp8 is not a format of gradients; allowed: bf16, fp16, fp32",
+    ),
+    (
+        STACK,
+        '["fp16", "fp16"]',
         '["fp16"]',
         ": gradient_precisions.2",
     ),
@@ -362,6 +374,36 @@ MISTAKES = [
         "sequence_parallel = true",
         'sequence_parallel = true\noffload_modes = ["optimizer"]',
         ": offload_modes: none is not in offload_modes; allowed: optimizer",
+    ),
+    (
+        STACK,
+        '"bf16", "fp8"]',
+        '"bf16"]',
+        ": fp8: does not go with precisions fp32, fp16, bf16; allowed",
+    ),
+    (
+        STACK,
+        "saved_input_bytes = 1",
+        "saved_input_bytes = 4",
+        ": fp8.saved_input_bytes: 4 is not allowed; it must",
+    ),
+    (
+        STACK,
+        'weight_casts = "step"',
+        'weight_casts = "never"',
+        ": fp8.weight_casts: 'never' is not allowed; it must be 'step', 'forward'",
+    ),
+    (
+        DEVICE,
+        "bf16 =",
+        'fp8 = "1 TFLOP/s"\nbf16 =',
+        ": peak.fp8: stands without gemm.fp8; allowed: both or neither",
+    ),
+    (
+        DEVICE,
+        "[memory]",
+        FP8_KERNELS + "[memory]",
+        ": gemm.fp8: stands without peak.fp8; allowed: both or neither",
     ),
 ]
 
@@ -408,6 +450,21 @@ def test_a_path_that_cannot_be_read_is_named(load: Load, tmp_path: Path) -> None
         load("a\0b.toml")
 
 
+def test_a_path_that_would_break_the_line_is_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = built_in_text("clusters/dgx-a100").replace('"a100-sxm4-80gb"', r'"/\r"')
+    path.write_text(text, encoding="utf-8")
+    assert complaint(load_cluster, path) == (
+        r": device: '/\r': no such file; allowed: an existing TOML file"
+    )
+    broken = tmp_path / "a\nb.toml"
+    broken.write_text("name =", encoding="utf-8")
+    for load in LOADERS.values():
+        with pytest.raises(ProfileError) as caught:
+            load(broken)
+        assert len(str(caught.value).splitlines()) == 1
+
+
 literals = st.one_of(
     st.integers(-(10**25), 10**25).map(str),
     st.floats().map(str),  # inf and nan too: TOML has them
@@ -436,3 +493,11 @@ def test_any_value_at_any_key_loads_or_gives_one_line(
         message = str(error)
     assert len(message.splitlines()) == 1
     assert len(message) < 700
+
+
+def test_fp8_needs_bf16_beside_it(tmp_path: Path) -> None:
+    text = built_in_text(DEVICE).replace('bf16 = "312 TFLOP/s"', 'fp8 = "624 TFLOP/s"')
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("[memory]", FP8_KERNELS + "[memory]"), encoding="utf-8")
+    expected = ": peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs"
+    assert complaint(load_device, path).startswith(expected)

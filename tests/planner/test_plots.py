@@ -49,7 +49,7 @@ def step(
 ) -> StepResult:
     model, stack = load_model("megatron-1.7b"), load_stack(stack_name)
     job = TrainingJob(
-        model=model, global_batch_size=batch, seq_len=2048, precision=stack.precisions[-1]
+        model=model, global_batch_size=batch, seq_len=2048, precision=stack.precisions[-1].storage
     )
     plan = ParallelPlan(
         tp=2,

@@ -62,6 +62,12 @@ CASES = {
     "shared network cards": Case(GROUPED, "a100-4xhdr200", "megatron-core", 32, 32),
     "fp16 on V100": Case(GROUPED, "dgx-1v", "megatron-lm-2022", 8, 16, precision=Precision.FP16),
     "fp32": Case(UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32),
+    "fp8 copies of weights": Case(
+        GROUPED, "dgx-h100", "megatron-core", 16, 16, precision=Precision.FP8
+    ),
+    "fp8 with sharded parameters": Case(
+        GROUPED, "dgx-h100", "torchtitan", 8, 16, precision=Precision.FP8
+    ),
     "large vocabulary, tight memory": Case(WIDE, "dgx-a100", "megatron-core", 16, 32, 12 * GIBI),
     "tight memory, no sharding": Case(WIDE, "dgx-a100-40", "megatron-lm-2021", 8, 16, 30 * GIBI),
     "embedding and head count as layers": Case(BETWEEN, "dgx-h100", "megatron-core", 12, 24),

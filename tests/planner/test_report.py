@@ -59,6 +59,16 @@ def test_step_report_says_what_a_plan_wants_of_gradients() -> None:
     assert "gradients   kept" not in text_of(step_report(simulate(JOB, PLAN, CLUSTER, STACK)))
 
 
+def test_step_report_says_which_peak_a_share_is_of() -> None:
+    peaks = []
+    for precision in (Precision.FP8, Precision.BF16):
+        job = replace(JOB, precision=precision)
+        text = text_of(step_report(simulate(job, PLAN, load_cluster("dgx-h100"), STACK)))
+        peaks.append("of the fp8 peak, " in text)
+        assert max(map(len, text.splitlines())) <= WIDTH
+    assert peaks == [True, False]
+
+
 def test_step_report_of_long_stage_lists_stays_within_its_width() -> None:
     plan = replace(PLAN, pp=12, dp=1, tp=1, stages=(1,) * 12)
     text = text_of(step_report(simulate(JOB, plan, CLUSTER, STACK)))

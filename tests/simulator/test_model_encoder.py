@@ -122,9 +122,9 @@ def test_only_scored_positions_reach_the_head(mlm_head: bool) -> None:  # noqa: 
         assert [8 * sum_flops(passes[1])] == [sum_flops(passes[0])]
     assert 8 * traffic(heads[1].forward, "loss") == traffic(heads[0].forward, "loss")
     assert 8 * saved_head_bytes(shape_of(part)) == saved_head_bytes(shape_of(whole))
-    assert tuple(8 * size for size in head_workspace_bytes(shape_of(part))) == head_workspace_bytes(
-        shape_of(whole)
-    )
+    # The backward also holds a weight's gradient, which has no positions.
+    forward = [head_workspace_bytes(shape_of(model))[0] for model in (part, whole)]
+    assert 8 * forward[0] == forward[1]
     assert layer_operators(shape_of(part)) == layer_operators(shape_of(whole))
     jobs = [TrainingJob(model=model, global_batch_size=4, seq_len=32) for model in (whole, part)]
     width = 256 + 64 * mlm_head

@@ -106,7 +106,7 @@ def open_rows(folder: Path, machine: "Machine", *, force: bool) -> "RowFile":
     """
     from datetime import UTC, datetime
 
-    from simulator.model_spec import shown_path
+    from hwprofiles.names import shown_path
     from validate.calibration.row_file import FILE_NAME, RowFile
 
     path = folder / FILE_NAME

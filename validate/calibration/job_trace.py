@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwprofiles import MEGA
+from hwprofiles.names import shown_path
 from simulator import PlanError
-from simulator.model_spec import shown_path
 
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_BYTES = 10**10

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hwprofiles import MEGA, CollectiveOp
+from hwprofiles.names import shown_path
 from simulator import PlanError
-from simulator.model_spec import shown_path
 from validate.calibration.collective_job import collective
 from validate.calibration.rows import Row
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hwprofiles import Device, Link, format_bandwidth, format_flops_per_s, format_time
 from hwprofiles.base import Profile
-from simulator.model_spec import shown_path
+from hwprofiles.names import shown_path
 from validate.calibration.calibrated import misfit_of
 from validate.calibration.cases import Coverage
 from validate.calibration.job_trace import JobTrace

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from hwprofiles import Precision
+from hwprofiles.names import shown_path
 from simulator import PlanError
-from simulator.model_spec import shown_path
 from validate.calibration.machine import Machine, machine_of
 from validate.calibration.rows import SIZE_NAMES, Case, Group, Row
 

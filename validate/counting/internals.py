@@ -202,7 +202,7 @@ def library_on_fakes() -> Iterator[None]:
             *_propagation_patches(),
             *_work_patches(),
             *_data_parallel_patches(),
-            *_pipeline_patches(),
+            *pipeline_patches(),
         ):
             stack.enter_context(change)
         yield
@@ -347,6 +347,16 @@ class _Outputs(list[torch.Tensor]):
     buffers: Sequence[torch.Tensor] = ()
 
 
+def finished_work(outputs: list[torch.Tensor]) -> dist.Work:
+    """Return a Work that is done and whose future holds *outputs*."""
+    create = getattr(torch._C._distributed_c10d, "_create_work_from_future", None)
+    if create is None:
+        raise UnsupportedTorchError(f"torch {torch.__version__} cannot make a completed Work")
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(outputs)
+    return cast("dist.Work", create(future))
+
+
 def _completed(
     _mode: FakeTensorMode,
     operator: torch._ops.OpOverload,
@@ -357,18 +367,13 @@ def _completed(
 
     The outputs are the first argument of all of them, and what they return beside the work.
     """
-    create = getattr(torch._C._distributed_c10d, "_create_work_from_future", None)
-    if create is None:
-        raise UnsupportedTorchError(f"torch {torch.__version__} cannot make a completed Work")
     outputs = _Outputs(tensors_in(args[0]))
     outputs.buffers = tensors_in((args, kwargs))
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(outputs)
-    work = create(future).boxed()
+    work = finished_work(outputs).boxed()
     return work if len(operator._schema.returns) == 1 else (args[0], work)
 
 
-def _pipeline_patches() -> Iterator[AbstractContextManager[object]]:
+def pipeline_patches() -> Iterator[AbstractContextManager[object]]:
     """Yield what skips the vote of pipeline stages on how to learn their shapes."""
     from torch.distributed.pipelining import schedules  # noqa: PLC0415 - slow to import
 

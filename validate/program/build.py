@@ -8,13 +8,17 @@ from simulator import PlanError
 from validate.program.contract import ProgramRequest, RankProgram
 from validate.program.megatron import MegatronProgram
 from validate.program.pytorch_programs import build_ddp, build_fully_sharded
+from validate.program.replicas_module import build_replicas
+from validate.program.replicas_server_program import build_servers
 
 PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
+    "dataparallel": build_replicas,
     "ddp": build_ddp,
     "fsdp": build_fully_sharded,
     "megatron-core": MegatronProgram,
     "megatron-lm-2021": MegatronProgram,
     "megatron-lm-2022": MegatronProgram,
+    "parameter-server": build_servers,
     "torchtitan": build_fully_sharded,
 }
 

@@ -78,7 +78,7 @@ class ChunkBuffers:
         self.last_pass = False
         parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
         limit = stack.gradient_bucket_parameters if stack.overlap_gradient_reduce else 10**15
-        alone = far_table if shards and stack.overlap_gradient_reduce else None
+        alone = far_table if stack.overlap_gradient_reduce else None
         groups = _bucketed(parameters, limit, alone)
         self.buckets = [self._bucket(group, is_duplicate) for group in groups]
         self._places = {

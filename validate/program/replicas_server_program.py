@@ -12,8 +12,8 @@ from validate.measurement import ByteKind
 from validate.program.contract import ProgramRequest
 from validate.program.replicas_server_parts import Server, Worker, flattened, whole_model
 from validate.program.replicas_servers import ServerLayout
+from validate.strategy_prediction import SERVERS
 
-SERVERS = "servers"  # axis of all messages and of the servers' norm
 FIRST_COME, IN_TURN = "gloo", "fake"  # backends that take a message from whoever comes first
 
 

@@ -1,0 +1,419 @@
+"""Training with fp8 linear layers: what runs in 8 bits, what it costs and what it keeps."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import (
+    Attention,
+    CollectiveOp,
+    Device,
+    Offload,
+    Precision,
+    Recompute,
+    list_stacks,
+    load_cluster,
+    load_device,
+    load_stack,
+    to_ps,
+)
+from simulator import ParallelPlan, PlanError, StepResult, TrainingJob, load_model, simulate
+from simulator.activations import attention_core_tensors, layer_tensors, saved_layer_bytes
+from simulator.block_shape import BlockShape
+from simulator.costs import Category
+from simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
+from simulator.fp8_casts import step_cast_bytes, weight_copy_bytes
+from simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
+from simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
+from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operators import Collective, Gemm, KernelLaunches, MemoryBound, Operator
+
+FP8, BF16 = Precision.FP8, Precision.BF16
+DEVICE = load_device("h100-sxm5-80gb")
+MODEL = load_model("llama3-8b")
+STACKS = ("fsdp", "megatron-core", "torchtitan")
+SIZES = st.integers(1, 200).map(lambda count: 16 * count)
+
+
+def ideal_device() -> Device:
+    """Return 100 multiprocessors whose products cost their FLOPs at the peak of their precision."""
+    assert DEVICE.gemm.fp8 is not None
+    perfect = {"plateau_fraction": 1.0, "prologue_k": 0.0}
+    kernels = DEVICE.gemm.model_copy(
+        update=perfect
+        | {
+            "half_rate_intensity": 0.0,
+            "misaligned_fraction": 0.25,
+            "fp8": DEVICE.gemm.fp8.model_copy(update=perfect),
+        }
+    )
+    return DEVICE.model_copy(update={"gemm": kernels, "num_sms": 100})
+
+
+def block_shape(
+    stack: str = "megatron-core", *, precision: Precision = FP8, tp: int = 1, batch: int = 1
+) -> BlockShape:
+    plan = ParallelPlan(
+        tp=tp,
+        microbatch_size=batch,
+        sequence_parallel=tp > 1,
+        attention=Attention.FLASH,
+        stages=(MODEL.num_layers,),
+    )
+    job = TrainingJob(model=MODEL, global_batch_size=batch, seq_len=8192, precision=precision)
+    return BlockShape.of(job, plan, load_stack(stack))
+
+
+def step(precision: Precision, stack: str, cluster: str = "dgx-h100", tp: int = 1) -> StepResult:
+    profile = load_stack(stack)
+    plan = ParallelPlan(
+        tp=tp,
+        dp=8 // tp,
+        zero_stage=profile.zero_stage,
+        sequence_parallel=tp > 1,
+        attention=Attention.FLASH,
+        stages=(MODEL.num_layers,),
+    )
+    job = TrainingJob(model=MODEL, global_batch_size=32, seq_len=8192, precision=precision)
+    return simulate(job, plan, load_cluster(cluster), profile)
+
+
+def named(operators: tuple[Operator, ...], kind: type[Operator], part: str) -> list[Operator]:
+    return [item for item in operators if isinstance(item, kind) and part in item.name]
+
+
+def gemms(operators: tuple[Operator, ...]) -> list[Gemm]:
+    return [item for item in operators if isinstance(item, Gemm)]
+
+
+@pytest.mark.parametrize(("is_fp8", "peak"), [(True, 1979e12), (False, 989e12)])
+def test_whole_tiles_cost_their_flops_at_the_peak_of_their_format(
+    *, is_fp8: bool, peak: float
+) -> None:
+    gemm = Gemm("product", m=2560, n=1280 * 10, k=4096, is_fp8=is_fp8)
+    expected_ps = to_ps(2 * 2560 * 12800 * 4096 / peak)
+    # Any product that is not marked is one of bf16, whatever the layers around it are.
+    assert gemm_cost(gemm, ideal_device(), FP8).time_ps == expected_ps
+
+
+@given(m=SIZES, n=SIZES, k=SIZES)
+@settings(deadline=None, max_examples=100)
+def test_an_fp8_product_costs_its_waves_with_constants_of_its_own(m: int, n: int, k: int) -> None:
+    facts = DEVICE.gemm.fp8
+    assert facts is not None
+    as_bf16 = Gemm("product", m=m, n=n, k=k)
+    cost = gemm_cost(replace(as_bf16, is_fp8=True), DEVICE, FP8)
+    floor_s = (m * k + k * n + 2 * m * n) / memory_rate_bytes_per_s(DEVICE)
+    # The same tiles with the constants and the peak of fp8 in the place of those of bf16.
+    swapped = DEVICE.gemm.model_copy(
+        update={"plateau_fraction": facts.plateau_fraction, "prologue_k": facts.prologue_k}
+    )
+    peaks = {**DEVICE.peak_flops_per_s, BF16: 1979e12}
+    endless = {"memory_bandwidth_bytes_per_s": 1e30}
+    fast = DEVICE.model_copy(update={"gemm": swapped, "peak_flops_per_s": peaks} | endless)
+    assert cost.time_ps == max(to_ps(floor_s), gemm_cost(as_bf16, fast, BF16).time_ps)
+    assert cost.source is facts.kind
+
+
+def test_an_fp8_product_needs_multiples_of_sixteen() -> None:
+    def time_ps(size: int, *, is_fp8: bool) -> int:
+        gemm = Gemm("product", m=2560, n=12800, k=size, is_fp8=is_fp8)
+        return gemm_cost(gemm, ideal_device(), FP8).time_ps
+
+    assert time_ps(4104, is_fp8=True) > 3.9 * time_ps(4096, is_fp8=True)
+    assert time_ps(4104, is_fp8=False) < 1.1 * time_ps(4096, is_fp8=False)
+
+
+def test_only_the_linear_layers_multiply_in_fp8() -> None:
+    shape = block_shape()
+    layer, head = layer_operators(shape), head_operators(shape)
+    assert [item.is_fp8 for item in gemms(layer.forward)] == [True] * 4
+    assert [item.is_fp8 for item in gemms(layer.backward)] == [True] * 8
+    assert not any(item.is_fp8 for item in gemms((*head.forward, *head.backward)))
+    unfused = layer_operators(replace(shape, attention=Attention.UNFUSED))
+    core = [item for item in gemms((*unfused.forward, *unfused.backward)) if item.is_attention]
+    assert len(core) == 6
+    assert not any(item.is_fp8 for item in core)
+
+
+@pytest.mark.parametrize("precision", [BF16, Precision.FP16, Precision.FP32])
+def test_other_formats_cast_nothing(precision: Precision) -> None:
+    shape = block_shape(precision=precision)
+    layer = layer_operators(shape)
+    assert named((*layer.forward, *layer.backward), MemoryBound, "casts") == []
+    assert not any(item.is_fp8 for item in gemms(layer.forward))
+    assert step_cast_bytes(shape, 32) == weight_copy_bytes(shape, 32) == 0
+
+
+# Llama 3 8B: inputs of 4,096, 4,096, 4,096 and 14,336; outputs of 6,144, 4,096, 28,672 and 4,096.
+INPUTS, OUTPUTS = 8192 * 26_624, 8192 * 43_008
+WEIGHTS = 4096 * (6144 + 4096 + 3 * 14_336)
+
+
+@pytest.mark.parametrize(
+    ("stack", "forward", "backward", "kernels"),
+    [
+        ("megatron-core", INPUTS, OUTPUTS, (4, 4)),
+        ("fsdp", INPUTS + WEIGHTS, OUTPUTS, (8, 4)),
+        ("torchtitan", INPUTS + WEIGHTS, OUTPUTS + WEIGHTS, (8, 8)),
+    ],
+)
+def test_a_cast_reads_two_bytes_and_writes_two(
+    stack: str, forward: int, backward: int, kernels: tuple[int, int]
+) -> None:
+    layer = layer_operators(block_shape(stack))
+    phases = (layer.forward, layer.backward)
+    assert [named(phase, MemoryBound, "casts") for phase in phases] == [
+        [MemoryBound("fp8 casts forward", 4 * forward)],
+        [MemoryBound("fp8 casts backward", 4 * backward)],
+    ]
+    launches = [named(phase, KernelLaunches, "casts") for phase in phases]
+    assert launches == [
+        [KernelLaunches("fp8 casts forward", kernels[0])],
+        [KernelLaunches("fp8 casts backward", kernels[1])],
+    ]
+
+
+def test_weights_that_are_kept_are_cast_once_a_step() -> None:
+    shape = block_shape(tp=4)
+    assert shape.num_linear_weights == WEIGHTS // 4
+    assert step_cast_bytes(shape, 32) == 4 * 32 * WEIGHTS // 4
+    assert step_cast_bytes(block_shape("torchtitan"), 32) == 0
+    cast_s = 4 * 32 * WEIGHTS / memory_rate_bytes_per_s(DEVICE)
+    longer_ps = [step(each, "megatron-core").breakdown_ps for each in (FP8, BF16)]
+    update_ps = longer_ps[0][Category.OPTIMIZER] - longer_ps[1][Category.OPTIMIZER]
+    assert update_ps == pytest.approx(to_ps(cast_s), abs=2)
+
+
+def test_gathers_of_linear_operands_are_halved_and_nothing_else() -> None:
+    def sizes(block: str, precision: Precision, stack: str) -> list[tuple[CollectiveOp, int]]:
+        build = {"layer": layer_operators, "head": head_operators, "embedding": embedding_operators}
+        operators = build[block](block_shape(stack, precision=precision, tp=4))
+        both = (*operators.forward, *operators.backward)
+        return [(item.op, item.size_bytes) for item in both if isinstance(item, Collective)]
+
+    for stack in ("megatron-core", "torchtitan"):
+        for block in ("head", "embedding"):
+            assert sizes(block, FP8, stack) == sizes(block, BF16, stack)
+        halved = [
+            (op, size // (2 if op is CollectiveOp.ALL_GATHER else 1))
+            for op, size in sizes("layer", BF16, stack)
+        ]
+        assert sizes("layer", FP8, stack) == halved
+        assert CollectiveOp.ALL_GATHER in dict(halved)
+
+
+def test_transformer_engine_keeps_the_fp8_copy_of_a_linear_layers_input() -> None:
+    tensors = {item.name: item.size_bytes for item in layer_tensors(block_shape())}
+    in_bf16 = {item.name: item.size_bytes for item in layer_tensors(block_shape(precision=BF16))}
+    halved = {"qkv input", "mlp input", "attention output", "mlp activation output"}
+    # The backward of flash attention reads its output, which in bf16 both of them share.
+    output = tensors.pop("attention output in bf16")
+    assert output == in_bf16["attention output"]
+    expected = {name: size // (2 if name in halved else 1) for name, size in in_bf16.items()}
+    assert tensors == expected
+
+
+def test_selective_recompute_drops_the_bf16_output_of_the_attention_core() -> None:
+    names = {item.name for item in attention_core_tensors(block_shape())}
+    assert names == {"log-sum-exp", "attention output in bf16"}
+
+
+def test_torchtitan_keeps_the_bf16_input() -> None:
+    assert layer_tensors(block_shape("torchtitan")) == layer_tensors(
+        block_shape("torchtitan", precision=BF16)
+    )
+
+
+@pytest.mark.parametrize("attention", list(Attention))
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("stack", STACKS)
+def test_passes_leave_what_is_kept_and_free_it(
+    stack: str, recompute: Recompute, attention: Attention
+) -> None:
+    for tp in (1, 4):
+        shape = replace(block_shape(stack, tp=tp), recompute=recompute, attention=attention)
+        both = (shape, replace(shape, precision=BF16))
+        # Beside what is kept: the layer's output, the gradient of its input.
+        for steps, sign in ((forward_steps, 1), (backward_steps, -1)):
+            left = [
+                sum(step.allocates - step.frees for step in steps(each)) - sign * saved_bytes(each)
+                for each in both
+            ]
+            assert left[0] == left[1]
+
+
+def saved_bytes(shape: BlockShape) -> int:
+    if shape.recompute is Recompute.SELECTIVE:
+        return saved_layer_bytes(shape)
+    return sum(item.size_bytes for item in layer_tensors(shape))
+
+
+# Of one token: the gradient of the first MLP product's output, 28,672 wide, with both its copies.
+# torchtitan casts the input (4,096 wide) and the weight again; fsdp and Megatron-Core keep them.
+@pytest.mark.parametrize(
+    ("stack", "more"),
+    [
+        ("megatron-core", 8192 * 2 * 28_672),
+        ("fsdp", 8192 * 2 * 28_672),
+        ("torchtitan", 8192 * 2 * (28_672 + 4096) + 2 * 28_672 * 4096),
+    ],
+)
+def test_backward_holds_both_copies_of_the_widest_gradient(stack: str, more: int) -> None:
+    mlp_in = []
+    for precision in (FP8, BF16):
+        steps = backward_steps(block_shape(stack, precision=precision))
+        (found,) = [step for step in steps if step.name == "mlp in"]
+        mlp_in.append(found.allocates)
+    assert mlp_in[0] - mlp_in[1] == more
+
+
+def test_forward_holds_the_bf16_input_of_the_last_product_and_its_other_copy() -> None:
+    fp8, bf16 = (layer_workspace_bytes(block_shape(precision=each)) for each in (FP8, BF16))
+    assert fp8[0] - bf16[0] == 8192 * 14_336 * 3
+    titan = [layer_workspace_bytes(block_shape("torchtitan", precision=p))[0] for p in (FP8, BF16)]
+    assert titan[0] - titan[1] == 2 * 14_336 * (8192 + 4096)
+
+
+def test_what_is_gathered_in_fp8_is_one_of_the_copies() -> None:
+    """Megatron-Core and torchtitan gather a gradient in fp8: two bytes in all, as in bf16."""
+    width = 8192 * 4096
+    for stack, again in (("megatron-core", 0), ("torchtitan", 14_336 // 4 * 2 * (8192 + 4096))):
+        steps = [
+            {step.name: step for step in backward_steps(block_shape(stack, precision=each, tp=4))}
+            for each in (FP8, BF16)
+        ]
+        more = steps[0]["mlp out"].allocates - steps[1]["mlp out"].allocates
+        assert more == again
+        assert steps[0]["mlp out"].allocates >= 2 * width
+
+
+def test_offloaded_weights_leave_their_fp8_copies() -> None:
+    job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=8192, precision=FP8)
+    plan = ParallelPlan(
+        dp=8,
+        zero_stage=3,
+        attention=Attention.FLASH,
+        offload=Offload.PARAMETERS,
+        stages=(MODEL.num_layers,),
+    )
+    stage = simulate(job, plan, load_cluster("dgx-h100"), load_stack("fsdp")).memory.by_stage[0]
+    assert stage.parameters_bytes == 2 * 32 * WEIGHTS
+
+
+def test_offloaded_states_leave_the_cast_of_a_step_on_the_device() -> None:
+    stack = load_stack("megatron-core").model_copy(
+        update={
+            "offload_modes": (Offload.NONE, Offload.OPTIMIZER),
+            "host_bandwidth_fraction": 0.43,
+        }
+    )
+    job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=FP8)
+    plan = ParallelPlan(
+        dp=8,
+        zero_stage=1,
+        attention=Attention.FLASH,
+        offload=Offload.OPTIMIZER,
+        stages=(MODEL.num_layers,),
+    )
+    updates_ps = [
+        simulate(replace(job, precision=each), plan, load_cluster("dgx-h100"), stack).breakdown_ps[
+            Category.OPTIMIZER
+        ]
+        for each in (FP8, BF16)
+    ]
+    cast_s = 4 * 32 * WEIGHTS / memory_rate_bytes_per_s(DEVICE)
+    assert updates_ps[0] - updates_ps[1] == pytest.approx(to_ps(cast_s), abs=2)
+
+
+@pytest.mark.parametrize("reduce", [None, BF16])
+def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -> None:
+    found = []
+    for precision in (FP8, BF16):
+        job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=precision)
+        plan = ParallelPlan(
+            dp=8,
+            zero_stage=3,
+            attention=Attention.FLASH,
+            reduce_precision=reduce,
+            stages=(MODEL.num_layers,),
+        )
+        result = simulate(job, plan, load_cluster("dgx-h100"), load_stack("torchtitan"))
+        found.append((result.memory.by_stage[0].gradients_bytes, result.plan.gradient_formats))
+    assert found[0] == found[1]
+    stack = load_stack("megatron-core")
+    formats = Formats(BF16, None)
+    assert casts_of(stack, FP8, formats) == casts_of(stack, BF16, formats)
+    assert gradient_bytes(stack, FP8, formats) == (2, 2)
+    refused = formats_refusal(stack, FP8, Formats(FP8, None))
+    assert refused is not None
+    assert refused.endswith("allowed: fp32, bf16")
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "fsdp"])
+def test_copies_of_weights_are_whole_on_every_rank(stack: str) -> None:
+    fp8, bf16 = (step(each, stack).memory.by_stage[0] for each in (FP8, BF16))
+    copies = 2 * 32 * WEIGHTS
+    assert fp8.parameters_bytes - bf16.parameters_bytes == copies
+    assert fp8.gradients_bytes == bf16.gradients_bytes
+    assert fp8.optimizer_states_bytes == bf16.optimizer_states_bytes
+
+
+@pytest.mark.parametrize(("stack", "tp"), [*((name, 1) for name in STACKS), ("megatron-core", 4)])
+def test_an_fp8_step_is_faster_but_less_than_twice_as_fast(stack: str, tp: int) -> None:
+    for cluster in ("dgx-h100", "dgx-h200"):
+        fp8, bf16 = (step(each, stack, cluster, tp) for each in (FP8, BF16))
+        assert bf16.step_ps / 2 < fp8.step_ps < 0.95 * bf16.step_ps
+        for category in (Category.ATTENTION, Category.BUBBLE):
+            assert fp8.breakdown_ps[category] == bf16.breakdown_ps[category]
+        assert fp8.breakdown_ps[Category.ELEMENTWISE] > bf16.breakdown_ps[Category.ELEMENTWISE]
+
+
+def test_full_recompute_casts_again() -> None:
+    shape = replace(block_shape(), recompute=Recompute.FULL)
+    assert len(named(layer_operators(shape).recompute, MemoryBound, "casts")) == 1
+
+
+def test_utilisation_is_that_of_the_fp8_peak() -> None:
+    result = step(FP8, "megatron-core")
+    assert result.peak_flops_per_s == 1979e12
+    assert result.mfu_fraction == pytest.approx(result.model_flops_per_s_per_gpu / 1979e12)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "allowed"),
+    [
+        ("dgx-a100", "a100-sxm4-80gb; allowed: bf16, fp16, fp32"),
+        ("dgx-1v", "v100-sxm2-32gb; allowed: fp16, fp32"),
+        ("localhost-cpu", "cpu-generic; allowed: bf16, fp32"),
+    ],
+)
+def test_devices_without_fp8_refuse_it_by_name(cluster: str, allowed: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        step(FP8, "megatron-core", cluster)
+    assert str(caught.value).startswith("precision=fp8 is not available on ")
+    assert str(caught.value).endswith(allowed)
+
+
+@pytest.mark.parametrize("name", sorted(set(list_stacks()) - set(STACKS)))
+def test_stacks_without_fp8_refuse_it_by_name(name: str) -> None:
+    stack = load_stack(name)
+    plan = ParallelPlan(
+        attention=stack.attention, zero_stage=stack.zero_stage, stages=(MODEL.num_layers,)
+    )
+    job = TrainingJob(model=MODEL, global_batch_size=1, seq_len=2048, precision=FP8)
+    with pytest.raises(PlanError, match=f"precision=fp8 is not offered by stack {name}; allowed"):
+        simulate(job, plan, load_cluster("dgx-h100"), stack)
+
+
+def test_an_odd_width_is_warned_about() -> None:
+    model = MODEL.model_copy(update={"ffn_hidden_size": 14_344, "name": "odd"})
+    plan = ParallelPlan(dp=8, attention=Attention.FLASH, stages=(32,))
+    warned = []
+    for precision in (FP8, BF16):
+        job = TrainingJob(model=model, global_batch_size=8, seq_len=2048, precision=precision)
+        result = simulate(job, plan, load_cluster("dgx-h100"), load_stack("megatron-core"))
+        warned.append([line for line in result.warnings if "multiple of 16" in line])
+    assert [len(lines) for lines in warned] == [1, 0]
