@@ -32,7 +32,8 @@ class ShapeTable:
     def of(cls, space: Space) -> "ShapeTable":
         """Return the shapes of every layout of *space*."""
         names = ("tp", "microbatch_size", "sequence_parallel", "recompute")
-        columns = np.stack([space.column(name) for name in names], axis=1)
+        in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
+        columns = np.stack([*(space.column(name) for name in names), in_pipeline], axis=1)
         distinct, index = np.unique(columns, axis=0, return_inverse=True)
         return cls(_shapes(space, distinct), index.reshape(-1))
 
@@ -40,7 +41,7 @@ class ShapeTable:
 def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     shapes: dict[int, BlockShape] = {}
     table = []
-    for tp, microbatch_size, sequence_parallel, recompute in distinct.tolist():
+    for tp, microbatch_size, sequence_parallel, recompute, in_pipeline in distinct.tolist():
         if tp not in shapes:
             shapes[tp] = BlockShape(
                 model=space.job.model,
@@ -60,6 +61,7 @@ def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]
                 microbatch_size=microbatch_size,
                 sequence_parallel=bool(sequence_parallel) and tp > 1,
                 recompute=RECOMPUTES[recompute],
+                in_pipeline=bool(in_pipeline),
             )
         )
     return tuple(table)
@@ -104,10 +106,10 @@ class ShapeTimes:
         blocks = np.zeros((len(table.shapes), 2 * len(BLOCKS)), np.int64)
         messages = np.zeros((len(table.shapes), 4), np.int64)
         # Recomputation is of layers: shapes that differ in it share the ends and the messages.
-        known: dict[tuple[int, int, bool], tuple[list[int], list[int]]] = {}
+        known: dict[tuple[int, int, bool, bool], tuple[list[int], list[int]]] = {}
         for index in used.tolist():
             shape = table.shapes[index]
-            key = (shape.tp, shape.microbatch_size, shape.sequence_parallel)
+            key = (shape.tp, shape.microbatch_size, shape.sequence_parallel, shape.in_pipeline)
             if key not in known:
                 ends = _block_times(shape, costs, ENDS)
                 known[key] = ends, _message_times(shape, costs)

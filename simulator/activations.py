@@ -134,7 +134,28 @@ def saved_head_bytes(shape: BlockShape) -> int:
         values += (shape.tp - 1) * shape.element_bytes
     matrix = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
     cast = matrix if shape.casts_weights else 0
-    return values * width + cast + logits_tensor(shape).size_bytes
+    return values * width + cast + kept_logits_bytes(shape) + logits_tensor(shape).size_bytes
+
+
+def kept_logits_bytes(shape: BlockShape) -> int:
+    """Return the logits as the last stage's output, where that lives until backward."""
+    num_logits = shape.num_scored_tokens * shape.local_vocab_size
+    return num_logits * shape.element_bytes if shape.keeps_outputs else 0
+
+
+def kept_output_bytes(shape: BlockShape, *, has_head: bool) -> int:
+    """Return the activation that a stage hands on, where it lives until backward."""
+    return shape.message_bytes if shape.keeps_outputs and not has_head else 0
+
+
+def message_buffer_bytes(shape: BlockShape, *, has_embedding: bool, has_head: bool) -> int:
+    """Return the buffers of a microbatch's messages that live throughout the step.
+
+    PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
+    stage, for gradients but on the last.
+    """
+    ends = (not has_embedding) + (not has_head)
+    return ends * shape.message_bytes if shape.keeps_outputs else 0
 
 
 def logits_tensor(shape: BlockShape) -> SavedTensor:

@@ -41,6 +41,7 @@ class BlockShape:
     attention: Attention
     stack: StackProfile
     parameters: BlockParameters
+    in_pipeline: bool = False
 
     @classmethod
     def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
@@ -56,6 +57,7 @@ class BlockShape:
             attention=plan.attention,
             stack=stack,
             parameters=BlockParameters.of(job.model, plan.tp),
+            in_pipeline=plan.pp > 1,
         )
 
     @property
@@ -82,6 +84,11 @@ class BlockShape:
     def element_bytes(self) -> int:
         """Bytes of an activation."""
         return self.precision.num_bytes
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether a stage's output lives until the backward pass of its microbatch."""
+        return self.in_pipeline and self.stack.keeps_stage_outputs
 
     @property
     def casts_weights(self) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hwprofiles import Attention, Recompute
 from simulator.activations import (
     attention_core_tensors,
+    kept_logits_bytes,
     layer_tensors,
     logits_tensor,
     saved_head_bytes,
@@ -336,7 +337,7 @@ def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     return (
         Step("final norm", norm, 0),
         Step("logits", wide.gathered + logits, wide.gathered),
-        Step("loss", copy + kept, copy + logits),
+        Step("loss", copy + kept, copy + logits - kept_logits_bytes(shape)),
     )
 
 

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hwprofiles import Cluster, Precision, StackProfile
-from simulator.activations import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
+from simulator.activations import (
+    kept_output_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
 from simulator.block_shape import BlockShape
 from simulator.gradient_formats import STACKS_OWN, Formats, gradient_bytes
 from simulator.liveness import pass_workspace_bytes
@@ -102,6 +107,7 @@ class RankMemory:
     update_temporary_bytes: int
     chunks: tuple[ChunkMemory, ...]
     host_bytes: int = 0
+    message_buffers_bytes: int = 0
 
     @property
     def static_bytes(self) -> int:
@@ -119,6 +125,7 @@ def chunk_memory(
     saved = num_layers * saved_layer_bytes(shape)
     saved += saved_embedding_bytes(shape) if has_embedding else 0
     saved += saved_head_bytes(shape) if has_head else 0
+    saved += kept_output_bytes(shape, has_head=has_head)
     return ChunkMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,
@@ -215,7 +222,7 @@ def memory_timeline(
         passes: Each action with its start and end in picoseconds, in order.
         update_ps: When the optimizer starts.
     """
-    live = 0
+    live = memory.message_buffers_bytes
     events: list[MemoryEvent] = []
     for action, start_ps, end_ps in passes:
         chunk = memory.chunks[action.chunk]

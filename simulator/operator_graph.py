@@ -232,7 +232,8 @@ def _norm_reductions(shape: BlockShape, num_norms: int) -> tuple[Operator, ...]:
 
     With sequence parallelism a rank's norms see its own tokens alone.
     """
-    if not (shape.sequence_parallel and shape.stack.sums_norms_each_microbatch):
+    sums = shape.stack.sums_norms_each_microbatch and not shape.in_pipeline
+    if not (shape.sequence_parallel and sums):
         return ()
     size_bytes = shape.model.hidden_size * shape.element_bytes
     tensors = num_norms * (2 if shape.model.norm == "layernorm" else 1)

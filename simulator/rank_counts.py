@@ -101,15 +101,31 @@ def closing_traffic(
     stages = rank_stages(plan, pp_rank)
     kept_bytes = Wire.of(stack, job.precision, plan).reduce_bytes
     calls = []
-    if shape.sequence_parallel and not stack.sums_norms_each_microbatch:
-        size = kept_bytes * sum(_replicated_parameters(shape, stage) for stage in stages)
-        if size:
-            calls.append(Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, plan.tp, 1))
+    if shape.sequence_parallel:
+        calls.extend(_replicated_sums(shape, stages, kept_bytes))
     at_an_end = stages[0].has_embedding or stages[-1].has_head
     if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
         table = shape.local_vocab_size * job.model.hidden_size * kept_bytes
         calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table, 2, 1))
     return tuple(calls)
+
+
+def _replicated_sums(
+    shape: BlockShape, stages: tuple[Stage, ...], kept_bytes: int
+) -> Iterator[Traffic]:
+    """Yield the sums of weights' gradients that saw a rank's own tokens alone: in one, or each.
+
+    Where every microbatch sums them there is nothing left to do.
+    """
+    if not shape.stack.sums_norms_each_microbatch:
+        size = kept_bytes * sum(_replicated_parameters(shape, stage) for stage in stages)
+        if size:
+            yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, 1)
+    elif shape.in_pipeline:
+        norms = sum(2 * stage.num_layers + stage.has_head for stage in stages)
+        tensors = norms * (2 if shape.model.norm == "layernorm" else 1)
+        size = shape.model.hidden_size * kept_bytes
+        yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, tensors)
 
 
 def norm_ranks(plan: ParallelPlan) -> int:

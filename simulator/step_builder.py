@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from hwprofiles import Source, StackProfile
+from simulator.activations import message_buffer_bytes
 from simulator.block_shape import BlockShape
 from simulator.costs import CostModel, PhaseCost
 from simulator.data_parallel import (
@@ -221,6 +222,12 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     num_parameters = sum_parameters(shape, stages)
     memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
     memory = offloaded_memory(context.host, memory, num_parameters)
+    buffers = sum(
+        message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+        for stage in stages
+    )
+    microbatches = context.plan.num_microbatches(context.job)
+    memory = replace(memory, message_buffers_bytes=microbatches * buffers)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
         return memory

@@ -126,7 +126,11 @@ def _backward_moments(
         if done and not to.keeps_units:
             here += units.layer_wire
         moments.append(here - missing + (done * units.layer_shard if missing else 0))
-    moments.append(_root_moment(shape, stage, to, units) - layers * saved - head - missing)
+    if to.keeps_units:
+        table = highest(embedding_backward_steps(shape)) if stage.has_embedding else 0
+        moments.append(table + units.root + layers * (units.layer - saved) - head)
+    else:
+        moments.append(_root_moment(shape, stage, to, units) - layers * saved - head - missing)
     return moments
 
 
@@ -149,6 +153,5 @@ def _root_moment(shape: BlockShape, stage: Stage, to: Replication, units: UnitBy
     reduced = stage.num_layers * units.layer_shard
     table = highest(embedding_backward_steps(shape)) if stage.has_embedding else 0
     embedding = table + units.root + units.head_gradient + units.layer_wire
-    whole = units.root * shape.element_bytes // max(1, shape.element_bytes)
-    reduction = whole + units.root_wire + units.root_wire // to.span.num_ranks
+    reduction = units.root + units.root_wire + units.root_wire // to.span.num_ranks
     return max(embedding, reduction) + reduced

@@ -127,9 +127,8 @@ def _collect(
 def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
     """Return the comparison of a run that came to its end."""
     from validate.prediction import predict_rank, without_dropout
-    from validate.real_run import host_bytes, reference_bytes
+    from validate.real_run import host_bytes, reference_bytes, reference_of
     from validate.run_checks import (
-        REFERENCE_STEPS,
         last_loss_check,
         loss_check,
         run_losses,
@@ -143,9 +142,7 @@ def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
     losses = run_losses(everyone)
     checks = [last_loss_check(losses)]
     if outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
-        from validate.program.reference import reference_losses
-
-        checks = [loss_check(saved, losses, reference_losses(saved.job, REFERENCE_STEPS))]
+        checks = [loss_check(saved, losses, reference_of(saved))]
     checks += time_checks(saved, predict_rank(saved, 0).step_time_s, everyone)
     return Validation(
         saved=saved,

@@ -159,6 +159,8 @@ def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[Col
 
 def norm_axis(plan: ParallelPlan, num_ranks: int) -> str:
     """Return the name of the group over which the gradient norm is summed."""
+    if plan.tp == plan.pp == 1:
+        return Axis.DP.value  # all data-parallel ranks, or one set of shards
     for axis in (Axis.TP, Axis.DP, Axis.PP):
         if getattr(plan, axis) == num_ranks:
             return axis.value

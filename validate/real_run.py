@@ -18,6 +18,7 @@ from validate.options import DEFAULT_STEPS, DEFAULT_TIMEOUT_S, Backend, Validate
 # Resident in a process that has imported PyTorch 2.13 for CPUs: 266 MB on Linux.
 PROCESS_BYTES = 300_000_000
 REFERENCE_BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments
+REFERENCE_STEPS = 3
 LAUNCH_NOTES = "README.md"
 
 
@@ -49,6 +50,20 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
 def reference_bytes(saved: SavedPlan) -> int:
     """Return what one process needs to train the whole model, but for activations."""
     return count_parameters(saved.job.model) * REFERENCE_BYTES_PER_PARAMETER
+
+
+def reference_of(saved: SavedPlan) -> list[float]:
+    """Return the losses of the first steps of one process, on one thread as each rank has."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from validate.program.reference import reference_losses  # noqa: PLC0415
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return reference_losses(saved.job, REFERENCE_STEPS)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def host_bytes() -> int:

@@ -13,7 +13,6 @@ from validate.measurement import RankMeasurement
 LOSS_TOLERANCE = 1e-5  # fp32 sums in another order: 1e-7 seen, and three steps apart
 # Two runs of 16-bit arithmetic part by its rounding, 2**-8 of a value in bf16: not a gate.
 NEAR_TOLERANCE = 0.02
-REFERENCE_STEPS = 3
 
 
 def run_losses(measurements: Iterable[RankMeasurement]) -> list[float]:

@@ -8,6 +8,7 @@ from hwprofiles import PS_PER_S, Strategy
 from planner.plan_file import SavedPlan
 from simulator import ParameterServer, PlanError, StageMemory, StepResult, simulate
 from simulator.engine import TaskKind
+from simulator.memory import reserved_bytes
 from simulator.rank_counts import rank_flops
 from validate.measurement import ByteKind, CollectiveCount
 from validate.prediction import RECEIVE, SEND, RankPrediction
@@ -48,6 +49,7 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
             )
         ),
         peak_bytes=members[rank].peak_bytes,
+        reserved_bytes=reserved_bytes(members[rank].peak_bytes, saved.stack),
         bytes_at_peak=_kinds(members[rank]),
         step_time_s=result.step_ps / PS_PER_S,
     )
@@ -81,7 +83,7 @@ def _server_messages(saved: SavedPlan, rank: int) -> Iterator[tuple[str, str, in
     alone = [] if options.servers == "all" else range(options.servers)
     members = [*workers, *(f"server {index}" for index in alone)]
     own = members[rank]
-    ways = {}
+    ways: dict[str, str] = {}
     for other in members:
         ways |= {f"pull of {other} from {own}": SEND, f"push of {own} to {other}": SEND}
         ways |= {f"pull of {own} from {other}": RECEIVE, f"push of {other} to {own}": RECEIVE}

@@ -12,7 +12,7 @@ from hwprofiles import format_time
 from planner.documents import json_text
 from planner.output_folder import new_folder
 from planner.plan_file import Json, job_fields, plan_document, plan_fields
-from validate.comparison import PEAK_TOLERANCE, Check, Unit, Verdict
+from validate.comparison import PEAK, PEAK_TOLERANCE, Check, Unit, Verdict
 from validate.launch.diagnosis import RunFailure
 from validate.launch.records import rank_path
 from validate.measurement import write_measurement
@@ -69,9 +69,8 @@ def closing_lines(validation: Validation) -> list[str]:
         lines.append(f"{len(others):,} more ranks were compared and are not shown")
     failures = list(validation.failures())
     if not failures:
-        within = f"peak live bytes within {PEAK_TOLERANCE:.1%}"
-        return [*lines, f"all exact quantities agree, {within}"]
-    lines.append(f"{len(failures)} quantities do not agree:")
+        return [*lines, f"all exact quantities agree, {_peak_words(validation)}"]
+    lines.append(f"quantities that do not agree: {len(failures)}")
     lines += [f"  {whose}: {_failure(check)}" for whose, check in failures[:MOST_FAILURES]]
     if len(failures) > MOST_FAILURES:
         lines.append(f"  and {len(failures) - MOST_FAILURES} more")
@@ -230,19 +229,20 @@ def _failure(check: Check) -> str:
 
 
 def _notes(validation: Validation) -> list[str]:
-    """Return what to know of rows that did not fail, each once."""
-    notes = [
-        f"{kind.title.partition(',')[0]}: {check.quantity} {check.reason}"
-        for kind in validation.shown_kinds()
-        for check in kind.checks
-        if check.verdict is not Verdict.FAILED and check.reason
-    ]
-    notes += [
-        check.reason
-        for check in validation.run_checks
-        if check.verdict is not Verdict.FAILED and check.reason
-    ]
-    return list(dict.fromkeys(notes))
+    """Return what to know of the run's reported rows, each once."""
+    return list(
+        dict.fromkeys(
+            check.reason
+            for check in validation.run_checks
+            if check.verdict is Verdict.REPORTED and check.reason
+        )
+    )
+
+
+def _peak_words(validation: Validation) -> str:
+    peaks = [check for kind in validation.kinds for check in kind.checks if check.quantity == PEAK]
+    kept = " and the messages that gloo keeps" if any(check.reason for check in peaks) else ""
+    return f"peak live bytes within {PEAK_TOLERANCE:.1%}{kept}"
 
 
 def _pipes(cells: Sequence[str]) -> str:

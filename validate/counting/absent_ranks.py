@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import GradBucket, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from validate.counting.internals import (
@@ -64,7 +64,7 @@ def _unreduced(construct: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _kept(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _kept(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from validate.counting.sharding_cache import clear_sharding_cache
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 FROM_VALUES = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor(values) has made
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
@@ -183,14 +185,13 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
     except ImportError as error:
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no fake process group: {error}"
-        ) from error
+        raise UnsupportedTorchError(f"no fake process group: torch {torch.__version__}") from error
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        clear_sharding_cache()
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class MegatronProgram:
         if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.chunks = _chunks(request, self._talks)
-        self.adam = ShardedAdam(self.chunks, self._talks.world)
+        self.adam = ShardedAdam(self.chunks, self._talks.norm)
         index = self._talks.pipeline.index
         actions = get_schedule(plan.schedule).rank_actions(
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages

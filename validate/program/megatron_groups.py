@@ -21,7 +21,8 @@ class MegatronGroups:
         replicas: Data-parallel ranks.
         pipeline: Pipeline ranks.
         ends: First and last pipeline rank, on these; None elsewhere.
-        world: All ranks; None where there is one.
+        norm: Ranks that hold different gradients, over which the norm is summed: all of them with
+            the distributed optimizer, those of one replica without; None where there is one.
         names: Axis of each group, by its ranks.
     """
 
@@ -29,7 +30,7 @@ class MegatronGroups:
     replicas: ReplicaGroup
     pipeline: Neighbours
     ends: dist.ProcessGroup | None
-    world: dist.ProcessGroup | None
+    norm: dist.ProcessGroup | None
     names: dict[tuple[int, ...], str]
 
 
@@ -48,7 +49,11 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
-    names: dict[tuple[int, ...], str] = {tuple(range(plan.world_size)): "world"}
+    norms = _norm_ranks(plan)
+    summed = next(ranks for ranks in norms if rank in ranks)
+    norm = _own_group(norms, summed) if len(summed) > 1 else None
+    names: dict[tuple[int, ...], str] = {summed: "parts"}
+    names[tuple(range(plan.world_size))] = "world"
     names[own[0], own[-1]] = "pp"
     for name, group in groups.items():
         names[tuple(dist.get_process_group_ranks(group))] = name
@@ -57,9 +62,20 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
         replicas=ReplicaGroup(groups["dp"], replica, plan.dp),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
-        world=dist.group.WORLD if plan.world_size > 1 else None,
+        norm=norm,
         names=names,
     )
+
+
+def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that hold all gradients once between them."""
+    everyone = tuple(range(plan.world_size))
+    if plan.zero_stage or plan.dp == 1:
+        return [everyone]
+    return [
+        tuple(rank for rank in everyone if rank // plan.tp % plan.dp == replica)
+        for replica in range(plan.dp)
+    ]
 
 
 def _own_group(groups: list[tuple[int, ...]], own: tuple[int, ...]) -> dist.ProcessGroup:

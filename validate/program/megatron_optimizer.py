@@ -16,11 +16,11 @@ class ShardedAdam:
 
     Args:
         chunks: Buffers of the rank's model chunks.
-        world: Ranks over which the gradient norm is summed; None where there is one rank.
+        norm: Ranks over which the gradient norm is summed; None where there is one.
     """
 
-    def __init__(self, chunks: Sequence[ChunkBuffers], world: dist.ProcessGroup | None) -> None:
-        self.world = world
+    def __init__(self, chunks: Sequence[ChunkBuffers], norm: dist.ProcessGroup | None) -> None:
+        self.norm = norm
         self.shards = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
         self.masters = [self._master(chunk, bucket) for chunk, bucket in self.shards]
         self.adam = torch.optim.AdamW(
@@ -67,12 +67,11 @@ class ShardedAdam:
         """Return the norm of the whole model's gradients, each counted once."""
         total = self.masters[0].new_zeros((), dtype=torch.float32)
         for chunk, bucket in self.shards:
-            copies = 1 if chunk.shards else chunk.replicas.size
             for part in _counted_once(bucket, _own(chunk, bucket)):
                 norm = torch.linalg.vector_norm(part, dtype=torch.float32)
-                total += norm.square() / copies
-        if self.world is not None:
-            dist.all_reduce(total, group=self.world)
+                total += norm.square()
+        if self.norm is not None:
+            dist.all_reduce(total, group=self.norm)
         return total.sqrt()
 
     def _clip(self) -> None:

@@ -1,7 +1,7 @@
 """The program of workers and parameter servers, in step or each worker on its own."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ class AsynchronousServers(ServerProgram):
         exchange(self._messages(dist.isend, self.worker.gradients) + pulls)
         return losses
 
-    def _messages(self, operation: object, buffer: Tensor) -> list[dist.P2POp]:
+    def _messages(self, operation: Callable[..., object], buffer: Tensor) -> list[dist.P2POp]:
         """Return a worker's messages with all servers."""
         places = zip(self.layout.server_ranks, self._shards, strict=True)
         return [dist.P2POp(operation, buffer[shard], server) for server, shard in places]
