@@ -73,7 +73,9 @@ class StackProfile(Profile):
     scatters the sum of looked-up tokens also where a learned position is added;
     ``recompute_stops_early`` whether recomputation ends when the last kept tensor is there;
     ``autocast`` whether 16-bit training casts fp32 weights in every pass and keeps the residual
-    stream in fp32; ``root_unit`` whether sharded embedding and
+    stream in fp32; ``whole_table_gradient`` whether
+    every tensor-parallel rank makes the gradient of the whole table (DTensor does);
+    ``root_unit`` whether sharded embedding and
     head form a unit of their own that stays gathered from forward to backward (FSDP's root);
     ``keeps_stage_outputs`` whether a pipeline stage holds its output until the
     backward pass of the microbatch.
@@ -133,6 +135,7 @@ class StackProfile(Profile):
     keeps_stage_outputs: Flag = False
     scatters_positions: Flag = False
     root_unit: Flag = False
+    whole_table_gradient: Flag = False
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False

@@ -183,7 +183,7 @@ def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceE
     # At one instant an end comes before a start, so the last entry is what holds from then on.
     live = {0: static_bytes}
     for event in rank_timeline(built, times, pp_rank):
-        live[event.time_ps] = static_bytes + event.activations_bytes + event.buffers_bytes
+        live[event.time_ps] = static_bytes + event.moving_bytes
     updated_ps = times.ranks[pp_rank].update_start_ps
     live[updated_ps + built.work.ranks[pp_rank].optimizer_ps] = static_bytes
     previous_bytes = -1

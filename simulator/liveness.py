@@ -366,6 +366,8 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
 def embedding_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     """Return the embedding's backward: the gradient of a whole table, before it is added."""
     table = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
+    if shape.stack.whole_table_gradient:
+        table *= shape.tp
     mask = shape.num_local_tokens * shape.model.hidden_size if shape.model.dropout else 0
     dropped = shape.message_bytes if shape.model.dropout else 0
     whole = Widths.of(shape).gathered

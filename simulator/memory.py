@@ -88,13 +88,31 @@ class StateBytes:
         return rank_memory(num_parameters, self, (), shards=shards).static_bytes
 
 
+class Moment(NamedTuple):
+    """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
+
+    buffers_bytes: int
+    absent_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What it adds to what counts as held."""
+        return self.buffers_bytes - self.absent_bytes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkMemory:
-    """Bytes of one pass through a virtual stage: kept until backward, and workspaces."""
+    """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
+
+    ``late_gradients_bytes`` are those of the gradients that the chunk's first backward pass makes,
+    ``first_backward`` is the fullest instant of that pass; None where it is as the others.
+    """
 
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
+    late_gradients_bytes: int = 0
+    first_backward: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +212,7 @@ class MemoryPeak:
     """The fullest instant of a rank: when, in which action, and what lives then."""
 
     total_bytes: int
+    absent_bytes: int
     activations_bytes: int
     buffers_bytes: int
     time_ps: int
@@ -203,13 +222,22 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """A change of a rank's live bytes: *activations* stay, *buffers* are a momentary need."""
+    """A change of a rank's live bytes: *activations* stay, *buffers* are a momentary need.
+
+    ``absent_bytes`` of gradients that count as static are not there yet.
+    """
 
     time_ps: int
     moment: str
     activations_bytes: int
     buffers_bytes: int
     action: Action | None = None
+    absent_bytes: int = 0
+
+    @property
+    def moving_bytes(self) -> int:
+        """Live bytes beside the static ones."""
+        return self.activations_bytes + self.buffers_bytes - self.absent_bytes
 
 
 def memory_timeline(
@@ -223,27 +251,41 @@ def memory_timeline(
         update_ps: When the optimizer starts.
     """
     live = memory.message_buffers_bytes
+    late = {index: chunk.late_gradients_bytes for index, chunk in enumerate(memory.chunks)}
     events: list[MemoryEvent] = []
     for action, start_ps, end_ps in passes:
         chunk = memory.chunks[action.chunk]
         if action.phase is Phase.FORWARD:
             live += chunk.saved_bytes
-            buffers = chunk.forward_workspace_bytes
+            moment = Moment(chunk.forward_workspace_bytes)
         else:
-            buffers = chunk.backward_workspace_bytes
-        events.append(MemoryEvent(start_ps, str(action), live, buffers, action))
+            moment = Moment(chunk.backward_workspace_bytes)
+            if late.pop(action.chunk, 0) and chunk.first_backward is not None:
+                moment = chunk.first_backward
+        absent = sum(late.values())
+        events.append(
+            MemoryEvent(
+                start_ps,
+                str(action),
+                live,
+                moment.buffers_bytes,
+                action,
+                absent + moment.absent_bytes,
+            )
+        )
         if action.phase is Phase.BACKWARD:
             live -= chunk.saved_bytes
-        events.append(MemoryEvent(end_ps, f"after {action}", live, 0, action))
+        events.append(MemoryEvent(end_ps, f"after {action}", live, 0, action, absent))
     events.append(MemoryEvent(update_ps, "optimizer", live, memory.update_temporary_bytes))
     return events
 
 
 def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
     """Return the first fullest instant of a timeline."""
-    fullest = max(events, key=lambda event: event.activations_bytes + event.buffers_bytes)
+    fullest = max(events, key=lambda event: event.moving_bytes)
     return MemoryPeak(
-        total_bytes=memory.static_bytes + fullest.activations_bytes + fullest.buffers_bytes,
+        total_bytes=memory.static_bytes + fullest.moving_bytes,
+        absent_bytes=fullest.absent_bytes,
         activations_bytes=fullest.activations_bytes,
         buffers_bytes=fullest.buffers_bytes,
         time_ps=fullest.time_ps,

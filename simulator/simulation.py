@@ -135,7 +135,7 @@ def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
         yield StageMemory(
             stage=pp_rank,
             parameters_bytes=memory.parameters_bytes,
-            gradients_bytes=memory.gradients_bytes,
+            gradients_bytes=memory.gradients_bytes - peak.absent_bytes,
             optimizer_states_bytes=memory.optimizer_states_bytes,
             activations_bytes=peak.activations_bytes,
             buffers_bytes=peak.buffers_bytes,

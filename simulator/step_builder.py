@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from hwprofiles import Source, StackProfile
-from simulator.activations import message_buffer_bytes
 from simulator.block_shape import BlockShape
 from simulator.costs import CostModel, PhaseCost
 from simulator.data_parallel import (
@@ -39,7 +38,7 @@ from simulator.offload import (
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
 from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_update, rank_works
 from simulator.schedules import get_schedule
-from simulator.unit_memory import UnitBytes, holds_units, unit_pass_bytes
+from simulator.unit_memory import holds_units, unit_rank_memory
 
 PPM = 1_000_000
 
@@ -200,34 +199,26 @@ def _step_work(
 
 def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     shape, state, to = context.shape, context.host.state, context.replication
+    microbatches = context.plan.num_microbatches(context.job)
+    if holds_units(shape, to):
+        sizes = (state, context.wire.reduce_bytes)
+        memory = unit_rank_memory(shape, stages, to, sizes, microbatches)
+        return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     chunks = []
     for stage in stages:
         chunk = chunk_memory(
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
         parts = context.parts[stage]
-        if holds_units(shape, to):
-            units = UnitBytes.of(shape, stage, to, state, context.wire.reduce_bytes)
-            single = context.plan.num_microbatches(context.job) == 1
-            moments = unit_pass_bytes(shape, stage, to, units, single=single)
-            chunk = replace(
-                chunk, forward_workspace_bytes=moments[0], backward_workspace_bytes=moments[1]
-            )
-        elif to.in_units:
-            sizes = [sum(part.buckets) for part in parts]
-            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, sizes))
+        if to.in_units:
+            units = [sum(part.buckets) for part in parts]
+            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
         buckets = [parameters for part in parts for parameters in part.buckets]
         chunk = with_workspace(chunk, (0, _cast_bytes(context, max(buckets, default=0))))
         chunks.append(chunk)
     num_parameters = sum_parameters(shape, stages)
     memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
     memory = offloaded_memory(context.host, memory, num_parameters)
-    buffers = sum(
-        message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
-        for stage in stages
-    )
-    microbatches = context.plan.num_microbatches(context.job)
-    memory = replace(memory, message_buffers_bytes=microbatches * buffers)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
         return memory

@@ -6,12 +6,13 @@ gradients stay whole until its backward is done, then lie in the wire's format u
 unit's are there.  The root (embedding, final norm, head) is gathered first and reduced last.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hwprofiles import Offload
-from simulator.activations import saved_head_bytes, saved_layer_bytes
+from simulator.activations import message_buffer_bytes, saved_head_bytes, saved_layer_bytes
 from simulator.block_shape import BlockShape
-from simulator.data_parallel import Replication, Stage, stage_parameters
+from simulator.data_parallel import Replication, Stage, stage_parameters, sum_parameters
 from simulator.liveness import (
     backward_steps,
     embedding_backward_steps,
@@ -19,7 +20,14 @@ from simulator.liveness import (
     highest,
     layer_workspace_bytes,
 )
-from simulator.memory import StateBytes
+from simulator.memory import (
+    ChunkMemory,
+    Moment,
+    RankMemory,
+    StateBytes,
+    chunk_memory,
+    rank_memory,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +39,16 @@ class UnitBytes:
         root: Gathered weights of embedding, final norm and head.
         layer_wire: A layer's gradients as they are reduced.
         root_wire: The root's.
-        layer_shard: This rank's part of a layer's reduced gradients.
+        layer_kept: What this rank keeps of a layer's gradients.
         head_gradient: Whole gradient of the head's weights.
-        gradients: This rank's part of all gradients, which counts as held throughout.
+        gradients: What it keeps of all gradients, which counts as held throughout.
     """
 
     layer: int
     root: int
     layer_wire: int
     root_wire: int
-    layer_shard: int
+    layer_kept: int
     head_gradient: int
     gradients: int
 
@@ -58,7 +66,7 @@ class UnitBytes:
             root=root * state.gathered_parameter,
             layer_wire=layer * reduce_bytes,
             root_wire=root * reduce_bytes,
-            layer_shard=-(-layer // to.span.num_ranks) * state.gradient,
+            layer_kept=-(-layer // to.shards.gradients) * state.gradient,
             head_gradient=matrix * shape.element_bytes * stage.has_head,
             gradients=-(-total // to.shards.gradients) * state.gradient,
         )
@@ -69,23 +77,65 @@ def holds_units(shape: BlockShape, to: Replication) -> bool:
     return shape.stack.root_unit and to.zero_stage >= 3 and to.offload is Offload.NONE
 
 
-def unit_pass_bytes(
-    shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes, *, single: bool
-) -> tuple[int, int]:
-    """Return what a pass through *stage* needs beside what waits for backward and static states.
+def unit_rank_memory(
+    shape: BlockShape,
+    stages: Sequence[Stage],
+    to: Replication,
+    sizes: tuple[StateBytes, int],
+    num_microbatches: int,
+) -> RankMemory:
+    """Return the memory of a rank whose states are units of fully_shard.
 
     Args:
         shape: Sizes of its blocks.
-        stage: Which virtual stage.
+        stages: Its virtual stages.
         to: How its states are sharded.
-        units: Bytes of its units.
-        single: The step has one microbatch: no gradient is there before the first unit's.
+        sizes: Bytes of a parameter's states, and on the wire of a reduction.
+        num_microbatches: Microbatches of the step.
     """
-    forward = max(_forward_moments(shape, stage, to, units))
-    moments = list(_backward_moments(shape, stage, to, units, single=single))
-    if single and not to.keeps_units:
-        forward -= units.gradients
-    return forward, max(moments)
+    state, reduce_bytes = sizes
+    chunks = tuple(_chunk(shape, stage, to, state, reduce_bytes) for stage in stages)
+    memory = rank_memory(sum_parameters(shape, stages), state, chunks, shards=to.shards)
+    buffers = sum(
+        message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+        for stage in stages
+    )
+    spare = sum(whole_table_bytes(shape, stage, to, state) for stage in stages)
+    return replace(
+        memory,
+        parameters_bytes=-(-sum_parameters(shape, stages) // to.shards.parameters)
+        * state.sharded_parameter,
+        gradients_bytes=memory.gradients_bytes + spare,
+        message_buffers_bytes=num_microbatches * buffers,
+    )
+
+
+def whole_table_bytes(shape: BlockShape, stage: Stage, to: Replication, state: StateBytes) -> int:
+    """Return what a table's gradient that every tensor rank makes whole takes beyond its part.
+
+    Between the microbatches of a pipeline it stays so.
+    """
+    if not (to.keeps_units and stage.has_embedding and shape.stack.whole_table_gradient):
+        return 0
+    return (shape.tp - 1) * shape.local_vocab_size * shape.model.hidden_size * state.gradient
+
+
+def _chunk(
+    shape: BlockShape, stage: Stage, to: Replication, state: StateBytes, reduce_bytes: int
+) -> ChunkMemory:
+    units = UnitBytes.of(shape, stage, to, state, reduce_bytes)
+    chunk = chunk_memory(
+        shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+    )
+    later = _backward_moments(shape, stage, to, units, first=False)
+    first = _backward_moments(shape, stage, to, units, first=True)
+    return replace(
+        chunk,
+        forward_workspace_bytes=max(_forward_moments(shape, stage, to, units)),
+        backward_workspace_bytes=max(moment.total_bytes for moment in later),
+        late_gradients_bytes=units.gradients + whole_table_bytes(shape, stage, to, state),
+        first_backward=max(first, key=lambda moment: moment.total_bytes),
+    )
 
 
 def _forward_moments(
@@ -109,28 +159,29 @@ def _forward_moments(
 
 
 def _backward_moments(
-    shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes, *, single: bool
-) -> list[int]:
-    """Return the bytes of the fullest moments of a backward pass beyond what was kept."""
+    shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes, *, first: bool
+) -> list[Moment]:
+    """Return the fullest moments of a backward pass beyond what was kept.
+
+    In a chunk's *first* one the gradients appear layer by layer.
+    """
     head = saved_head_bytes(shape) if stage.has_head else 0
     layers, saved = stage.num_layers, saved_layer_bytes(shape)
-    missing = units.gradients if single and not to.keeps_units else 0
+    late = units.gradients if first else 0
+    appeared = units.layer_kept if first else 0
     stay = units.layer * layers if not to.reshards else 0
-    moments = [0]
+    moments = [Moment(0, late)]
     if stage.has_head:
-        moments.append(head_workspace_bytes(shape)[1] + units.root + stay - missing)
+        moments.append(Moment(head_workspace_bytes(shape)[1] + units.root + stay, late))
     work = _layer_backward(shape) if layers else 0
     for done in range(layers):
         here = work - done * saved - head + units.root + units.head_gradient
         here += _gathered_layers(to, units, done, layers)
         if done and not to.keeps_units:
             here += units.layer_wire
-        moments.append(here - missing + (done * units.layer_shard if missing else 0))
-    if to.keeps_units:
-        table = highest(embedding_backward_steps(shape)) if stage.has_embedding else 0
-        moments.append(table + units.root + layers * (units.layer - saved) - head)
-    else:
-        moments.append(_root_moment(shape, stage, to, units) - layers * saved - head - missing)
+        moments.append(Moment(here, late - done * appeared))
+    ended = _root_moment(shape, stage, to, units) - layers * saved - head
+    moments.append(Moment(ended, late - layers * appeared))
     return moments
 
 
@@ -149,9 +200,13 @@ def _layer_backward(shape: BlockShape) -> int:
 
 
 def _root_moment(shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes) -> int:
-    """Return the fullest moment after the layers: the table's gradient, or the root's reduction."""
-    reduced = stage.num_layers * units.layer_shard
+    """Return the fullest moment after the layers: the table's gradient, or the root's reduction.
+
+    Between the microbatches of a pipeline the layers stay gathered and nothing is reduced.
+    """
     table = highest(embedding_backward_steps(shape)) if stage.has_embedding else 0
+    if to.keeps_units:
+        return table + units.root + stage.num_layers * units.layer
     embedding = table + units.root + units.head_gradient + units.layer_wire
     reduction = units.root + units.root_wire + units.root_wire // to.span.num_ranks
-    return max(embedding, reduction) + reduced
+    return max(embedding, reduction)
