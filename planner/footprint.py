@@ -17,6 +17,7 @@ from planner.roles import (
 )
 from planner.shapes import ShapeBytes, ShapeTable
 from planner.space import Column, Space
+from planner.unit_footprint import UnitPeaks
 from simulator import SCHEDULES, Phase, Schedule
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, sum_layers
@@ -138,6 +139,7 @@ class _Sizes:
     state: StateBytes
     passes: PassWorkspaces
     workspaces: ShardedWorkspaces
+    units: UnitPeaks
     moments: dict[tuple[str, Role, int, int], list[Moment]] = field(default_factory=dict)
 
     def fullest_moments(self, group: Group, role: Role, num_microbatches: int) -> list[Moment]:
@@ -153,7 +155,12 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
     state = StateBytes.of(space.stack, space.job.precision)
     workspaces = ShardedWorkspaces(table, state)
     sizes = _Sizes(
-        ShapeBytes.of(table), ParameterCounts(table), state, PassWorkspaces(table), workspaces
+        ShapeBytes.of(table),
+        ParameterCounts(table),
+        state,
+        PassWorkspaces(table),
+        workspaces,
+        UnitPeaks(space, table, state),
     )
     peaks = np.zeros(len(space), np.int64)
     for group in pipeline_groups(space, np.arange(len(space))):
@@ -174,6 +181,9 @@ def _group_peaks(
     split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
     to = Replication.of(zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
     state = sizes.state
+    if space.stack.root_unit and zero_stage >= 3:
+        to = to._replace(keeps_units=group.pp > 1)
+        return sizes.units.of_layouts(group.indices, group.roles, group.pp, group.schedule, to)
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)

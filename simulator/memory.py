@@ -106,6 +106,8 @@ class ChunkMemory:
 
     ``late_gradients_bytes`` are those of the gradients that the chunk's first backward pass makes,
     ``first_backward`` is the fullest instant of that pass; None where it is as the others.
+    ``after_forward_bytes`` and ``after_backward_bytes`` of gathered weights live while other
+    chunks run; the workspaces of its own passes include them.
     """
 
     saved_bytes: int
@@ -113,6 +115,8 @@ class ChunkMemory:
     backward_workspace_bytes: int
     late_gradients_bytes: int = 0
     first_backward: Moment | None = None
+    after_forward_bytes: int = 0
+    after_backward_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,6 +255,7 @@ def memory_timeline(
         update_ps: When the optimizer starts.
     """
     live = memory.message_buffers_bytes
+    gathered: dict[int, int] = {}
     late = {index: chunk.late_gradients_bytes for index, chunk in enumerate(memory.chunks)}
     events: list[MemoryEvent] = []
     for action, start_ps, end_ps in passes:
@@ -262,20 +267,24 @@ def memory_timeline(
             moment = Moment(chunk.backward_workspace_bytes)
             if late.pop(action.chunk, 0) and chunk.first_backward is not None:
                 moment = chunk.first_backward
-        absent = sum(late.values())
+        gathered.pop(action.chunk, None)
+        absent, elsewhere = sum(late.values()), sum(gathered.values())
         events.append(
             MemoryEvent(
                 start_ps,
                 str(action),
                 live,
-                moment.buffers_bytes,
+                moment.buffers_bytes + elsewhere,
                 action,
                 absent + moment.absent_bytes,
             )
         )
+        gathered[action.chunk] = chunk.after_forward_bytes
         if action.phase is Phase.BACKWARD:
+            gathered[action.chunk] = chunk.after_backward_bytes
             live -= chunk.saved_bytes
-        events.append(MemoryEvent(end_ps, f"after {action}", live, 0, action, absent))
+        held = sum(gathered.values())
+        events.append(MemoryEvent(end_ps, f"after {action}", live, held, action, absent))
     events.append(MemoryEvent(update_ps, "optimizer", live, memory.update_temporary_bytes))
     return events
 

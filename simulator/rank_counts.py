@@ -100,7 +100,7 @@ def closing_traffic(
     shape = BlockShape.of(job, plan, stack)
     stages = rank_stages(plan, pp_rank)
     kept_bytes = Wire.of(stack, job.precision, plan).reduce_bytes
-    calls = []
+    calls: list[Traffic] = []
     if shape.sequence_parallel:
         calls.extend(_replicated_sums(shape, stages, kept_bytes))
     at_an_end = stages[0].has_embedding or stages[-1].has_head

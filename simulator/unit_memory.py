@@ -127,6 +127,7 @@ def _chunk(
     chunk = chunk_memory(
         shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
     )
+    layers = stage.num_layers * units.layer
     later = _backward_moments(shape, stage, to, units, first=False)
     first = _backward_moments(shape, stage, to, units, first=True)
     return replace(
@@ -135,6 +136,8 @@ def _chunk(
         backward_workspace_bytes=max(moment.total_bytes for moment in later),
         late_gradients_bytes=units.gradients + whole_table_bytes(shape, stage, to, state),
         first_backward=max(first, key=lambda moment: moment.total_bytes),
+        after_forward_bytes=units.root + (0 if to.reshards else layers),
+        after_backward_bytes=(units.root + layers) if to.keeps_units else 0,
     )
 
 
@@ -182,6 +185,10 @@ def _backward_moments(
         moments.append(Moment(here, late - done * appeared))
     ended = _root_moment(shape, stage, to, units) - layers * saved - head
     moments.append(Moment(ended, late - layers * appeared))
+    if first and to.keeps_units:
+        # The root's gradients beside their first copy in the format in which they are summed.
+        gathered = units.root + layers * units.layer
+        moments.append(Moment(units.root + gathered - layers * saved - head))
     return moments
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import meshwright
 from planner import options
+from validate.options import ValidateOptions
 
 BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
 # An option of simulate beside a base command: what to add, and to what.
@@ -70,6 +71,18 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "stages": ["--stages", "balanced"],
     "memory_limit": ["--memory-limit", "40 GiB"],
 }
+# An option of validate: the other words of two commands, which must not come to the same.
+EMIT = ["--emit", "slurm", "--out", "OUT"]
+VALIDATE_CHANGES: dict[str, tuple[list[str], list[str]]] = {
+    "plan": (["PLAN"], []),
+    "backend": (["PLAN", *EMIT], ["PLAN", *EMIT, "--backend", "gloo"]),
+    "rank": (["PLAN"], ["PLAN", "--rank", "1"]),
+    "ranks": (["PLAN", "--backend", "gloo", "--ranks", "3"], ["PLAN", "--rank", "0"]),
+    "steps": (["PLAN", *EMIT], ["PLAN", *EMIT, "--steps", "9"]),
+    "timeout": (["PLAN", *EMIT], ["PLAN", *EMIT, "--timeout", "9"]),
+    "emit": (["PLAN", *EMIT], ["PLAN", "--emit", "torchrun", "--out", "OUT"]),
+    "collect": (["PLAN", "--rank", "0"], ["PLAN", "--collect", "."]),
+}
 # Where results go, not what they are; test_command_line.py covers them.
 DESTINATIONS = {"json", "out", "force", "plan", "trace"}
 
@@ -106,7 +119,40 @@ def test_an_option_of_search_changes_the_result(option: str, tmp_path: Path) -> 
     assert before != after
 
 
+def validation(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> object:
+    """Return status, output and files of a validation of a tiny plan."""
+    model = folder / "tiny.toml"
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "seq_len": 64}
+    lines = ['name = "tiny"', *(f"{key} = {value}" for key, value in sizes.items())]
+    model.write_text("\n".join(lines), encoding="utf-8")
+    plan = folder / "plan" / "plan.json"
+    base = ["simulate", str(model), "--cluster", "localhost-cpu", "--gpus", "2", "--pp", "2"]
+    written = ["--global-batch", "4", "--out", str(plan.parent), "--force"]
+    assert meshwright.main([*base, *written]) == 0
+    capsys.readouterr()
+    out = folder / "out"
+    real = {"PLAN": str(plan), "OUT": str(out)}
+    status = meshwright.main(["validate", *(real.get(word, word) for word in words)])
+    files = {path.name: path.read_bytes() for path in out.glob("*") if path.is_file()}
+    return status, capsys.readouterr(), files
+
+
+@pytest.mark.parametrize("option", VALIDATE_CHANGES)
+def test_an_option_of_validate_changes_the_outcome(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    outcomes = []
+    for number, words in enumerate(VALIDATE_CHANGES[option]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        outcomes.append(validation(words, folder, capsys))
+    assert outcomes[0] != outcomes[1]
+
+
 def test_every_option_is_walked() -> None:
+    names = {each.name for each in fields(ValidateOptions)}
+    assert names == set(VALIDATE_CHANGES)
     records = (options.JobOptions, options.LayoutOptions, options.ReplicaOptions)
     names = {each.name for record in (*records, options.MoneyOptions) for each in fields(record)}
     assert names == set(STEP_CHANGES)

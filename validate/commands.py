@@ -44,9 +44,11 @@ def _check_program(saved: "SavedPlan") -> None:
     from validate.fake_run import check_torch
 
     check_torch()
+    from validate.prediction import check_predicted
     from validate.program.build import check_program
 
     check_program(saved.stack)
+    check_predicted(saved.stack)
 
 
 def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":

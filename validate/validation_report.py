@@ -180,8 +180,9 @@ def _rank_rows(kind: RankKind) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for check in kind.checks:
         if calls and check is calls[0] and equal:
-            count = f"{sum(each.measured for each in equal):,.0f} calls"
-            rows.append((f"{len(equal)} kinds of collectives", count, count, "0", Verdict.PASSED))
+            count = f"{sum(each.measured for each in equal):,.0f}"
+            name = f"calls of collectives ({len(equal)} kind{'s' if len(equal) > 1 else ''})"
+            rows.append((name, count, count, "0", Verdict.PASSED))
         if check not in equal:
             rows.append(_row(check))
     return rows
@@ -241,7 +242,7 @@ def _notes(validation: Validation) -> list[str]:
 
 def _peak_words(validation: Validation) -> str:
     peaks = [check for kind in validation.kinds for check in kind.checks if check.quantity == PEAK]
-    kept = " and the messages that gloo keeps" if any(check.reason for check in peaks) else ""
+    kept = " and what gloo may hold" if any(check.reason for check in peaks) else ""
     return f"peak live bytes within {PEAK_TOLERANCE:.1%}{kept}"
 
 

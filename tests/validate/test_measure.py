@@ -130,6 +130,21 @@ def test_gloo_may_keep_what_it_sends() -> None:
     assert list(verdicts(replace(kept, backend="gloo", peak_bytes=2 * said.peak_bytes))) == [PEAK]
 
 
+def test_gloo_may_let_go_of_an_activation_late() -> None:
+    plan = replace(LAYOUT, tp=2, pp=1, stages=(4,))
+    said = predict_rank(saved(plan), 0)
+    largest_bytes = 64 * 64 * 4
+    late = replace(
+        as_predicted(0),
+        backend="gloo",
+        flops=said.flops,
+        collectives=said.collectives,
+        peak_bytes=said.peak_bytes + largest_bytes,
+    )
+    assert not has_failed(compare_rank(said, late))
+    assert has_failed(compare_rank(said, replace(late, backend="nccl")))
+
+
 def test_allocator_and_kernels_are_reported_not_judged() -> None:
     measured = as_predicted(
         0,

@@ -8,7 +8,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket, distributed_c10d
+from torch.distributed import (  # type: ignore[attr-defined] # documented, not declared
+    GradBucket,
+    distributed_c10d,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from validate.counting.internals import (

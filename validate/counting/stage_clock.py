@@ -92,6 +92,7 @@ class StageClock:
                 end = marks[index + 2] if has_head else after
                 passes[begin.stage].forward_s.append(_seconds(begin, end))
             elif begin.event == BACKWARD:
+                assert begin.stage >= 0
                 passes[begin.stage].backward_s.append(_seconds(begin, after))
             elif after.event == STEP_END:
                 update_s = _seconds(begin, after)

@@ -1,5 +1,6 @@
 """The program of workers and parameter servers, in step or each worker on its own."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -39,7 +40,7 @@ def build_servers(request: ProgramRequest) -> "ServerProgram":
     return AsynchronousServers(request)
 
 
-class ServerProgram:
+class ServerProgram(ABC):
     """A worker, a server, or both.
 
     Args:
@@ -75,9 +76,9 @@ class ServerProgram:
         """Axis of each process group, by its ranks."""
         return self._groups
 
+    @abstractmethod
     def run_step(self, step: int) -> list[Tensor]:
         """Run one round; return the losses of its microbatches on a worker."""
-        raise NotImplementedError
 
     def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield what lives between steps."""
