@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.footprint import Group, pipeline_groups
-from planner.replicas import ReplicaCosts, ReplicaTimes
+from planner.replicas import ReplicaCosts, ReplicaTimes, layout_replication, layout_replication
 from planner.roles import Role
 from planner.shapes import ShapeTable, ShapeTimes
 from planner.space import Column, Space
@@ -136,7 +136,7 @@ class StepBounds:
         rows = []
         for (tp, dp, zero_stage), index in zip(distinct.tolist(), first.tolist(), strict=True):
             shape = self._table.shapes[self._table.index[group.indices[index]]]
-            to = self._replicas.replication(tp, group.pp, dp, zero_stage)
+            to = layout_replication(self._costs, tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
             rows.append(self._replicas.times(shape, role, group.pp, to))
         values = np.array(rows, np.int64)[member.reshape(-1)]
         return ReplicaTimes(*values.T)

@@ -23,8 +23,12 @@ from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, sum_layers
 from simulator.fp8_casts import weight_copy_bytes
 from simulator.gradient_buckets import reduced_parts
-from simulator.liveness import pass_workspace_bytes
-from simulator.memory import Shards, StateBytes, sharded_workspace_bytes
+from simulator.memory import (
+    Shards,
+    StateBytes,
+    pass_workspace_bytes,
+    sharded_workspace_bytes,
+)
 from simulator.mesh import GroupSpan
 from simulator.plan import syncs_by_default
 
@@ -181,7 +185,7 @@ def _group_peaks(
     split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
     to = Replication.of(zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
     state = sizes.state
-    if space.stack.root_unit and zero_stage >= 3:
+    if space.stack.root_unit:
         to = to._replace(keeps_units=group.pp > 1)
         return sizes.units.of_layouts(group.indices, group.roles, group.pp, group.schedule, to)
     peaks = np.zeros(len(group.indices), np.int64)

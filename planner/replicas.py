@@ -62,6 +62,20 @@ class ReplicaTimes(NamedTuple):
     port_last: int = 0
 
 
+def layout_replication(
+    costs: CostModel, *, tp: int, pp: int, dp: int, zero_stage: int
+) -> Replication:
+    """Return the data-parallel side of a layout."""
+    stack = costs.stack
+    mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=costs.cluster.devices_per_node)
+    return Replication.of(
+        zero_stage,
+        mesh.span(Axis.DP),
+        reduces_each_microbatch=syncs_by_default(stack, zero_stage, pp),
+        parameter_gather=stack.parameter_gather,
+    )._replace(keeps_units=stack.root_unit and pp > 1)
+
+
 class ReplicaCosts:
     """Computes `ReplicaTimes`, each stage and degree once."""
 
@@ -72,19 +86,6 @@ class ReplicaCosts:
         self._wire = Wire.of(costs.stack, space.job.precision)
         self._buckets: dict[tuple[int, Stage], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
-
-    def replication(self, tp: int, pp: int, dp: int, zero_stage: int) -> Replication:
-        """Return the data-parallel side of a layout."""
-        node_size = self._costs.cluster.devices_per_node
-        mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=node_size)
-        reduces_each = syncs_by_default(self._stack, zero_stage, pp)
-        span = mesh.span(Axis.DP)
-        return Replication.of(
-            zero_stage,
-            span,
-            reduces_each_microbatch=reduces_each,
-            parameter_gather=self._stack.parameter_gather,
-        )._replace(keeps_units=self._stack.root_unit and pp > 1)
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
         """Return the times of the ranks of *role*."""
@@ -129,7 +130,7 @@ class ReplicaCosts:
         reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
         port_again = sum(self._again(shape, stage, to) for stage in role.stages)
-        each = to.reduces_each_microbatch
+        each, has_root = to.reduces_each_microbatch, self._stack.root_unit
         if not to.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._rank_parameters(shape, role.stages)
             update += gather_cost(self._costs, whole, self._wire, to).time_ps
@@ -145,16 +146,14 @@ class ReplicaCosts:
             gather_all=0,
             update=update,
             shared_embedding=0,
-            port_each=port_again + port_gather * (not to.keeps_units) + port_reduce * each,
-            port_last=port_gather * to.keeps_units + port_reduce * (not each),
+            port_each=port_again * (1 if to.keeps_units else 2) + port_reduce * each,
+            port_last=port_gather - port_again * (not to.keeps_units) + port_reduce * (not each),
         )
-        if to.keeps_units:
-            return times._replace(exposed=reduces[0][0])
         if self._stack.prefetches_units:
             return times._replace(
                 exposed=reduces[0][0],
-                forward_wait=sum(parts[0] for parts in gathers),
-                backward_wait=sum(parts[-1] for parts in gathers),
+                forward_wait=0 if has_root else sum(parts[0] for parts in gathers),
+                backward_wait=0 if has_root else sum(parts[-1] for parts in gathers),
             )
         return times._replace(
             forward_wait=port_gather, backward_wait=port_again + port_reduce * each

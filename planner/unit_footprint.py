@@ -44,7 +44,7 @@ class UnitPeaks:
     space: Space
     table: ShapeTable
     state: StateBytes
-    _known: dict[tuple[int, int, int, Role, int, str], int] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int, Role, int, str, int], int] = field(default_factory=dict)
 
     def of_layouts(
         self, indices: Column, roles: list[Role], pp: int, schedule: Schedule, to: Replication
@@ -63,7 +63,7 @@ class UnitPeaks:
         return np.array(peaks, np.int64)
 
     def _peak(self, rank: _Rank, to: Replication) -> int:
-        key = (*rank[:-1], rank.schedule.name)
+        key = (*rank[:-1], rank.schedule.name, to.zero_stage)
         if key not in self._known:
             self._known[key] = self._walk(rank, to)
         return self._known[key]
@@ -71,9 +71,10 @@ class UnitPeaks:
     def _walk(self, rank: _Rank, to: Replication) -> int:
         shape, stages = self.table.shapes[rank.shape], rank.role.stages
         whole = to.keeps_units or not to.reduces_each_microbatch
+        split = rank.dp if to.zero_stage >= 3 else 1
         to = to._replace(
             span=GroupSpan(rank.dp, 1, rank.dp),
-            shards=Shards(rank.dp, 1 if whole else rank.dp, rank.dp),
+            shards=Shards(split, 1 if whole else split, split),
         )
         wire = Wire.of(self.space.stack, self.space.job.precision)
         sizes = (self.state, wire.reduce_bytes)

@@ -13,13 +13,8 @@ from hwprofiles import Offload
 from simulator.activations import message_buffer_bytes, saved_head_bytes, saved_layer_bytes
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters, sum_parameters
-from simulator.liveness import (
-    backward_steps,
-    embedding_backward_steps,
-    head_workspace_bytes,
-    highest,
-    layer_workspace_bytes,
-)
+from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
+from simulator.liveness import backward_steps, highest, layer_workspace_bytes
 from simulator.memory import (
     ChunkMemory,
     Moment,
@@ -74,7 +69,7 @@ class UnitBytes:
 
 def holds_units(shape: BlockShape, to: Replication) -> bool:
     """Return whether passes hold the units of fully_shard, also on a mesh of one rank."""
-    return shape.stack.root_unit and to.zero_stage >= 3 and to.offload is Offload.NONE
+    return shape.stack.root_unit and to.offload is Offload.NONE
 
 
 def unit_rank_memory(
