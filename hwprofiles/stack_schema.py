@@ -73,7 +73,8 @@ class StackProfile(Profile):
     scatters the sum of looked-up tokens also where a learned position is added;
     ``recompute_stops_early`` whether recomputation ends when the last kept tensor is there;
     ``autocast`` whether 16-bit training casts fp32 weights in every pass and keeps the residual
-    stream in fp32; ``whole_table_gradient`` whether
+    stream in fp32; ``buckets_first_stage_only`` whether all but
+    the model's first stage reduce their gradients as one; ``whole_table_gradient`` whether
     every tensor-parallel rank makes the gradient of the whole table (DTensor does);
     ``root_unit`` whether sharded embedding and
     head form a unit of their own that stays gathered from forward to backward (FSDP's root);
@@ -135,6 +136,7 @@ class StackProfile(Profile):
     keeps_stage_outputs: Flag = False
     scatters_positions: Flag = False
     root_unit: Flag = False
+    buckets_first_stage_only: Flag = False
     whole_table_gradient: Flag = False
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None

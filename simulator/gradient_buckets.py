@@ -53,7 +53,10 @@ class StagePart(NamedTuple):
 def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
     """Return the buckets of *stage* in the order in which backward completes them."""
     stack = shape.stack
-    limit = stack.first_gradient_bucket_parameters or stack.gradient_bucket_parameters
+    usual = stack.gradient_bucket_parameters
+    if stack.buckets_first_stage_only and not stage.has_embedding:
+        usual = stage_parameters(shape, stage)
+    limit = stack.first_gradient_bucket_parameters or usual
     buckets: list[Bucket] = []
     held = 0
     last: tuple[Block, int] = ("head", 0)
@@ -67,7 +70,7 @@ def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
             held += size
             if held >= limit or size == table:
                 buckets.append(Bucket(held, block, layer))
-                held, limit = 0, stack.gradient_bucket_parameters
+                held, limit = 0, usual
     return (*buckets, Bucket(held, *last)) if held else tuple(buckets)
 
 

@@ -14,7 +14,7 @@ from simulator.step_builder import rank_stages
 from validate.measurement import ByteKind
 from validate.program.contract import ProgramRequest
 from validate.program.mail import Mail, StageMail
-from validate.program.megatron_buffers import ChunkBuffers
+from validate.program.megatron_buffers import BucketRule, ChunkBuffers
 from validate.program.megatron_closing import sum_replicated, sum_tied_table
 from validate.program.megatron_groups import MegatronGroups, megatron_groups
 from validate.program.megatron_optimizer import ShardedAdam
@@ -183,7 +183,11 @@ def _chunks(
             talks.replicas,
             shards=plan.zero_stage > 0 and plan.dp > 1,
             is_duplicate=_duplicates(stage, request, talks),
-            far_table=_tied_table([stage], request),
+            rule=BucketRule.of(
+                request.stack,
+                is_first=held.has_embedding,
+                far_table=_tied_table([stage], request),
+            ),
         )
         if held.has_embedding and held.has_head and model.tied_embeddings:
             buffers.shared.update(_tables(stage, request))

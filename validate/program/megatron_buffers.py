@@ -5,8 +5,10 @@ front; a bucket is closed once it holds the stack's bucket size (`param_and_grad
 Megatron-Core 0.8, 2024).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,30 @@ class Bucket:
         return slice(replicas.rank * size, (replicas.rank + 1) * size)
 
 
+class BucketRule(NamedTuple):
+    """Where buckets end: once they hold *limit* weights, and around the weight *alone*."""
+
+    limit: int
+    alone: nn.Parameter | None
+
+    @classmethod
+    def of(
+        cls, stack: StackProfile, *, is_first: bool, far_table: nn.Parameter | None
+    ) -> "BucketRule":
+        """Return the rule of a chunk.
+
+        Args:
+            stack: Whose rule.
+            is_first: Whether the chunk is the model's first.
+            far_table: A table whose other copy is on another stage. It has a bucket of its own,
+                so that the same replica owns the same part of both copies.
+        """
+        if not stack.overlap_gradient_reduce:
+            return cls(sys.maxsize, None)
+        in_one = stack.buckets_first_stage_only and not is_first
+        return cls(sys.maxsize if in_one else stack.gradient_bucket_parameters, far_table)
+
+
 class ChunkBuffers:
     """All weights of one model chunk in buckets; the sink of its products.
 
@@ -60,8 +86,7 @@ class ChunkBuffers:
         replicas: Over whom gradients are reduced.
         shards: Whether each rank keeps a part alone (the distributed optimizer).
         is_duplicate: Which weights another rank counts in the gradient norm.
-        far_table: A table whose other copy is on another stage. With shards it has a bucket of
-            its own, so that the same replica owns the same part of both copies.
+        rule: Where its buckets end.
     """
 
     def __init__(
@@ -72,14 +97,12 @@ class ChunkBuffers:
         *,
         shards: bool,
         is_duplicate: Callable[[nn.Parameter], bool],
-        far_table: nn.Parameter | None,
+        rule: BucketRule,
     ) -> None:
         self.stack, self.replicas, self.shards = stack, replicas, shards
         self.last_pass = False
         parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
-        limit = stack.gradient_bucket_parameters if stack.overlap_gradient_reduce else 10**15
-        alone = far_table if stack.overlap_gradient_reduce else None
-        groups = _bucketed(parameters, limit, alone)
+        groups = _bucketed(parameters, rule)
         self.buckets = [self._bucket(group, is_duplicate) for group in groups]
         self._places = {
             held.parameter: (bucket, held) for bucket in self.buckets for held in bucket.held
@@ -188,16 +211,14 @@ def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
     return torch.float32 if num_bytes == 4 else narrow
 
 
-def _bucketed(
-    parameters: Sequence[nn.Parameter], limit: int, alone: nn.Parameter | None
-) -> list[list[nn.Parameter]]:
-    """Return *parameters* cut after each that fills a bucket of *limit* weights, and at *alone*."""
+def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list[nn.Parameter]]:
+    """Return *parameters* cut as *rule* says."""
     buckets: list[list[nn.Parameter]] = []
     is_open = False
     for parameter in parameters:
-        if not is_open or parameter is alone:
+        if not is_open or parameter is rule.alone:
             buckets.append([])
         buckets[-1].append(parameter)
-        is_full = sum(each.numel() for each in buckets[-1]) >= limit
-        is_open = not is_full and parameter is not alone
+        is_full = sum(each.numel() for each in buckets[-1]) >= rule.limit
+        is_open = not is_full and parameter is not rule.alone
     return buckets
