@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.footprint import Group, pipeline_groups
-from planner.replicas import ReplicaCosts, ReplicaTimes, layout_replication, layout_replication
+from planner.replicas import ReplicaCosts, ReplicaTimes, layout_replication
 from planner.roles import Role
 from planner.shapes import ShapeTable, ShapeTimes
 from planner.space import Column, Space

@@ -38,7 +38,7 @@ from simulator.offload import (
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
 from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_update, rank_works
 from simulator.schedules import get_schedule
-from simulator.unit_memory import holds_units, unit_rank_memory
+from simulator.unit_memory import PassBytes, holds_units, unit_rank_memory
 
 PPM = 1_000_000
 
@@ -202,7 +202,9 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     microbatches = context.plan.num_microbatches(context.job)
     if holds_units(shape, to):
         sizes = (state, context.wire.reduce_bytes)
-        memory = unit_rank_memory(shape, stages, to, sizes, microbatches)
+        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, sizes)
+        buffers = microbatches * memory.message_buffers_bytes
+        memory = replace(memory, message_buffers_bytes=buffers)
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     chunks = []
     for stage in stages:

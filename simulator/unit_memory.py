@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hwprofiles import Offload
-from simulator.activations import message_buffer_bytes, saved_head_bytes, saved_layer_bytes
+from simulator.activations import (
+    kept_output_bytes,
+    message_buffer_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters, sum_parameters
 from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
@@ -20,9 +26,43 @@ from simulator.memory import (
     Moment,
     RankMemory,
     StateBytes,
-    chunk_memory,
     rank_memory,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassBytes:
+    """What passes through blocks of one shape keep and need, whatever the units hold.
+
+    Args:
+        saved_layer: Kept by one layer.
+        saved_embedding: Kept by the embedding.
+        saved_head: Kept by the head.
+        layer: Workspaces of a layer, forward and backward; its weights' gradients stay.
+        head: Workspaces of the head.
+        table: Workspace of the embedding's backward.
+    """
+
+    saved_layer: int
+    saved_embedding: int
+    saved_head: int
+    layer: tuple[int, int]
+    head: tuple[int, int]
+    table: int
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> "PassBytes":
+        """Return the bytes of *shape*."""
+        forward, backward = layer_workspace_bytes(shape)
+        again = backward - highest(backward_steps(shape))
+        return cls(
+            saved_layer=saved_layer_bytes(shape),
+            saved_embedding=saved_embedding_bytes(shape),
+            saved_head=saved_head_bytes(shape),
+            layer=(forward, again + highest(backward_steps(shape, keeps_weight_gradients=True))),
+            head=head_workspace_bytes(shape),
+            table=highest(embedding_backward_steps(shape)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,34 +114,45 @@ def holds_units(shape: BlockShape, to: Replication) -> bool:
 
 def unit_rank_memory(
     shape: BlockShape,
+    passes: PassBytes,
     stages: Sequence[Stage],
     to: Replication,
     sizes: tuple[StateBytes, int],
-    num_microbatches: int,
 ) -> RankMemory:
-    """Return the memory of a rank whose states are units of fully_shard.
+    """Return the memory of a rank whose states are units of fully_shard, for one microbatch.
 
     Args:
         shape: Sizes of its blocks.
+        passes: What passes through them need.
         stages: Its virtual stages.
         to: How its states are sharded.
         sizes: Bytes of a parameter's states, and on the wire of a reduction.
-        num_microbatches: Microbatches of the step.
     """
     state, reduce_bytes = sizes
-    chunks = tuple(_chunk(shape, stage, to, state, reduce_bytes) for stage in stages)
-    memory = rank_memory(sum_parameters(shape, stages), state, chunks, shards=to.shards)
-    buffers = sum(
-        message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+    num_parameters = sum_parameters(shape, stages)
+    chunks = tuple(
+        _chunk(shape, passes, stage, to, UnitBytes.of(shape, stage, to, state, reduce_bytes))
         for stage in stages
     )
-    spare = sum(whole_table_bytes(shape, stage, to, state) for stage in stages)
+    chunks = tuple(
+        replace(
+            chunk,
+            late_gradients_bytes=chunk.late_gradients_bytes
+            + whole_table_bytes(shape, stage, to, state),
+        )
+        for chunk, stage in zip(chunks, stages, strict=True)
+    )
+    memory = rank_memory(num_parameters, state, chunks, shards=to.shards)
+    shards = -(-num_parameters // to.shards.parameters)
     return replace(
         memory,
-        parameters_bytes=-(-sum_parameters(shape, stages) // to.shards.parameters)
-        * state.sharded_parameter,
-        gradients_bytes=memory.gradients_bytes + spare,
-        message_buffers_bytes=num_microbatches * buffers,
+        parameters_bytes=shards * state.sharded_parameter,
+        gradients_bytes=memory.gradients_bytes
+        + sum(whole_table_bytes(shape, stage, to, state) for stage in stages),
+        message_buffers_bytes=sum(
+            message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+            for stage in stages
+        ),
     )
 
 
@@ -116,20 +167,19 @@ def whole_table_bytes(shape: BlockShape, stage: Stage, to: Replication, state: S
 
 
 def _chunk(
-    shape: BlockShape, stage: Stage, to: Replication, state: StateBytes, reduce_bytes: int
+    shape: BlockShape, passes: PassBytes, stage: Stage, to: Replication, units: UnitBytes
 ) -> ChunkMemory:
-    units = UnitBytes.of(shape, stage, to, state, reduce_bytes)
-    chunk = chunk_memory(
-        shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-    )
     layers = stage.num_layers * units.layer
-    later = _backward_moments(shape, stage, to, units, first=False)
-    first = _backward_moments(shape, stage, to, units, first=True)
-    return replace(
-        chunk,
-        forward_workspace_bytes=max(_forward_moments(shape, stage, to, units)),
+    later = _backward_moments(passes, stage, to, units, first=False)
+    first = _backward_moments(passes, stage, to, units, first=True)
+    return ChunkMemory(
+        saved_bytes=stage.num_layers * passes.saved_layer
+        + stage.has_embedding * passes.saved_embedding
+        + stage.has_head * passes.saved_head
+        + kept_output_bytes(shape, has_head=stage.has_head),
+        forward_workspace_bytes=max(_forward_moments(passes, stage, to, units)),
         backward_workspace_bytes=max(moment.total_bytes for moment in later),
-        late_gradients_bytes=units.gradients + whole_table_bytes(shape, stage, to, state),
+        late_gradients_bytes=units.gradients,
         first_backward=max(first, key=lambda moment: moment.total_bytes),
         after_forward_bytes=units.root + (0 if to.reshards else layers),
         after_backward_bytes=(units.root + layers) if to.keeps_units else 0,
@@ -137,48 +187,46 @@ def _chunk(
 
 
 def _forward_moments(
-    shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes
+    passes: PassBytes, stage: Stage, to: Replication, units: UnitBytes
 ) -> list[int]:
     """Return the bytes of the fullest moments of a forward pass beyond what it keeps."""
-    head = saved_head_bytes(shape) if stage.has_head else 0
-    layers = stage.num_layers
+    head = passes.saved_head if stage.has_head else 0
+    layers, saved = stage.num_layers, passes.saved_layer
     stay = units.layer * layers if not to.reshards else 0
     moments = [0]
     if layers:
-        work = layer_workspace_bytes(shape)[0] - head
-        saved = saved_layer_bytes(shape)
+        work = passes.layer[0] - head
         moments.append(work + units.root + (stay or units.layer))
         moments.append(units.root + (stay or units.layer) + units.layer - saved - head)
         if to.keeps_units:
             moments.append(work - (layers - 1) * saved + units.root + layers * units.layer)
     if stage.has_head:
-        moments.append(head_workspace_bytes(shape)[0] + units.root + stay)
+        moments.append(passes.head[0] + units.root + stay)
     return moments
 
 
 def _backward_moments(
-    shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes, *, first: bool
+    passes: PassBytes, stage: Stage, to: Replication, units: UnitBytes, *, first: bool
 ) -> list[Moment]:
     """Return the fullest moments of a backward pass beyond what was kept.
 
     In a chunk's *first* one the gradients appear layer by layer.
     """
-    head = saved_head_bytes(shape) if stage.has_head else 0
-    layers, saved = stage.num_layers, saved_layer_bytes(shape)
+    head = passes.saved_head if stage.has_head else 0
+    layers, saved = stage.num_layers, passes.saved_layer
     late = units.gradients if first else 0
     appeared = units.layer_kept if first else 0
     stay = units.layer * layers if not to.reshards else 0
     moments = [Moment(0, late)]
     if stage.has_head:
-        moments.append(Moment(head_workspace_bytes(shape)[1] + units.root + stay, late))
-    work = _layer_backward(shape) if layers else 0
+        moments.append(Moment(passes.head[1] + units.root + stay, late))
     for done in range(layers):
-        here = work - done * saved - head + units.root + units.head_gradient
+        here = passes.layer[1] - done * saved - head + units.root + units.head_gradient
         here += _gathered_layers(to, units, done, layers)
         if done and not to.keeps_units:
             here += units.layer_wire
         moments.append(Moment(here, late - done * appeared))
-    ended = _root_moment(shape, stage, to, units) - layers * saved - head
+    ended = _root_moment(passes, stage, to, units) - layers * saved - head
     moments.append(Moment(ended, late - layers * appeared))
     if first and to.keeps_units:
         # The root's gradients beside their first copy in the format in which they are summed.
@@ -195,18 +243,12 @@ def _gathered_layers(to: Replication, units: UnitBytes, done: int, layers: int) 
     return (done if to.keeps_units else 0) * units.layer + units.layer + ahead
 
 
-def _layer_backward(shape: BlockShape) -> int:
-    """Return a layer's backward workspace with the gradients of its weights kept."""
-    dropped = layer_workspace_bytes(shape)[1] - highest(backward_steps(shape))
-    return dropped + highest(backward_steps(shape, keeps_weight_gradients=True))
-
-
-def _root_moment(shape: BlockShape, stage: Stage, to: Replication, units: UnitBytes) -> int:
+def _root_moment(passes: PassBytes, stage: Stage, to: Replication, units: UnitBytes) -> int:
     """Return the fullest moment after the layers: the table's gradient, or the root's reduction.
 
     Between the microbatches of a pipeline the layers stay gathered and nothing is reduced.
     """
-    table = highest(embedding_backward_steps(shape)) if stage.has_embedding else 0
+    table = passes.table if stage.has_embedding else 0
     if to.keeps_units:
         return table + units.root + stage.num_layers * units.layer
     embedding = table + units.root + units.head_gradient + units.layer_wire
