@@ -4,7 +4,7 @@ What such a rank holds depends on which pass came before, so its actions are wal
 the same rank share the walk.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +12,13 @@ import numpy as np
 from planner.roles import PERIODS, Role
 from planner.shapes import ShapeTable
 from planner.space import Column, Space
-from simulator import Schedule
+from simulator import Phase, Schedule
 from simulator.data_parallel import Replication, Stage, Wire, sum_layers
 from simulator.fp8_casts import weight_copy_bytes
 from simulator.memory import (
     RankMemory,
     Shards,
     StateBytes,
-    memory_timeline,
     with_copies,
 )
 from simulator.mesh import GroupSpan
@@ -125,11 +124,33 @@ def _closed(memory: RankMemory, rank: _Rank) -> int:
 
 
 def _walked(memory: RankMemory, rank: _Rank) -> int:
-    """Return the most that moves on a rank with several virtual stages, action by action."""
+    """Return the most that moves on a rank with several virtual stages, action by action.
+
+    The bytes are those of `simulator.memory.memory_timeline`, kept as running sums.
+    """
     # An interleaved order repeats itself once its warm-up is over.
     count = min(rank.num_microbatches, PERIODS * rank.pp)
-    chunks = len(rank.role.stages)
-    actions = rank.schedule.rank_actions(rank.role.first, rank.pp, count, chunks)
-    alone = replace(memory, message_buffers_bytes=0)
-    events = memory_timeline(alone, ((action, 0, 0) for action in actions), 0)
-    return max(event.moving_bytes for event in events)
+    chunks = memory.chunks
+    gathered = [0] * len(chunks)
+    late = [chunk.late_gradients_bytes for chunk in chunks]
+    most = live = elsewhere = 0
+    absent = sum(late)
+    for phase, index, _ in rank.schedule.rank_actions(rank.role.first, rank.pp, count, len(chunks)):
+        chunk = chunks[index]
+        elsewhere -= gathered[index]
+        if phase is Phase.FORWARD:
+            live += chunk.saved_bytes
+            needs, stays = chunk.forward_workspace_bytes, chunk.after_forward_bytes
+        else:
+            needs, stays = chunk.backward_workspace_bytes, chunk.after_backward_bytes
+            if late[index] and chunk.first_backward is not None:
+                absent -= late[index]
+                late[index] = 0
+                needs = chunk.first_backward.total_bytes
+        most = max(most, live + needs + elsewhere - absent)
+        if phase is Phase.BACKWARD:
+            live -= chunk.saved_bytes
+        gathered[index] = stays
+        elsewhere += stays
+        most = max(most, live + elsewhere - absent)
+    return max(most, memory.update_temporary_bytes)

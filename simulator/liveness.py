@@ -1,4 +1,4 @@
-"""What lives for a moment in a pass through a block, step by step.
+"""What lives for a moment in a pass through a layer, step by step.
 
 Each step allocates, then runs, then frees; the highest level over the steps is what a block
 needs beside the tensors that wait for backward.  The steps follow the order in which PyTorch's
@@ -12,10 +12,7 @@ from typing import NamedTuple
 from hwprofiles import Attention, Recompute
 from simulator.activations import (
     attention_core_tensors,
-    kept_logits_bytes,
     layer_tensors,
-    logits_tensor,
-    saved_head_bytes,
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
@@ -194,6 +191,15 @@ def backward_steps(shape: BlockShape, *, keeps_weight_gradients: bool = False) -
     return (*_mlp_backward(layer), *_attention_backward(layer))
 
 
+class ColumnLayer(NamedTuple):
+    """A column-parallel layer: bytes of its outputs' gradient, outputs, separate products."""
+
+    name: str
+    gradient: int
+    outputs: int
+    num_products: int
+
+
 class _Layer(NamedTuple):
     """What the steps of a layer's backward are read from."""
 
@@ -214,16 +220,16 @@ class _Layer(NamedTuple):
         leaves = again + weight * (not self.stays) + self.dropped + freed
         return Step(name, again + width + weight, leaves + self.kept.get(f"{name} weights", 0))
 
-    def column_step(self, column: "_Column", kept_input: int) -> Step:
+    def column_step(self, column: ColumnLayer, kept_input: int) -> Step:
         """Return the backward of a column-parallel layer."""
         operands = column_backward_bytes(self.shape, column.outputs)
-        return _column_step(self.shape, column, kept_input, operands=operands, stays=self.stays)
+        return column_step(self.shape, column, kept_input, operands=operands, stays=self.stays)
 
 
 def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
     shape, wide, kept, _ = layer
     separate = shape.model.gated_mlp and not shape.stack.fused_qkv
-    column = _Column("mlp in", wide.mlp_in, shape.mlp_in_width, 2 if separate else 1)
+    column = ColumnLayer("mlp in", wide.mlp_in, shape.mlp_in_width, 2 if separate else 1)
     return (
         Step("gradient", wide.local, 0),
         Step("mlp dropout", layer.dropped, kept["mlp dropout mask"]),
@@ -240,7 +246,7 @@ def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
 def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
     shape, wide, kept, _ = layer
     outputs = shape.local_width + 2 * shape.local_kv_width
-    column = _Column("qkv", wide.qkv, outputs, 1 if shape.stack.fused_qkv else 3)
+    column = ColumnLayer("qkv", wide.qkv, outputs, 1 if shape.stack.fused_qkv else 3)
     unfused = shape.attention is Attention.UNFUSED
     freed = kept["attention output"] * (unfused or _keeps_output_apart(shape))
     return (
@@ -253,17 +259,8 @@ def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
     )
 
 
-class _Column(NamedTuple):
-    """A column-parallel layer: bytes of its outputs' gradient, outputs, separate products."""
-
-    name: str
-    gradient: int
-    outputs: int
-    num_products: int
-
-
-def _column_step(
-    shape: BlockShape, column: _Column, kept_input: int, *, operands: int, stays: bool = False
+def column_step(
+    shape: BlockShape, column: ColumnLayer, kept_input: int, *, operands: int, stays: bool = False
 ) -> Step:
     """Return the backward of a column-parallel layer: the input again, and its gradient.
 
@@ -272,7 +269,7 @@ def _column_step(
     wide = Widths.of(shape)
     widest = column.outputs
     if column.num_products > 1 and not stays:
-        widest = max(shape.local_width * (column.name == "qkv"), column.outputs // 2)
+        widest = shape.local_width if column.name == "qkv" else column.outputs // 2
     weight = _weight_gradient(shape, widest, shape.model.hidden_size)
     copies = min(2, column.num_products)
     allocated = operands + copies * wide.whole + _part(shape) + weight
@@ -327,58 +324,6 @@ def _packed(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step
     return (Step("pack qkv", packed, packed + kept["queries, keys and values"]),)
 
 
-def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
-    """Return the head's forward; the kept copy of the logits, in 16 bit or fp32, stays."""
-    wide = Widths.of(shape)
-    norm = 2 * shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
-    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
-    kept = logits_tensor(shape).size_bytes
-    copy = 0 if shape.stack.fused_loss else kept
-    return (
-        Step("final norm", norm, 0),
-        Step("logits", wide.gathered + logits, wide.gathered),
-        Step("loss", copy + kept, copy + logits - kept_logits_bytes(shape)),
-    )
-
-
-def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
-    """Return the head's backward; the gradient of the logits takes the place of the kept copy."""
-    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
-    kept = logits_tensor(shape).size_bytes
-    narrow = 0 if shape.stack.fused_loss else logits
-    norm = shape.num_local_scored_tokens * shape.model.hidden_size * shape.element_bytes
-    eager = 0 if shape.stack.loss_in_place or shape.stack.fused_loss else kept
-    # PyTorch's loss holds the losses' gradient and its own; split over ranks, the exponentials too.
-    eager *= 2 if shape.tp == 1 else 3
-    return (
-        Step("loss", eager, eager),
-        Step("16-bit gradient", narrow, kept if narrow else 0),
-        _column_step(
-            shape,
-            _Column("logits", logits, shape.local_vocab_size, 1),
-            norm,
-            operands=Widths.of(shape).regathered,
-        ),
-        Step("final norm", norm, norm + shape.message_bytes),
-    )
-
-
-def embedding_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
-    """Return the embedding's backward: the gradient of a whole table, before it is added."""
-    table = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
-    if shape.stack.whole_table_gradient:
-        table *= shape.tp
-    mask = shape.num_local_tokens * shape.model.hidden_size if shape.model.dropout else 0
-    dropped = shape.message_bytes if shape.model.dropout else 0
-    whole = Widths.of(shape).gathered
-    return (
-        Step("gradient", shape.message_bytes, 0),
-        Step("embedding dropout", dropped, mask + dropped),
-        Step("gathered gradient", whole, 0),
-        Step("table gradient", table, table + whole),
-    )
-
-
 def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
     """Return what the last layer's forward, and the first backward, need beside what is kept."""
     kept = saved_layer_bytes(shape)
@@ -393,40 +338,3 @@ def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
         again[-1]._replace(frees=again[-1].allocates),
     )
     return highest(unkept_forward_steps(shape)), highest((*recomputation, *rest))
-
-
-def head_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
-    """Return what the head's forward and backward need beside what is kept.
-
-    Unfused, PyTorch's loss holds 12 bytes a logit at most, Megatron-LM's 10; fused ones 4.
-    """
-    forward = highest(head_forward_steps(shape)) - saved_head_bytes(shape)
-    return forward, highest(head_backward_steps(shape))
-
-
-def pass_workspace_bytes(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> tuple[int, int]:
-    """Return what one pass through a virtual stage needs beside all that it keeps.
-
-    Args:
-        shape: Sizes of its blocks.
-        num_layers: Layers of the virtual stage.
-        has_embedding: Whether it holds the embedding.
-        has_head: Whether it holds the head.
-
-    Returns:
-        Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
-        wait for backward; 0 where those are the most.
-    """
-    head = saved_head_bytes(shape) if has_head else 0
-    forward = backward = 0
-    if num_layers:
-        forward, backward = (size - head for size in layer_workspace_bytes(shape))
-    if has_head:
-        of_head = head_workspace_bytes(shape)
-        forward, backward = max(forward, of_head[0]), max(backward, of_head[1])
-    if has_embedding:
-        layers = num_layers * saved_layer_bytes(shape)
-        backward = max(backward, highest(embedding_backward_steps(shape)) - layers - head)
-    return max(0, forward), max(0, backward)

@@ -12,8 +12,9 @@ from simulator.activations import (
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
+from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
 from simulator.gradient_formats import STACKS_OWN, Formats, gradient_bytes
-from simulator.liveness import pass_workspace_bytes
+from simulator.liveness import highest, layer_workspace_bytes
 from simulator.schedules import Action, Phase
 
 
@@ -135,6 +136,34 @@ class RankMemory:
     def static_bytes(self) -> int:
         """Bytes that live through the whole step."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+
+def pass_workspace_bytes(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> tuple[int, int]:
+    """Return what one pass through a virtual stage needs beside all that it keeps.
+
+    Args:
+        shape: Sizes of its blocks.
+        num_layers: Layers of the virtual stage.
+        has_embedding: Whether it holds the embedding.
+        has_head: Whether it holds the head.
+
+    Returns:
+        Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
+        wait for backward; 0 where those are the most.
+    """
+    head = saved_head_bytes(shape) if has_head else 0
+    forward = backward = 0
+    if num_layers:
+        forward, backward = (size - head for size in layer_workspace_bytes(shape))
+    if has_head:
+        of_head = head_workspace_bytes(shape)
+        forward, backward = max(forward, of_head[0]), max(backward, of_head[1])
+    if has_embedding:
+        layers = num_layers * saved_layer_bytes(shape)
+        backward = max(backward, highest(embedding_backward_steps(shape)) - layers - head)
+    return max(0, forward), max(0, backward)
 
 
 def chunk_memory(

@@ -10,8 +10,9 @@ from math import prod
 from hwprofiles import CollectiveOp, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Stage, Wire
+from simulator.end_operators import embedding_operators, head_operators
 from simulator.mesh import Axis
-from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operator_graph import layer_operators
 from simulator.operators import BlockOperators, FlashAttention, Gemm
 from simulator.parameters import parameter_tensors
 from simulator.plan import ParallelPlan, TrainingJob

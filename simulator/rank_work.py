@@ -174,8 +174,9 @@ def _units(
         reduce_ps = _buckets_ps(context, part, reduce_cost) + copies.out_ps
         stays = part.stays or not to.reshards
         forward.append(Unit(passed.forward.time_ps, gather_ps, stays=stays))
-        regather_ps = 0 if stays else gather_ps
-        backward.append(Unit(passed.backward.time_ps, regather_ps, reduce_ps, copies.again_ps))
+        backward.append(
+            Unit(passed.backward.time_ps, gather_ps, reduce_ps, copies.again_ps, stays=stays)
+        )
     return tuple(forward), tuple(reversed(backward))
 
 

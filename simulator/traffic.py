@@ -14,9 +14,10 @@ from simulator.data_parallel import (
     Wire,
     sum_parameters,
 )
+from simulator.end_operators import embedding_operators, head_operators
 from simulator.gradient_buckets import bucket_parts, part_gathers, reduced_parts
 from simulator.mesh import Axis, Mesh
-from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operator_graph import layer_operators
 from simulator.operators import BlockOperators, Collective
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.step_builder import rank_stages, replication_of

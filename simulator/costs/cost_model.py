@@ -16,8 +16,9 @@ from simulator.costs.compute import (
 )
 from simulator.costs.cost import Cost
 from simulator.costs.phase_cost import Category, PhaseCost
+from simulator.end_operators import embedding_operators, head_operators
 from simulator.mesh import Axis, GroupSpan, Mesh
-from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operator_graph import layer_operators
 from simulator.operators import (
     BlockOperators,
     Collective,

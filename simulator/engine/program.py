@@ -17,7 +17,7 @@ class Instruction(NamedTuple):
         gathers: Segments of microbatch 0, where it waits for parameters.
         reductions: Segments of microbatches that reduce, where it hands on gradients.
         units: Units of every microbatch, where parameters are sharded.
-        again_units: The same where those that stay are gathered from a forward pass.
+        again_units: The same after a forward pass, from which those that stay are gathered.
         kept_units: The same where all are gathered from a backward pass.
         reduces_always: Gradients are reduced in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
@@ -84,7 +84,7 @@ def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
         gathers=(),
         reductions=held.reductions,
         units=held.backward_units,
-        again_units=held.backward_units,
+        again_units=tuple(_gathered(unit) if unit.stays else unit for unit in held.backward_units),
         kept_units=tuple(map(_gathered, held.backward_units)),
         reduces_always=held.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),

@@ -39,9 +39,8 @@ class Unit:
 def num_gathers(num_microbatches: int, *, stays: bool, keeps_units: bool) -> int:
     """Return how often a sharded unit is gathered in a step.
 
-    Where units stay gathered after a backward pass, only a backward pass that follows a forward
-    pass gathers again, and a forward pass that follows none: once more than there are
-    microbatches, whatever the schedule.
+    Where units stay gathered after a backward pass, the first pass gathers, and each one that
+    follows a forward pass: once more than there are microbatches, whatever the schedule.
 
     Args:
         num_microbatches: Microbatches of the step.

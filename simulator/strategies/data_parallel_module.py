@@ -8,20 +8,23 @@ interpreter launches the kernels of all replicas, whose threads take turns a lay
 A pass ends when its gradients are added up.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from simulator.activations import saved_head_bytes, saved_tensors
+from simulator.activations import saved_head_bytes, saved_layer_bytes, saved_tensors
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, PhaseCost
 from simulator.costs.compute import constant_cost
 from simulator.data_parallel import Stage, Wire, stage_parameters
+from simulator.end_liveness import head_workspace_bytes
+from simulator.end_operators import embedding_operators, head_operators
 from simulator.engine import TaskKind, simulate_tasks
 from simulator.errors import PlanError
-from simulator.liveness import head_workspace_bytes
+from simulator.liveness import backward_steps, highest
 from simulator.memory import RankMemory, Shards, StateBytes, chunk_memory, rank_memory
-from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operator_graph import layer_operators
 from simulator.operators import KernelLaunches, MemoryBound, Operator
 from simulator.result import StepResult
 from simulator.strategies.graph_step import (
@@ -333,7 +336,7 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
     state = StateBytes.of(case.costs.stack, case.job.precision)
     memory = RankMemory(
         parameters_bytes=replica.num_parameters * state.parameter,
-        gradients_bytes=replica.weight_bytes,
+        gradients_bytes=0,  # they are made and leave in the backward pass, whose holds count them
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
         chunks=(),
@@ -344,9 +347,35 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         links=_links(index),
         host=HOST,
         memory=memory,
-        holds=tuple(_pass_holds(replica, passes, index)),
+        holds=tuple(_other_holds(replica, passes, index)),
         largest_tensor=largest.name,
     )
+
+
+def _other_holds(replica: Replica, passes: list[PassTasks], index: int) -> Iterator[Hold]:
+    """Yield what passes hold where gradients appear in backward and leave after it."""
+    saved, (forward, _) = _saved_bytes(replica)[0], _workspaces(replica)
+    backward = max(_other_moments(replica))
+    for each in passes:
+        yield Hold(each.forward[index], saved, forward)
+        yield Hold(each.backward[index], saved, backward - saved)
+
+
+def _other_moments(replica: Replica) -> Iterator[int]:
+    """Yield the bytes of the fullest moments of a backward pass, gradients included."""
+    shape, saved = replica.shape, _saved_bytes(replica)[0]
+    element, num_layers = replica.wire.reduce_bytes, shape.model.num_layers
+    table = shape.local_vocab_size * shape.model.hidden_size * element
+    norm_input = shape.num_tokens * shape.model.hidden_size * shape.element_bytes
+    yield saved + replica.logit_bytes + norm_input + table
+    layer = shape.parameters.layer * element
+    work = highest(backward_steps(shape, keeps_weight_gradients=True))
+    blocks = chunk_memory(shape, num_layers, has_embedding=True, has_head=False).saved_bytes
+    for done in range(num_layers):
+        left = blocks - (done + 1) * saved_layer_bytes(shape)
+        yield left + work + table + done * layer
+    # A tied table has two gradients, which are added up into a third.
+    yield replica.weight_bytes + (2 * table if shape.model.tied_embeddings else norm_input)
 
 
 def _links(index: int) -> tuple[str, str]:

@@ -327,7 +327,10 @@ def _server_memory(
 ) -> tuple[RankMemory, list[Hold]]:
     """Return a server's shard, and what it holds in an update: one gradient that has arrived."""
     shard = cast.shards[server]
-    arrived = shard * (cast.wire.reduce_bytes + state.update_temporary)
+    # The update reads a gradient in fp32; of a sum, what arrived last has been added by then.
+    together = cast.options.asynchronous
+    arrived = shard * (cast.wire.reduce_bytes + state.update_temporary * together)
+    arrived = max(arrived, shard * state.update_temporary)
     updates = dict.fromkeys(each.updates[server] for mine in rounds for each in mine)
     memory = RankMemory(
         parameters_bytes=shard * state.parameter,

@@ -22,13 +22,16 @@ from hwprofiles import (
 from simulator import ParallelPlan, PlanError, StepResult, TrainingJob, load_model, simulate
 from simulator.activations import attention_core_tensors, layer_tensors, saved_layer_bytes
 from simulator.block_shape import BlockShape
-from simulator.costs import Category
+from simulator.costs import Category, CostModel
 from simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
+from simulator.end_operators import embedding_operators, head_operators
 from simulator.fp8_casts import step_cast_bytes, weight_copy_bytes
 from simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
 from simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
-from simulator.operator_graph import embedding_operators, head_operators, layer_operators
+from simulator.operator_graph import layer_operators
 from simulator.operators import Collective, Gemm, KernelLaunches, MemoryBound, Operator
+from simulator.parameters import count_parameters
+from simulator.step_builder import build_step
 
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
@@ -331,6 +334,8 @@ def test_offloaded_states_leave_the_cast_of_a_step_on_the_device() -> None:
 @pytest.mark.parametrize("reduce", [None, BF16])
 def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -> None:
     found = []
+    stack = load_stack("torchtitan")
+    costs = CostModel(load_cluster("dgx-h100"), stack, 8)
     for precision in (FP8, BF16):
         job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=precision)
         plan = ParallelPlan(
@@ -340,9 +345,10 @@ def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -
             reduce_precision=reduce,
             stages=(MODEL.num_layers,),
         )
-        result = simulate(job, plan, load_cluster("dgx-h100"), load_stack("torchtitan"))
-        found.append((result.memory.by_stage[0].gradients_bytes, result.plan.gradient_formats))
+        built = build_step(job, plan, costs)
+        found.append((built.memory[0].gradients_bytes, built.plan.gradient_formats))
     assert found[0] == found[1]
+    assert found[0][0] == 4 * -(-count_parameters(MODEL) // 8)
     stack = load_stack("megatron-core")
     formats = Formats(BF16, None)
     assert casts_of(stack, FP8, formats) == casts_of(stack, BF16, formats)

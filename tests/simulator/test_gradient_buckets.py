@@ -31,7 +31,7 @@ from simulator import (
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Stage, stage_parameters, sum_parameters
 from simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
-from simulator.gradient_buckets import Bucket, bucket_parts, gradient_buckets
+from simulator.gradient_buckets import Bucket, StagePart, bucket_parts, gradient_buckets
 from simulator.memory import StateBytes
 from simulator.mesh import Axis, Mesh
 from simulator.parameters import local_shape, padded_vocab_size, parameter_tensors
@@ -42,6 +42,7 @@ from simulator.traffic import Traffic, rank_traffic
 RELAXED = settings(deadline=None, max_examples=80)
 CLUSTER = load_cluster("dgx-a100")
 DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torchtitan"))
+IN_EACH_STAGE = CORE.model_copy(update={"buckets_first_stage_only": False})
 GPT2 = load_model("gpt2")
 WHOLE = Stage(12, has_embedding=True, has_head=True)
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
@@ -58,15 +59,16 @@ def shape_of(
 def test_the_buckets_of_gpt2_under_ddp() -> None:
     """Limits of 262,144 and 6,553,600 parameters: 1 and 25 MiB of fp32.
 
-    Backward begins with the final norm (1,536) and the last layer's second MLP bias (768) and
-    matrix (2,359,296): the first bucket.  What the layer has left (4,727,808) and the same
-    2,360,064 of the layer before it are 7,087,872, and so on.  The last bucket has what layer 0
-    has left, the positions (786,432) and the padded table (50,304 x 768).
+    Backward begins with the final norm (1,536) and the last layer's second MLP matrix (2,359,296),
+    the first bucket: under autocast a weight's gradient is there before its bias's.  What the
+    layer has left (4,728,576) and the matrix of the layer before it are 7,087,872, and so on.  The
+    last bucket has what layer 0 has left, the positions (786,432) and the padded table
+    (50,304 x 768).
     """
     buckets = gradient_buckets(shape_of(), WHOLE)
-    assert buckets[0] == Bucket(1536 + 768 + 2_359_296, "layer", 11)
+    assert buckets[0] == Bucket(1536 + 2_359_296, "layer", 11)
     assert buckets[1:-1] == tuple(Bucket(7_087_872, "layer", layer) for layer in range(10, -1, -1))
-    assert buckets[-1] == Bucket(4_727_808 + 786_432 + 50_304 * 768, "embedding", 0)
+    assert buckets[-1] == Bucket(4_728_576 + 786_432 + 50_304 * 768, "embedding", 0)
 
 
 def test_the_parts_of_gpt2_under_megatron_core() -> None:
@@ -80,6 +82,20 @@ def test_the_parts_of_gpt2_under_megatron_core() -> None:
     held = [part.buckets for part in parts]
     assert sum(map(sum, held)) == stage_parameters(shape_of(CORE), WHOLE)
     assert [len(each) for each in held] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("num_layers", [1, 12])
+def test_megatron_core_cuts_its_first_stage_alone(num_layers: int) -> None:
+    """A layer has 7,087,872 parameters; a tied table is apart where two stages hold it."""
+    shape = shape_of(CORE.model_copy(update={"gradient_bucket_parameters": 10**6}))
+    inner = Stage(num_layers, has_embedding=False, has_head=False)
+    assert gradient_buckets(shape, inner) == (Bucket(num_layers * 7_087_872, "layer", 0),)
+    last = inner._replace(has_head=True)
+    assert gradient_buckets(shape, last) == (
+        Bucket(50_304 * 768, "head", 0),
+        Bucket(2 * 768 + num_layers * 7_087_872, "layer", 0),
+    )
+    assert len(gradient_buckets(shape, inner._replace(has_embedding=True))) > 2 * num_layers
 
 
 class Placed(NamedTuple):
@@ -107,14 +123,21 @@ def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
     return placed
 
 
-def brute_force(tensors: list[Placed], first: int | None, limit: int) -> list[Placed]:
-    """Return size and completing block of each bucket, by filling bucket after bucket."""
+def brute_force(
+    tensors: list[Placed], first: int | None, limit: int, shared: int | None
+) -> list[Placed]:
+    """Return size and completing block of each bucket, by filling bucket after bucket.
+
+    A table of *shared* parameters that two stages hold is a bucket by itself.
+    """
     left = tensors[:]
     buckets: list[Placed] = []
     while left:
         wanted = first if first is not None and not buckets else limit
         bucket = [left.pop()]
-        while left and sum(each.size for each in bucket) < wanted:
+        while left and shared not in (bucket[-1].size, left[-1].size):
+            if sum(each.size for each in bucket) >= wanted:
+                break
             bucket.append(left.pop())
         buckets.append(Placed(sum(each.size for each in bucket), bucket[-1].place))
     return buckets
@@ -140,8 +163,13 @@ def test_buckets_are_those_of_a_brute_force(
 ) -> None:
     stage = Stage(max(num_layers, not any(ends)), *ends)
     limits = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
-    shape = shape_of(CORE.model_copy(update=limits), load_model(name), tp=tp)
-    expected = brute_force(tensors_in_model_order(shape, stage), first, limit)
+    model = load_model(name)
+    shape = shape_of(IN_EACH_STAGE.model_copy(update=limits), model, tp=tp)
+    is_shared = model.tied_embeddings and ends[0] != ends[1]
+    table = padded_vocab_size(model, tp) // tp * model.hidden_size
+    expected = brute_force(
+        tensors_in_model_order(shape, stage), first, limit, table if is_shared else None
+    )
     buckets = gradient_buckets(shape, stage)
     assert [(each.num_parameters, place_of(each, stage)) for each in buckets] == expected
     assert sum(each.num_parameters for each in buckets) == stage_parameters(shape, stage)
@@ -156,17 +184,51 @@ def test_buckets_are_those_of_a_brute_force(
     assert starts == Counter(place for _, place in expected)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama2-7b"])
+def arriving_in_gpt2(*, autocast: bool) -> list[int]:
+    """Return GPT-2's tensors as their gradients arrive, each product's weight one of its own.
+
+    Of a norm the weight comes first; of a product the bias, which is added after it, but not
+    under autocast, where both are casts.  Value, key and query run backward in this order.
+    """
+    h = 768
+
+    def linear(width: int) -> list[int]:
+        weight, bias = h * width, h if width == 4 * h else width
+        return [weight, bias] if autocast else [bias, weight]
+
+    norm = [h, h]
+    mlp_in = [4 * h * h, 4 * h] if autocast else [4 * h, 4 * h * h]
+    layer = [*linear(4 * h), *mlp_in, *norm, *linear(h), *linear(h) * 3, *norm]
+    return [*norm, *layer * 12, 1024 * h, 50_304 * h]
+
+
+def arriving_in_llama2_7b() -> list[int]:
+    """Return Llama 2 7B's tensors as their gradients arrive: all weights, heads of equal number."""
+    h, f = 4096, 11_008
+    layer = [f * h, f * h, f * h, h, h * h, h * h, h * h, h * h, h]
+    return [32_000 * h, h, *layer * 32, 32_000 * h]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "sizes"),
+    [
+        ("gpt2", BF16, arriving_in_gpt2(autocast=True)),
+        ("gpt2", FP32, arriving_in_gpt2(autocast=False)),
+        ("llama2-7b", BF16, arriving_in_llama2_7b()),
+    ],
+    ids=["gpt2-bf16", "gpt2-fp32", "llama2-7b"],
+)
 @pytest.mark.parametrize("megabytes", [1, 25, 100])
-def test_buckets_of_ddp_are_those_of_pytorch(model: str, megabytes: int) -> None:
+def test_buckets_of_ddp_are_those_of_pytorch(
+    model: str, precision: Precision, sizes: list[int], megabytes: int
+) -> None:
     """The reducer's own function, given sizes alone, in the order in which gradients arrive."""
     torch = pytest.importorskip("torch")
     limit = megabytes * MEBI // 4
-    shape = shape_of(
-        DDP.model_copy(update={"gradient_bucket_parameters": limit}), load_model(model)
-    )
+    stack = DDP.model_copy(update={"gradient_bucket_parameters": limit})
+    shape = replace(shape_of(stack, load_model(model)), precision=precision)
     stage = Stage(load_model(model).num_layers, has_embedding=True, has_head=True)
-    sizes = [each.size for each in reversed(tensors_in_model_order(shape, stage))]
+    assert sum(sizes) == stage_parameters(shape, stage)
     tensors = [torch.empty(size, device="meta") for size in sizes]
     limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 4 * limit]
     assigned, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits)
@@ -178,7 +240,7 @@ def test_a_stack_without_buckets_reduces_a_stage_in_one() -> None:
     old = load_stack("megatron-lm-2021")
     inner = Stage(5, has_embedding=False, has_head=False)
     parts = bucket_parts(shape_of(old), inner)
-    assert parts == ((inner, (stage_parameters(shape_of(old), inner),)),)
+    assert parts == (StagePart(inner, (stage_parameters(shape_of(old), inner),)),)
 
 
 def ddp_plan(dp: int = 8, **fields: object) -> ParallelPlan:

@@ -17,14 +17,11 @@ from simulator.activations import (
     saved_tensors,
 )
 from simulator.block_shape import BlockShape
-from simulator.liveness import (
-    embedding_backward_steps,
-    head_workspace_bytes,
-    highest,
-    layer_workspace_bytes,
-)
+from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
+from simulator.liveness import highest, layer_workspace_bytes
 from simulator.memory import (
     ChunkMemory,
+    Moment,
     RankMemory,
     Shards,
     StateBytes,
@@ -41,7 +38,7 @@ from simulator.model_catalog import load_model
 from simulator.model_spec import ModelSpec
 from simulator.parameters import count_parameters
 from simulator.plan import ParallelPlan, TrainingJob
-from simulator.schedules import SCHEDULES, get_schedule
+from simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)
 STACK = load_stack("megatron-lm-2022")
@@ -364,6 +361,45 @@ def test_no_activation_outlives_the_last_backward(
         assert [event.time_ps for event in events] == sorted(event.time_ps for event in events)
         assert min(event.activations_bytes for event in events) >= 0
         assert (events[-1].activations_bytes, events[-1].moment) == (0, "optimizer")
+
+
+def test_gradients_that_come_late_are_not_there_before_their_first_backward() -> None:
+    """Two chunks; in the first backward pass of each, 3 of its 10 are still missing at its peak.
+
+    What is gathered after a pass counts until the next pass of its chunk, whose workspace has it.
+    """
+    chunk = ChunkMemory(
+        saved_bytes=100,
+        forward_workspace_bytes=7,
+        backward_workspace_bytes=30,
+        late_gradients_bytes=10,
+        first_backward=Moment(25, absent_bytes=3),
+        after_forward_bytes=2,
+        after_backward_bytes=5,
+    )
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    order = [(forward, 0), (forward, 1), (backward, 1), (backward, 0), (forward, 0), (backward, 0)]
+    actions = [Action(phase, of_chunk, index // 4) for index, (phase, of_chunk) in enumerate(order)]
+    passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
+    memory = replace(static_rank((chunk, chunk), 1), message_buffers_bytes=1000)
+    events = memory_timeline(memory, passes, 99)
+    assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
+        (1100, 7, 20),
+        (1100, 2, 20),
+        (1200, 7 + 2, 20),
+        (1200, 2 + 2, 20),
+        (1200, 25 + 2, 10 + 3),  # the other chunk's are missing, too
+        (1100, 5 + 2, 10),
+        (1100, 25 + 5, 3),
+        (1000, 5 + 5, 0),
+        (1100, 7 + 5, 0),
+        (1100, 2 + 5, 0),
+        (1100, 30 + 5, 0),
+        (1000, 5 + 5, 0),
+        (1000, 1, 0),
+    ]
+    peak = memory_peak(memory, events)
+    assert (peak.moment, peak.total_bytes, peak.absent_bytes) == ("B1.0", 9000 + 1214, 13)
 
 
 def test_a_timeline_names_each_moment() -> None:

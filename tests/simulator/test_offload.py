@@ -167,8 +167,10 @@ def test_bytes_over_the_host_link(dp: int, microbatches: int) -> None:
     whole = ParallelPlan(dp=dp, zero_stage=3, stages=(6,), offload=Offload.PARAMETERS)
     shape = BlockShape.of(job, whole, TITAN)
     share = Fraction(stage_parameters(shape, Stage(6, has_embedding=True, has_head=True)), dp)
+    # Layers come for each pass; embedding, final norm and head stay from forward to backward.
+    layers = Fraction(6 * shape.parameters.layer, dp)
     assert host_traffic(job, whole, TITAN, 0) == (
-        8 * share * microbatches,
+        4 * (share + layers) * microbatches,
         4 * share * microbatches,
     )
     kept = replace(whole, reshard_after_forward=False)
@@ -196,9 +198,13 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     shape = BlockShape.of(moved.job, moved.plan, stack)
     parts = reduced_parts(shape, Stage(6, has_embedding=True, has_head=True), side.to)
     units = [count for part in parts for count in part.buckets]
-    assert len(units) == 6
+    layer = shape.parameters.layer
+    root = stage_parameters(shape, Stage(0, has_embedding=True, has_head=True))
+    assert units == [root, *[layer] * 6]
     copies = [unit_copies(side, count) for count in units]
+    # The root comes once for both passes of a microbatch.
     expected = sum(2 * each.in_ps + each.out_ps for each in copies) * microbatches
+    expected -= copies[0].in_ps * microbatches
     expected += sum(each.again_ps for each in copies) * (microbatches - 1)
     assert plain.times is not None
     assert moved.times is not None

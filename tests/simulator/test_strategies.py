@@ -19,10 +19,10 @@ from simulator import (
 )
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Stage, stage_parameters
+from simulator.end_operators import head_operators
 from simulator.engine import TaskKind
 from simulator.lanes import Lane
 from simulator.mesh import Axis
-from simulator.operator_graph import head_operators
 from simulator.strategies import STRATEGIES, graph_step
 from simulator.strategies.data_parallel_module import LOSS_OPERATORS
 from simulator.traffic import (

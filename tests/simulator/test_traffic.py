@@ -87,18 +87,24 @@ def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
     inside = Fraction(dp_shard - 1, dp_shard)
     replicas = 8 // dp_shard
     across = 2 * Fraction(replicas - 1, replicas) * Fraction(4 * count, dp_shard)
-    expected = inside * (2 * 2 * count + 4 * count) + across
+    # Layers are gathered for both passes, the root (embedding, final norm, head) for the first.
+    gathered = count + 4 * shape.parameters.layer
+    expected = inside * (2 * gathered + 4 * count) + across
     assert abs(sent_bytes(traffic, Axis.DP) - expected) <= 64
 
 
 @pytest.mark.parametrize("dp", [2, 8])
-@pytest.mark.parametrize(("reshards", "factor"), [(True, 3), (False, 2)])
-def test_fsdp_sends_a_gather_less_where_it_does_not_reshard(
-    dp: int, *, reshards: bool, factor: int
-) -> None:
-    """W: 16-bit parameters gathered and 16-bit gradients reduced."""
+@pytest.mark.parametrize("reshards", [True, False])
+def test_fsdp_gathers_layers_once_more_where_it_reshards(dp: int, *, reshards: bool) -> None:
+    """W: 16-bit parameters gathered and 16-bit gradients reduced; of L layers, gathered again.
+
+    A layer has 12 h^2 weights, 9 h biases and two norms of 2 h; W has also the table and final
+    norm, which stay gathered, and learned positions.
+    """
     plan = ParallelPlan(dp=dp, zero_stage=3, reshard_after_forward=reshards, stages=(4,))
     job = job_of(dp, Precision.BF16)
     traffic = rank_traffic(job, plan, load_stack("fsdp"), 0)
     share = Fraction(dp - 1, dp)
-    assert sent_bytes(traffic, Axis.DP) == factor * share * weights_bytes(job, plan, "fsdp")
+    again = reshards * 2 * 4 * (12 * 256**2 + 13 * 256)
+    expected = share * (2 * weights_bytes(job, plan, "fsdp") + again)
+    assert sent_bytes(traffic, Axis.DP) == expected

@@ -1,0 +1,233 @@
+"""What a rank computes and says in a step, against closed forms and walks over action lists."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles import Attention, CollectiveOp, Precision, Recompute, load_stack
+from simulator import SCHEDULES, ModelSpec, ParallelPlan, Phase, TrainingJob, load_model
+from simulator.block_shape import BlockShape
+from simulator.end_operators import embedding_operators, head_operators
+from simulator.mesh import Axis
+from simulator.model_flops import hardware_flops, model_flops
+from simulator.operators import Collective, Operator
+from simulator.parameters import padded_vocab_size
+from simulator.rank_counts import closing_traffic, message_traffic, norm_ranks, rank_flops
+from simulator.traffic import Traffic
+
+CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
+RELAXED = settings(deadline=None, max_examples=30)
+ALL_REDUCE, ALL_GATHER = CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_GATHER
+
+
+def plan_of(num_layers: int = 8, **fields: object) -> ParallelPlan:
+    """Return a plan with equal stages."""
+    pp, vpp = (int(str(fields.get(name, 1))) for name in ("pp", "num_virtual_stages"))
+    even = (num_layers // (pp * vpp),) * (pp * vpp)
+    return replace(ParallelPlan(stages=(num_layers,)), **{"stages": even, **fields})  # type: ignore[arg-type]
+
+
+def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:
+    """Return a job of eight layers whose vocabulary needs no padding on *tp* ranks."""
+    model = load_model(name)
+    changes = {"num_layers": 8, "vocab_size": padded_vocab_size(model, tp)}
+    return TrainingJob(
+        model=model.model_copy(update=changes),
+        global_batch_size=batch,
+        seq_len=512,
+        precision=Precision.BF16,
+    )
+
+
+@RELAXED
+@given(
+    name=st.sampled_from(["gpt2", "llama2-7b", "llama3-8b"]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.integers(1, 3),
+    recompute=st.sampled_from(Recompute),
+    sequence_parallel=st.booleans(),
+    microbatches=st.integers(1, 4),
+)
+def test_flops_of_all_ranks_are_the_hardware_flops(
+    name: str,
+    tp: int,
+    pp: int,
+    dp: int,
+    recompute: Recompute,
+    *,
+    sequence_parallel: bool,
+    microbatches: int,
+) -> None:
+    job = job_of(name, dp * microbatches, tp)
+    if job.model.num_heads % tp:
+        return
+    plan = plan_of(
+        tp=tp, pp=pp, dp=dp, recompute=recompute, sequence_parallel=sequence_parallel and tp > 1
+    )
+    ranks = sum(
+        rank_flops(job, plan, CORE, pp_rank, microbatches=microbatches) for pp_rank in range(pp)
+    )
+    assert ranks * tp * dp == hardware_flops(job, plan)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "bert-large"])
+def test_flash_attention_counts_its_whole_square_and_the_scores_again(name: str) -> None:
+    """Backward recomputes the scores, 2 s^2 h a sequence and layer, which the convention omits."""
+    job = job_of(name, 3)
+    plan = plan_of(attention=Attention.FLASH)
+    scores = 3 * 8 * 2 * 512**2 * job.model.hidden_size
+    assert rank_flops(job, plan, CORE, 0, microbatches=3) == model_flops(job) + scores
+
+
+@pytest.mark.parametrize(("name", "skips"), [("llama2-7b", True), ("gpt2", False)])
+def test_recomputation_that_stops_early_skips_the_last_product(name: str, *, skips: bool) -> None:
+    """The mask of GPT-2's last dropout is kept, and made after that product."""
+    job = job_of(name, 2)
+    plan = plan_of(attention=Attention.FLASH, recompute=Recompute.FULL)
+    early, whole = (
+        rank_flops(job, plan, stack, 0, microbatches=2)
+        for stack in (FSDP, FSDP.model_copy(update={"recompute_stops_early": False}))
+    )
+    product = 2 * 512 * job.model.hidden_size * job.model.ffn_hidden_size
+    assert whole - early == (2 * 8 * product if skips else 0)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@given(pp=st.sampled_from([2, 4]), multiple=st.integers(1, 3))
+def test_messages_are_those_of_the_action_lists(name: str, pp: int, multiple: int) -> None:
+    schedule = SCHEDULES[name]
+    vpp, microbatches = 2 if schedule.interleaves else 1, pp * multiple
+    job = job_of("gpt2", microbatches)
+    plan = plan_of(pp=pp, num_virtual_stages=vpp, schedule=name)
+    size_bytes = 512 * 768 * 2
+    total = [0, 0]
+    for pp_rank, passes in enumerate(schedule.actions(pp, microbatches, vpp)):
+        # The stage after the last one and the stage before the first one are not there.
+        leaves = sum(
+            0 <= chunk * pp + pp_rank + (1 if phase is Phase.FORWARD else -1) < pp * vpp
+            for phase, chunk, _ in passes
+        )
+        sent, received = message_traffic(job, plan, CORE, pp_rank, microbatches=microbatches)
+        assert sent == [Traffic(Axis.PP, CollectiveOp.P2P, size_bytes, 2, leaves)]
+        total[0] += leaves
+        total[1] += sum(each.num_calls for each in received)
+    assert total == [2 * (pp * vpp - 1) * microbatches] * 2
+
+
+def test_scatter_gather_sends_parts_and_receivers_gather_the_whole() -> None:
+    job, plan = job_of("gpt2", 3), plan_of(pp=2, tp=2)
+    whole = 512 * 768 * 2
+    part = Traffic(Axis.PP, CollectiveOp.P2P, whole // 2, 2, 3)
+    assert message_traffic(job, plan, CORE, 0, microbatches=3) == (
+        [part],
+        [part, Traffic(Axis.TP, ALL_GATHER, whole, 2, 3)],
+    )
+    # With sequence parallelism a rank has its part alone, and keeps it so.
+    split = replace(plan, sequence_parallel=True)
+    assert message_traffic(job, split, CORE, 0, microbatches=3) == ([part], [part])
+    plain = CORE.model_copy(update={"scatter_gather_p2p": False})
+    message = part._replace(size_bytes=whole)
+    assert message_traffic(job, plan, plain, 0, microbatches=3) == ([message], [message])
+
+
+def test_without_a_pipeline_there_are_no_messages() -> None:
+    assert message_traffic(job_of("gpt2", 1), plan_of(), CORE, 0, microbatches=1) == ([], [])
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_megatron_sums_what_saw_a_ranks_own_tokens_in_one_call(pp: int) -> None:
+    """GPT-2: two norms (4 h) and two biases after sums (2 h) a layer; the final norm has 2 h."""
+    job, plan = job_of("gpt2", 4, tp=2), plan_of(tp=2, pp=pp, sequence_parallel=True)
+    for pp_rank in range(pp):
+        is_last = pp_rank == pp - 1
+        norms = 4 * 768 * (6 * 8 // pp + 2 * is_last)
+        expected = [Traffic(Axis.TP, ALL_REDUCE, norms, 2, 1)]
+        if pp > 1 and pp_rank in (0, pp - 1):
+            table = 4 * 768 * job.model.vocab_size // 2
+            expected.append(Traffic(Axis.PP, ALL_REDUCE, table, 2, 1))
+        assert closing_traffic(job, plan, CORE, pp_rank) == tuple(expected)
+
+
+def test_only_a_tied_table_in_a_pipeline_is_summed_between_its_ends() -> None:
+    tied, untied = job_of("gpt2", 2), job_of("llama2-7b", 2)
+    plan = plan_of(pp=2)
+    assert closing_traffic(untied, plan, CORE, 0) == ()
+    assert closing_traffic(tied, plan_of(), CORE, 0) == ()
+    wide = closing_traffic(tied, plan, CORE, 1)
+    assert wide == (Traffic(Axis.PP, ALL_REDUCE, 4 * 768 * 50_304, 2, 1),)
+
+
+def collectives(operators: tuple[Operator, ...]) -> list[tuple[str, CollectiveOp, int]]:
+    return [(op.name, op.op, op.size_bytes) for op in operators if isinstance(op, Collective)]
+
+
+def titan_shape(model: ModelSpec, *, pp: int = 1, sequence_parallel: bool = True) -> BlockShape:
+    job = TrainingJob(model=model, global_batch_size=1, seq_len=512, precision=Precision.BF16)
+    plan = plan_of(
+        tp=2,
+        pp=pp,
+        sequence_parallel=sequence_parallel,
+        attention=Attention.FLASH,
+        stages=(model.num_layers // pp,) * pp,
+    )
+    return BlockShape.of(job, plan, TITAN)
+
+
+def test_dtensor_sums_norms_in_every_microbatch_but_at_the_end_of_a_pipeline() -> None:
+    """Llama: two norms of h weights a layer and one in the head, 16-bit or at the end in fp32."""
+    model = load_model("llama2-7b")
+    norm = ("tp norm reduce", ALL_REDUCE, 2 * 4096)
+    shape = titan_shape(model)
+    assert collectives(head_operators(shape).backward).count(norm) == 1
+    assert norm not in collectives(head_operators(titan_shape(model, pp=2)).backward)
+    whole = titan_shape(model, sequence_parallel=False)
+    assert norm not in collectives(head_operators(whole).backward)
+    job = job_of("llama2-7b", 2)
+    plan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
+    assert closing_traffic(job, plan, TITAN, 0) == ()
+    for pp_rank in range(2):
+        (sums,) = closing_traffic(job, replace(plan, pp=2, stages=(4, 4)), TITAN, pp_rank)
+        assert sums == Traffic(Axis.TP, ALL_REDUCE, 4 * 4096, 2, 2 * 4 + pp_rank)
+
+
+def test_learned_positions_are_scattered_and_their_gradient_summed() -> None:
+    """Each rank adds positions to its own tokens, so that the table's gradient has two parts."""
+    model = load_model("gpt2")
+    tokens, table = 512 * 768 * 2, 1024 * 768 * 2
+    embedding = embedding_operators(titan_shape(model))
+    assert [each[1:] for each in collectives(embedding.forward)] == [
+        (CollectiveOp.REDUCE_SCATTER, tokens)
+    ]
+    assert [each[1:] for each in collectives(embedding.backward)] == [
+        (ALL_GATHER, tokens),
+        (ALL_REDUCE, table),
+    ]
+    rotary = embedding_operators(titan_shape(load_model("llama2-7b")))
+    assert [each[1] for each in collectives(rotary.backward)] == [ALL_GATHER]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_fused_loss_gathers_three_numbers_a_token_from_every_rank(tp: int) -> None:
+    """Maximum, target logit and sum in fp32: 12 bytes a token and rank."""
+    job = TrainingJob(model=load_model("gpt3-175b"), global_batch_size=3, seq_len=512)
+    shape = BlockShape.of(job, plan_of(tp=tp, microbatch_size=3), CORE)
+    expected = [("tp loss gather", ALL_GATHER, 12 * 3 * 512 * tp)] if tp > 1 else []
+    assert collectives(head_operators(shape).forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks"),
+    [
+        ({}, 2 * 4),  # every replica has all gradients
+        ({"zero_stage": 1}, 2 * 4 * 6),
+        ({"zero_stage": 3, "dp_shard": 3}, 2 * 4 * 3),
+    ],
+)
+def test_a_gradient_norm_is_summed_over_one_set_of_shards(
+    fields: dict[str, object], ranks: int
+) -> None:
+    assert norm_ranks(plan_of(tp=2, pp=4, dp=6, **fields)) == ranks
+    assert norm_ranks(plan_of(dp=6)) == 1

@@ -1,0 +1,207 @@
+"""The units of sharded parameters: what they hold, and how often they are gathered in a step."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles import Attention, CollectiveOp, Precision, load_cluster, load_stack
+from simulator import (
+    SCHEDULES,
+    Action,
+    CostModel,
+    ModelSpec,
+    ParallelPlan,
+    Phase,
+    TrainingJob,
+    load_model,
+)
+from simulator.block_shape import BlockShape
+from simulator.data_parallel import Replication, Stage
+from simulator.engine import UnitPart, simulate_folded
+from simulator.engine.work import num_gathers
+from simulator.gradient_buckets import StagePart, part_gathers, unit_parts
+from simulator.mesh import Axis, GroupSpan
+from simulator.step_builder import build_step, rank_stages
+from simulator.traffic import rank_traffic
+
+TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
+LLAMA = load_model("llama2-7b")
+# Counted by hand: four h x h, three h x f and two norms a layer; table, output matrix, norm.
+H, F, TABLE = 4096, 11_008, 32_000 * 4096
+LAYER = 4 * H * H + 3 * H * F + 2 * H
+ONE_LAYER = Stage(1, has_embedding=False, has_head=False)
+ROOT_FIRST = Stage(0, has_embedding=True, has_head=False)
+ROOT_LAST = Stage(0, has_embedding=False, has_head=True)
+
+
+def shape_of(model: ModelSpec = LLAMA, stack: str = "torchtitan") -> BlockShape:
+    job = TrainingJob(model=model, global_batch_size=1, seq_len=model.seq_len)
+    return BlockShape.of(job, ParallelPlan(stages=(model.num_layers,)), load_stack(stack))
+
+
+def test_embedding_and_head_are_one_unit_gathered_before_all_layers() -> None:
+    whole = Stage(3, has_embedding=True, has_head=True)
+    assert unit_parts(shape_of(), whole) == (
+        StagePart(ROOT_FIRST, (2 * TABLE + H,), stays=True),
+        *[StagePart(ONE_LAYER, (LAYER,))] * 3,
+        StagePart(ROOT_LAST, ()),  # computes with what the root has gathered
+    )
+
+
+def test_a_stage_in_the_middle_has_no_root_and_each_end_has_its_own() -> None:
+    layers = [StagePart(ONE_LAYER, (LAYER,))] * 2
+    inner = Stage(2, has_embedding=False, has_head=False)
+    assert unit_parts(shape_of(), inner) == (*layers,)
+    assert unit_parts(shape_of(), inner._replace(has_embedding=True)) == (
+        StagePart(ROOT_FIRST, (TABLE,), stays=True),
+        *layers,
+    )
+    no_end = Stage(0, has_embedding=False, has_head=False)
+    assert unit_parts(shape_of(), inner._replace(has_head=True)) == (
+        StagePart(no_end, (TABLE + H,), stays=True),
+        *layers,
+        StagePart(ROOT_LAST, ()),
+    )
+
+
+def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
+    """GPT-2: table of 50,304 and positions of 1,024 rows of 768, final norm of 2 x 768."""
+    shape, table = shape_of(load_model("gpt2")), 50_304 * 768
+    whole = Stage(1, has_embedding=True, has_head=True)
+    for stage, root in (
+        (whole, table + 1024 * 768 + 2 * 768),
+        (whole._replace(has_head=False), table + 1024 * 768),
+        (whole._replace(has_embedding=False), table + 2 * 768),
+    ):
+        assert unit_parts(shape, stage)[0].buckets == (root,)
+
+
+def test_without_a_root_the_ends_belong_to_the_outer_layers() -> None:
+    whole = Stage(3, has_embedding=True, has_head=True)
+    parts = unit_parts(shape_of(stack="deepspeed"), whole)
+    assert [part.buckets for part in parts] == [(LAYER + TABLE,), (LAYER,), (LAYER + TABLE + H,)]
+    assert [part.stage for part in parts] == [
+        Stage(1, has_embedding=True, has_head=False),
+        ONE_LAYER,
+        Stage(1, has_embedding=False, has_head=True),
+    ]
+    assert not any(part.stays for part in parts)
+
+
+def walked_gathers(passes: list[Action], chunk: int, *, stays: bool, keeps_units: bool) -> int:
+    """Return how often a unit of *chunk* is gathered, by following what lies on the device.
+
+    A unit is freed after a forward pass unless it stays, after a backward pass unless all do.
+    """
+    gathers, is_there = 0, False
+    for phase, of_chunk, _ in passes:
+        if of_chunk != chunk:
+            continue
+        gathers += not is_there
+        is_there = stays if phase is Phase.FORWARD else keeps_units
+    return gathers
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("stays", [True, False])
+@given(pp=st.integers(2, 5), multiple=st.integers(1, 4))
+def test_a_pipeline_gathers_once_more_than_it_has_microbatches(
+    name: str, pp: int, multiple: int, *, stays: bool
+) -> None:
+    schedule = SCHEDULES[name]
+    vpp, microbatches = 3 if schedule.interleaves else 1, pp * multiple
+    expected = 1 if stays else microbatches + 1
+    assert num_gathers(microbatches, stays=stays, keeps_units=True) == expected
+    for passes in schedule.actions(pp, microbatches, vpp):
+        for chunk in range(vpp):
+            assert walked_gathers(passes, chunk, stays=stays, keeps_units=True) == expected
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@given(microbatches=st.integers(1, 12))
+def test_without_a_pipeline_every_microbatch_gathers_anew(
+    microbatches: int, *, stays: bool
+) -> None:
+    (passes,) = SCHEDULES["1f1b"].actions(1, microbatches, 1)
+    counted = num_gathers(microbatches, stays=stays, keeps_units=False)
+    assert counted == walked_gathers(passes, 0, stays=stays, keeps_units=False)
+    assert counted == microbatches * (1 if stays else 2)
+
+
+@pytest.mark.parametrize("keeps_units", [True, False])
+def test_what_does_not_reshard_stays_as_the_root_does(*, keeps_units: bool) -> None:
+    to = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=keeps_units)
+    layer = StagePart(ONE_LAYER, (LAYER,))
+    root = StagePart(ROOT_FIRST, (TABLE,), stays=True)
+    once = 1 if keeps_units else 5
+    assert part_gathers(root, to, 5) == once
+    assert part_gathers(layer, to, 5) == (6 if keeps_units else 10)
+    assert part_gathers(layer, to._replace(reshards=False), 5) == once
+
+
+PIPELINES = [(1, "1f1b", 1), (2, "1f1b", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 2)]
+
+
+def sharded_plan(pp: int, schedule: str, vpp: int, *, reshards: bool = True) -> ParallelPlan:
+    return ParallelPlan(
+        pp=pp,
+        dp=4,
+        num_virtual_stages=vpp,
+        schedule=schedule,
+        zero_stage=3,
+        attention=Attention.FLASH,
+        reshard_after_forward=reshards,
+        stages=(8 // (pp * vpp),) * (pp * vpp),
+    )
+
+
+def small_job(plan: ParallelPlan, microbatches: int) -> TrainingJob:
+    model = LLAMA.model_copy(update={"num_layers": 8, "seq_len": 512})
+    return TrainingJob(
+        model=model,
+        global_batch_size=plan.dp * microbatches,
+        seq_len=512,
+        precision=Precision.BF16,
+    )
+
+
+@pytest.mark.parametrize(("pp", "schedule", "vpp"), PIPELINES)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_the_engine_runs_every_gather_that_is_counted(
+    pp: int, schedule: str, vpp: int, *, reshards: bool
+) -> None:
+    plan = sharded_plan(pp, schedule, vpp, reshards=reshards)
+    job = small_job(plan, 4)
+    work = build_step(job, plan, CostModel(load_cluster("dgx-h100"), TITAN, plan.world_size)).work
+    for pp_rank, rank in enumerate(simulate_folded(work).ranks):
+        run = Counter(each.part for each in rank.collectives)
+        counted = Counter[CollectiveOp]()
+        for each in rank_traffic(job, plan, TITAN, pp_rank):
+            if each.axis is Axis.DP:
+                counted[each.op] += each.num_calls
+        assert run[UnitPart.GATHER] == counted[CollectiveOp.ALL_GATHER]
+        assert run[UnitPart.REDUCTION] == counted[CollectiveOp.REDUCE_SCATTER]
+
+
+def test_traffic_of_a_pipeline_of_units() -> None:
+    """Two stages of four layers, four microbatches: layers five times, each root once."""
+    plan = sharded_plan(2, "1f1b", 1)
+    job = small_job(plan, 4)
+    for pp_rank, root in enumerate((TABLE, TABLE + H)):
+        assert len(rank_stages(plan, pp_rank)) == 1
+        traffic = {
+            (each.op, each.size_bytes): each.num_calls
+            for each in rank_traffic(job, plan, TITAN, pp_rank)
+        }
+        assert traffic == {
+            (CollectiveOp.REDUCE_SCATTER, 4 * root): 1,
+            (CollectiveOp.REDUCE_SCATTER, 4 * LAYER): 4,
+            (CollectiveOp.ALL_GATHER, 2 * root): 1,
+            (CollectiveOp.ALL_GATHER, 2 * LAYER): 4 * 5,
+        }
+        kept = rank_traffic(job, replace(plan, reshard_after_forward=False), TITAN, pp_rank)
+        gathers = [each for each in kept if each.op is CollectiveOp.ALL_GATHER]
+        assert [each.num_calls for each in gathers] == [1, 4]
