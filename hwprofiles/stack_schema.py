@@ -85,8 +85,9 @@ class StackProfile(Profile):
     ``first_gradient_bucket_parameters`` where that is given. ``gradient_precisions`` lists pairs of
     number formats, kept and reduced, that a plan may ask for beside the default (see
     ``gradient_bytes`` and ``gradient_reduce_bytes``); the first pair with a kept format is what
-    goes with it. ``optional_microbatch_sync`` says whether a plan may choose if gradients are
-    reduced in every microbatch or in the last one alone.
+    goes with it. ``finds_unused`` says whether a plan may ask for a search of weights without
+    gradients; ``optional_microbatch_sync`` whether a plan may choose if gradients are reduced in
+    every microbatch or in the last one alone.
 
     ``fp8`` stands exactly where ``precisions`` lists it.
 
@@ -142,6 +143,7 @@ class StackProfile(Profile):
     first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False
     optional_microbatch_sync: Flag = False
+    finds_unused: Flag = False
     hybrid_sharding: Flag = False
     prefetches_units: Flag = True
     parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
@@ -240,10 +242,10 @@ def _check_strategy(stack: StackProfile) -> None:
         raise ProfileError(
             f"strategy: {stack.strategy} needs tensor_parallel and pipeline_parallel to be false"
         )
-    if stack.gradient_precisions or stack.optional_microbatch_sync:
+    if stack.gradient_precisions or stack.optional_microbatch_sync or stack.finds_unused:
         raise ProfileError(
             f"strategy: {stack.strategy} has neither gradient_precisions nor "
-            "optional_microbatch_sync; allowed: with mesh"
+            "optional_microbatch_sync nor finds_unused; allowed: with mesh"
         )
     if stack.zero_stages != (0,):
         raise ProfileError(

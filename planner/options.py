@@ -126,6 +126,10 @@ class ReplicaOptions:
         bool | None,
         typer.Option(help="Reduce gradients in every microbatch.", show_default=False),
     ] = None
+    find_unused: Annotated[
+        bool | None,
+        typer.Option(help="Search weights without a gradient.", show_default=False),
+    ] = None
     offload: Annotated[
         Offload | None,
         typer.Option(metavar="|".join(Offload), help="What is kept and updated on the host."),

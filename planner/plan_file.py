@@ -93,6 +93,7 @@ class _PlanEntry(_Entry):
     gradient_precision: Precision | None = None
     reduce_precision: Precision | None = None
     sync_each_microbatch: Annotated[bool, Field(strict=True)] | None = None
+    find_unused: Annotated[bool, Field(strict=True)] = False
     offload: Offload = Offload.NONE
     parameter_server: _ServerEntry | None = None
 

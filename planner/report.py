@@ -150,6 +150,8 @@ def _gradient_facts(plan: ParallelPlan) -> list[tuple[str, str]]:
         words.append(f"reduced in {plan.reduce_precision}")
     if plan.sync_each_microbatch is not None:
         words.append(f"sync_each_microbatch={yes_no(plan.sync_each_microbatch)}")
+    if plan.find_unused:
+        words.append("unused weights are searched for (find_unused)")
     return [("gradients", ", ".join(words))] if words else []
 
 

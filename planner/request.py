@@ -183,9 +183,16 @@ def resolve_plan(
         reduce_precision=replicas.reduce_precision or (old.reduce_precision if old else None),
         sync_each_microbatch=_syncs(replicas, old),
         offload=replicas.offload or (old.offload if old else Offload.NONE),
+        find_unused=_finds_unused(replicas, old),
     )
     _check_passes(setting.job, plan)
     return plan
+
+
+def _finds_unused(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool:
+    if replicas.find_unused is not None:
+        return replicas.find_unused
+    return old.find_unused if old else False
 
 
 def _syncs(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool | None:

@@ -25,6 +25,8 @@ from simulator.parameters import (
     parameter_tensors,
 )
 
+USED_BYTES = 4  # an int32 for each tensor
+
 
 class Bucket(NamedTuple):
     """Gradients that are reduced together, and the block whose backward completes them.
@@ -134,6 +136,12 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
         return local
     whole = sum(widths)
     return [size * width // whole for width in widths for size in local]
+
+
+def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
+    """Return the bytes of the map of used weights of *stages*: an int32 for each tensor."""
+    tensors = (len(sizes) for stage in stages for _, _, sizes in _backward_blocks(shape, stage))
+    return USED_BYTES * sum(tensors)
 
 
 def bucket_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:

@@ -100,6 +100,8 @@ class ParallelPlan:
         sync_each_microbatch: Reduce gradients in every microbatch, not in the last one alone;
             None is the stack's habit.
         offload: What is kept and updated on the host.
+        find_unused: Look in each step for weights that the loss did not use, whose gradients the
+            reduction would otherwise wait for, and tell the other replicas which they are.
     """
 
     tp: int = 1
@@ -120,6 +122,7 @@ class ParallelPlan:
     reduce_precision: Precision | None = None
     sync_each_microbatch: bool | None = None
     offload: Offload = Offload.NONE
+    find_unused: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
@@ -239,6 +242,10 @@ def syncs_by_default(stack: StackProfile, zero_stage: int, pp: int) -> bool:
 def _gradient_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot treat gradients as *plan* wants, or None when it can."""
     sync = plan.sync_each_microbatch
+    if plan.find_unused and not stack.finds_unused:
+        return f"find_unused=True is not offered by stack {stack.name}; allowed: False"
+    if plan.find_unused and sync:
+        return "find_unused=True does not go with sync_each_microbatch=True; allowed: False"
     if stack.strategy is not Strategy.MESH:
         for field in ("gradient_precision", "reduce_precision", "sync_each_microbatch"):
             if getattr(plan, field) is not None:

@@ -18,7 +18,7 @@ from simulator.data_parallel import (
 )
 from simulator.engine import ChunkWork, Message, RankWork, Segment, Unit
 from simulator.fp8_casts import step_cast_bytes
-from simulator.gradient_buckets import StagePart, bucket_parts
+from simulator.gradient_buckets import StagePart, bucket_parts, used_map_bytes
 from simulator.mesh import Axis, GroupSpan, Mesh
 from simulator.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 from simulator.plan import ParallelPlan, TrainingJob
@@ -102,6 +102,15 @@ def rank_works(
     return tuple(ranks)
 
 
+def _used_ps(context: StepContext, stages: tuple[Stage, ...]) -> int:
+    """Return the time of telling the other replicas which weights were used."""
+    to, costs = context.replication, context.costs
+    if not context.plan.find_unused or to.dp == 1:
+        return 0
+    size_bytes = used_map_bytes(context.shape, stages)
+    return costs.collective(CollectiveOp.ALL_REDUCE, size_bytes, to.span, Axis.DP).time_ps
+
+
 def _rank_work(
     context: StepContext,
     stages: tuple[Stage, ...],
@@ -117,7 +126,7 @@ def _rank_work(
     gathers_units = context.replication.gathers_units
     return RankWork(
         chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
-        reduce_ps=0 if context.parts[stages[0]] else reduce.time_ps,
+        reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
         gather_ps=back_ps

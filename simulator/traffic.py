@@ -15,7 +15,7 @@ from simulator.data_parallel import (
     sum_parameters,
 )
 from simulator.end_operators import embedding_operators, head_operators
-from simulator.gradient_buckets import bucket_parts, part_gathers, reduced_parts
+from simulator.gradient_buckets import bucket_parts, part_gathers, reduced_parts, used_map_bytes
 from simulator.mesh import Axis, Mesh
 from simulator.operator_graph import layer_operators
 from simulator.operators import BlockOperators, Collective
@@ -97,6 +97,19 @@ def _replica_collectives(
     for parameters in _reduced(shape, stages, to) or [whole]:
         for op, size_bytes, span in to.reductions(parameters * wire.reduce_bytes):
             yield op, size_bytes, span.num_ranks, in_each
+    if plan.find_unused:
+        yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), to.span.num_ranks, 1
+    yield from _parameter_gathers(shape, stages, to, wire, num_microbatches)
+
+
+def _parameter_gathers(
+    shape: BlockShape,
+    stages: tuple[Stage, ...],
+    to: Replication,
+    wire: Wire,
+    num_microbatches: int,
+) -> Iterator[tuple[CollectiveOp, int, int, int]]:
+    """Yield operation, size, ranks and count of what gives parameters to the replicas."""
     if to.gather_op is None:
         return
     if to.gathers_units:
@@ -107,7 +120,7 @@ def _replica_collectives(
                     size_bytes = parameters * wire.gather_bytes
                     yield to.gather_op, size_bytes, to.span.num_ranks, gathers
         return
-    for parameters in _gathered(shape, stages) or [whole]:
+    for parameters in _gathered(shape, stages) or [sum_parameters(shape, stages)]:
         yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, 1
 
 

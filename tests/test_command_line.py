@@ -252,6 +252,7 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "gradient_precision": None,
         "reduce_precision": None,
         "sync_each_microbatch": None,
+        "find_unused": False,
         "offload": "none",
         "parameter_server": None,
     }

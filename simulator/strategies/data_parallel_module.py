@@ -313,7 +313,8 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     state = StateBytes.of(case.costs.stack, case.job.precision)
     memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
     saved, logits = _saved_bytes(replica)
-    workspace = dp * head_workspace_bytes(replica.shape)[0]
+    # Forward, or in the loss's backward the losses' gradient beside its own.
+    workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
     holds = _pass_holds(replica, passes, 0)
     for each in passes:
         holds.append(Hold(each.loss, saved + dp * logits, workspace))

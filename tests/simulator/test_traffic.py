@@ -1,14 +1,23 @@
 """Bytes on the wire, exactly, for a buffer of W bytes and N ranks."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from hwprofiles import CollectiveOp, Precision, Recompute, load_stack
-from simulator import Axis, ModelSpec, ParallelPlan, TrainingJob
+from hwprofiles import Attention, CollectiveOp, Precision, Recompute, load_cluster, load_stack
+from simulator import (
+    Axis,
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    load_model,
+    simulate,
+)
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Stage, stage_parameters
-from simulator.traffic import rank_traffic, sent_bytes
+from simulator.traffic import Traffic, rank_traffic, sent_bytes
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, num_heads=8, vocab_size=1024, seq_len=128
@@ -108,3 +117,18 @@ def test_fsdp_gathers_layers_once_more_where_it_reshards(dp: int, *, reshards: b
     again = reshards * 2 * 4 * (12 * 256**2 + 13 * 256)
     expected = share * (2 * weights_bytes(job, plan, "fsdp") + again)
     assert sent_bytes(traffic, Axis.DP) == expected
+
+
+def test_a_search_of_unused_weights_sums_a_number_for_each_tensor() -> None:
+    job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
+    cluster, stack = load_cluster("dgx-a100"), load_stack("ddp")
+    plain = ParallelPlan(dp=8, stages=(12,), attention=Attention.FLASH)
+    searching = replace(plain, find_unused=True)
+    added = set(rank_traffic(job, searching, stack, 0)) - set(rank_traffic(job, plain, stack, 0))
+    # Two tables and the final norm; in a layer two norms, six products (q, k and v apart) with
+    # weight and bias each.
+    assert added == {Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 4 * (2 + 2 + 12 * 16), 8, 1)}
+    steps = [simulate(job, plan, cluster, stack).step_ps for plan in (plain, searching)]
+    assert steps[0] < steps[1]
+    with pytest.raises(PlanError, match="find_unused=True is not offered by stack fsdp"):
+        simulate(job, replace(searching, zero_stage=3), cluster, load_stack("fsdp"))
