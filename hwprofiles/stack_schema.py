@@ -27,6 +27,7 @@ from hwprofiles.kinds import (
     Strategy,
     WeightCast,
 )
+from hwprofiles.stack_traits import StackTraits
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
@@ -48,7 +49,7 @@ class Fp8Recipe(Profile):
     source: Text
 
 
-class StackProfile(Profile):
+class StackProfile(StackTraits):
     """Dated facts about one software stack.
 
     Bytes are per parameter in 16-bit training. In a file the fitted constants stand in a table
@@ -62,34 +63,6 @@ class StackProfile(Profile):
     sharded over a part of the data-parallel ranks and replicated over the rest,
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
-
-    ``loss_in_place`` says whether a loss that is not fused writes its gradient over the
-    probabilities it keeps (vocabulary-parallel losses do, PyTorch's own does not); ``fused_qkv``
-    whether queries, keys and values are one product (and a gated MLP's two inputs);
-    ``keeps_gathered_inputs`` whether sequence parallelism keeps the gathered input of a column
-    layer for backward, where others gather it again; ``sums_norms_each_microbatch`` whether it
-    then sums the gradients of norms over the tensor-parallel ranks one by one in every
-    microbatch, where others sum all at once in the last; ``scatters_positions`` whether it
-    scatters the sum of looked-up tokens also where a learned position is added;
-    ``recompute_stops_early`` whether recomputation ends when the last kept tensor is there;
-    ``autocast`` whether 16-bit training casts fp32 weights in every pass and keeps the residual
-    stream in fp32; ``buckets_first_stage_only`` whether all but
-    the model's first stage reduce their gradients as one; ``whole_table_gradient`` whether
-    every tensor-parallel rank makes the gradient of the whole table (DTensor does);
-    ``root_unit`` whether sharded embedding and
-    head form a unit of their own that stays gathered from forward to backward (FSDP's root);
-    ``keeps_stage_outputs`` whether a pipeline stage holds its output until the
-    backward pass of the microbatch.
-
-    Gradients are reduced in buckets of ``gradient_bucket_parameters`` at least, the first one of
-    ``first_gradient_bucket_parameters`` where that is given. ``gradient_precisions`` lists pairs of
-    number formats, kept and reduced, that a plan may ask for beside the default (see
-    ``gradient_bytes`` and ``gradient_reduce_bytes``); the first pair with a kept format is what
-    goes with it. ``finds_unused`` says whether a plan may ask for a search of weights without
-    gradients; ``optional_microbatch_sync`` whether a plan may choose if gradients are reduced in
-    every microbatch or in the last one alone.
-
-    ``fp8`` stands exactly where ``precisions`` lists it.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
@@ -128,17 +101,6 @@ class StackProfile(Profile):
     scatter_gather_p2p: Flag
     fused_gradient_accumulation: Flag
     fused_loss: Flag
-    loss_in_place: Flag = True
-    fused_qkv: Flag = True
-    keeps_gathered_inputs: Flag = False
-    sums_norms_each_microbatch: Flag = False
-    recompute_stops_early: Flag = False
-    autocast: Flag = False
-    keeps_stage_outputs: Flag = False
-    scatters_positions: Flag = False
-    root_unit: Flag = False
-    buckets_first_stage_only: Flag = False
-    whole_table_gradient: Flag = False
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     reduces_each_microbatch: Flag = False

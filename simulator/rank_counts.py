@@ -106,7 +106,9 @@ def closing_traffic(
         calls.extend(_replicated_sums(shape, stages, kept_bytes))
     at_an_end = stages[0].has_embedding or stages[-1].has_head
     if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
-        table = shape.local_vocab_size * job.model.hidden_size * kept_bytes
+        # Units of fully_shard reduce it first: each rank has its shard of the sum.
+        shards = plan.num_shards if stack.root_unit else 1
+        table = shape.local_vocab_size * job.model.hidden_size * kept_bytes // shards
         calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table, 2, 1))
     return tuple(calls)
 

@@ -95,7 +95,8 @@ def _replica_collectives(
     in_each = num_microbatches if to.reduces_each_microbatch else 1
     whole = sum_parameters(shape, stages)
     for parameters in _reduced(shape, stages, to) or [whole]:
-        for op, size_bytes, span in to.reductions(parameters * wire.reduce_bytes):
+        padded = _padded(parameters, to)
+        for op, size_bytes, span in to.reductions(padded * wire.reduce_bytes):
             yield op, size_bytes, span.num_ranks, in_each
     if plan.find_unused:
         yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), to.span.num_ranks, 1
@@ -117,11 +118,19 @@ def _parameter_gathers(
             for part in reduced_parts(shape, stage, to):
                 gathers = part_gathers(part, to, num_microbatches)
                 for parameters in part.buckets:
-                    size_bytes = parameters * wire.gather_bytes
+                    size_bytes = _padded(parameters, to) * wire.gather_bytes
                     yield to.gather_op, size_bytes, to.span.num_ranks, gathers
         return
     for parameters in _gathered(shape, stages) or [sum_parameters(shape, stages)]:
-        yield to.gather_op, parameters * wire.gather_bytes, to.span.num_ranks, 1
+        size_bytes = _padded(parameters, to) * wire.gather_bytes
+        yield to.gather_op, size_bytes, to.span.num_ranks, 1
+
+
+def _padded(parameters: int, to: Replication) -> int:
+    """Return *parameters*, filled up so that all ranks have shards of one size."""
+    if to.reduce_op is not CollectiveOp.REDUCE_SCATTER:
+        return parameters
+    return -(-parameters // to.span.num_ranks) * to.span.num_ranks
 
 
 def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
