@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from planner.commands import STEP_WIDTH, check_outputs, print_report, progress_bar, show
 from simulator import PlanError
-from validate.options import Backend, Mode, ValidateOptions, ValidateOutput, mode_of
+from validate.options import (
+    DEFAULT_STEPS,
+    Backend,
+    Mode,
+    ValidateOptions,
+    ValidateOutput,
+    mode_of,
+)
 
 if TYPE_CHECKING:
     from planner.plan_file import SavedPlan
@@ -30,6 +37,8 @@ def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
     saved = read_plan(Path(options.plan))
     folder = check_outputs(output)
     _check_program(saved)
+    if mode is Mode.PROBE:
+        return _probe(options, saved, output, folder)
     if mode is Mode.EMIT:
         assert folder is not None  # mode_of sees to it
         return _emit(options, saved, folder)
@@ -44,35 +53,35 @@ def _check_program(saved: "SavedPlan") -> None:
     from validate.fake_run import check_torch
 
     check_torch()
-    from validate.prediction import check_predicted
     from validate.program.build import check_program
 
     check_program(saved.stack)
-    check_predicted(saved.stack)
 
 
 def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
     """Return the comparison of some ranks, each in a fake cluster."""
-    from validate.fake_run import measure_fake
-    from validate.prediction import capped, default_ranks
+    from validate.fake_run import measure_fakes
+    from validate.prediction import capped
+    from validate.strategy_prediction import num_members, usual_members
     from validate.validation import Validation, rank_kinds
 
-    plan = saved.plan
-    if options.rank is not None and not 0 <= options.rank < plan.world_size:
-        most = plan.world_size - 1
+    most = num_members(saved) - 1
+    if options.rank is not None and not 0 <= options.rank <= most:
         raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
     few = capped(saved)
-    ranks = default_ranks(plan) if options.rank is None else (options.rank,)
+    ranks = usual_members(few) if options.rank is None else (options.rank,)
     measurements = {}
     with progress_bar() as progress:
-        for number, rank in enumerate(ranks):
+        if progress is not None:
+            progress("ranks", 0, len(ranks))
+        for number, measured in enumerate(measure_fakes(few, ranks)):
             if progress is not None:
-                progress("ranks", number, len(ranks))
-            measurements[rank] = measure_fake(few, rank)
+                progress("ranks", number + 1, len(ranks))
+            measurements[measured.rank] = measured
     return Validation(
         saved=few,
         backend=Backend.FAKE,
-        num_microbatches=plan.num_microbatches(saved.job),
+        num_microbatches=saved.plan.num_microbatches(saved.job),
         measurements=measurements,
         kinds=rank_kinds(few, measurements),
     )
@@ -83,10 +92,12 @@ def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
     from rich.text import Text
 
     from hwprofiles.names import shown_path
-    from validate.real_run import spec_of, write_launch
+    from validate.real_run import check_backend, spec_of, write_launch
 
     assert options.emit is not None  # the mode says so
-    spec = spec_of(options, options.backend or Backend.NCCL, results=Path("results"))
+    backend = options.backend or Backend.NCCL
+    check_backend(saved, backend)
+    spec = spec_of(options, backend, results=Path("results"))
     notes = write_launch(saved, spec, folder, launcher=options.emit)
     return print_report(Text(f"written  {shown_path(folder)}\n{notes}".rstrip()), STEP_WIDTH)
 
@@ -96,15 +107,17 @@ def _run(
 ) -> int:
     """Run every rank on this machine and compare."""
     from validate.launch import run_local
-    from validate.real_run import check_host, results_folder, spec_of
+    from validate.program.replicas_servers import num_processes
+    from validate.real_run import check_backend, check_host, results_folder, spec_of
 
-    world_size = saved.plan.world_size
-    if options.ranks is not None and options.ranks != world_size:
-        raise PlanError(f"--ranks {options.ranks} is not the plan's number; allowed: {world_size}")
+    processes = num_processes(saved.plan, saved.stack)
+    if options.ranks is not None and options.ranks != processes:
+        raise PlanError(f"--ranks {options.ranks} is not the plan's number; allowed: {processes}")
     backend = options.backend or Backend.GLOO
+    check_backend(saved, backend)
     check_host(saved, backend)
     with results_folder(folder) as results:
-        outcome = run_local(spec_of(options, backend, results=results), world_size)
+        outcome = run_local(spec_of(options, backend, results=results), processes)
         if outcome.failure is not None:
             return _fail(outcome.failure, output)
     return _finish(_compared(outcome, saved), output, folder)
@@ -128,24 +141,28 @@ def _collect(
 
 def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
     """Return the comparison of a run that came to its end."""
-    from validate.prediction import predict_rank, without_dropout
+    from validate.prediction import without_dropout
     from validate.real_run import host_bytes, reference_bytes, reference_of
     from validate.run_checks import (
         last_loss_check,
         loss_check,
         run_losses,
+        staleness_checks,
         time_checks,
     )
+    from validate.strategy_prediction import predict_members, predicted_rounds
     from validate.validation import Validation, rank_kinds
 
     saved = without_dropout(saved)
     (measurements,) = outcome.measurements
     everyone = list(measurements.values())
     losses = run_losses(everyone)
-    checks = [last_loss_check(losses)]
-    if outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
+    checks, rounds = [last_loss_check(losses)], predicted_rounds(saved)
+    if rounds is not None:
+        checks += staleness_checks(rounds, everyone)
+    elif outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
         checks = [loss_check(saved, losses, reference_of(saved))]
-    checks += time_checks(saved, predict_rank(saved, 0).step_time_s, everyone)
+    checks += time_checks(saved, predict_members(saved, (0,))[0].step_time_s, everyone)
     return Validation(
         saved=saved,
         backend=outcome.spec.backend,
@@ -154,6 +171,23 @@ def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
         kinds=rank_kinds(saved, measurements),
         run_checks=tuple(checks),
     )
+
+
+def _probe(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Compute one rank's stages on a device of this machine and compare."""
+    from validate.probe import first_device, run_probe
+    from validate.probe_report import ProbeResult, probe_document, probe_report, write_probe
+
+    device = first_device() if options.device is None else options.device
+    steps = DEFAULT_STEPS if options.steps is None else options.steps
+    probed = run_probe(saved, options.rank or 0, device=device, steps=steps)
+    result = ProbeResult(saved=saved, probe=probed, on_cpu=device == "cpu")
+    if folder is not None:
+        write_probe(result, folder)
+    show(output.json, probe_document(result), probe_report(result), STEP_WIDTH)
+    return 0 if result.agrees else DISAGREES
 
 
 def _finish(validation: "Validation", output: ValidateOutput, folder: Path | None) -> int:

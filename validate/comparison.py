@@ -33,6 +33,7 @@ class Unit(StrEnum):
     BYTES = "bytes"
     SECONDS = "s"
     NATS = "nats"
+    UPDATES = "updates"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +148,11 @@ def _gloo_bytes(predicted: RankPrediction) -> int:
     of the buffer of a collective, an activation's, a moment after the call.
     """
     calls = predicted.collectives
-    sent_bytes = sum(call.size_bytes * call.num_calls for call in calls if call.op == SEND)
+    sent_bytes = sum(
+        call.size_bytes * call.num_calls
+        for call in calls
+        if call.op == SEND and call.axis == Axis.PP
+    )
     return sent_bytes + max((call.size_bytes for call in calls if call.axis == Axis.TP), default=0)
 
 

@@ -4,14 +4,16 @@ Torch is imported late: whoever only reads results does not wait for it.
 """
 # ruff: noqa: PLC0415
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from hwprofiles import Strategy
 from planner.plan_file import SavedPlan
 from simulator import PlanError
 from validate.measurement import RankMeasurement
+from validate.program.replicas_servers import num_processes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,22 @@ def check_torch() -> None:
         )
 
 
+def measure_fakes(saved: SavedPlan, ranks: Iterable[int]) -> Iterator[RankMeasurement]:
+    """Yield the counts of each of *ranks*; of devices that share a process, of all at once.
+
+    Raises:
+        PlanError: If the stack has no program, or it cannot express the plan.
+    """
+    if saved.stack.strategy is Strategy.DATAPARALLEL:
+        from validate.program.replicas_count import measure_devices
+
+        devices = measure_devices(saved)
+        yield from (devices[rank] for rank in ranks)
+        return
+    for rank in ranks:
+        yield measure_fake(saved, rank)
+
+
 def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
     """Return the counts of *rank* in a step of the plan's program, on fake tensors.
 
@@ -39,7 +57,7 @@ def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
     with counted_step(saved, rank) as oracle:
         return RankMeasurement(
             rank=rank,
-            world_size=saved.plan.world_size,
+            world_size=num_processes(saved.plan, saved.stack),
             backend="fake",
             flops=oracle.flops,
             collectives=oracle.collectives,
@@ -59,7 +77,7 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
     from validate.program.build import build_program
     from validate.program.contract import ProgramRequest
 
-    with fake_cluster(rank, saved.plan.world_size):
+    with fake_cluster(rank, num_processes(saved.plan, saved.stack)):
         program = build_program(
             ProgramRequest(
                 job=saved.job,

@@ -56,6 +56,8 @@ class RankMeasurement:
             them: "allocated", "active", "reserved"; empty where there is none.
         collective_times_s: Seconds of kernels that communicate in one step, by kind; empty where
             no step was traced.
+        staleness: Of an asynchronous server: by how many updates of others between its pull and its
+            push a gradient was late, and how many were; empty elsewhere.
         versions: Of software and device, by name.
     """
 
@@ -70,6 +72,7 @@ class RankMeasurement:
     step_times_s: tuple[float, ...] = ()
     allocator_bytes: Mapping[str, int] = field(default_factory=dict)
     collective_times_s: Mapping[str, float] = field(default_factory=dict)
+    staleness: tuple[tuple[int, int], ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,4 +89,5 @@ def read_measurement(path: Path) -> RankMeasurement:
     calls = tuple(CollectiveCount(*call) for call in fields.pop("collectives"))
     for name in ("losses", "step_times_s"):
         fields[name] = tuple(fields[name])
+    fields["staleness"] = tuple((late, count) for late, count in fields.get("staleness", ()))
     return RankMeasurement(bytes_at_peak=kinds, collectives=calls, **fields)

@@ -24,6 +24,7 @@ class Backend(StrEnum):
     FAKE = "fake"
     GLOO = "gloo"
     NCCL = "nccl"
+    PROBE = "probe"
 
 
 class Mode(StrEnum):
@@ -31,6 +32,7 @@ class Mode(StrEnum):
 
     FAKE = "--backend fake"
     RUN = "--backend gloo|nccl"
+    PROBE = "--backend probe"
     EMIT = "--emit"
     COLLECT = "--collect"
 
@@ -46,11 +48,16 @@ class ValidateOptions:
         Backend | None,
         typer.Option(
             metavar="|".join(Backend),
-            help="One rank without data, or all: processes on CPUs, on GPUs [fake].",
+            help="One rank without data, all on CPUs or GPUs, one really computed [fake].",
         ),
     ] = None
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Fake: only this rank [one of each kind].")
+        int | None,
+        typer.Option(metavar="R", help="Only this rank [fake: one of each kind, probe: 0]."),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="Probe: where it computes [cuda if there]."),
     ] = None
     ranks: Annotated[
         int | None, typer.Option(metavar="N", help="Processes on this machine [the plan's].")
@@ -86,9 +93,10 @@ class ValidateOutput(OutputOptions):
 
 # Where an option means something; elsewhere it is refused.
 _MODES: dict[str, tuple[Mode, ...]] = {
-    "rank": (Mode.FAKE,),
+    "rank": (Mode.FAKE, Mode.PROBE),
+    "device": (Mode.PROBE,),
     "ranks": (Mode.RUN,),
-    "steps": (Mode.RUN, Mode.EMIT),
+    "steps": (Mode.RUN, Mode.PROBE, Mode.EMIT),
     "timeout": (Mode.RUN, Mode.EMIT),
 }
 
@@ -126,9 +134,13 @@ def _mode(options: ValidateOptions) -> Mode:
     if options.collect is not None:
         return Mode.COLLECT
     if options.emit is not None:
-        if options.backend is Backend.FAKE:
-            raise PlanError("--emit with --backend fake has nothing to run; allowed: gloo, nccl")
+        if options.backend in (Backend.FAKE, Backend.PROBE):
+            raise PlanError(
+                f"--emit with --backend {options.backend} has nothing to run; allowed: gloo, nccl"
+            )
         return Mode.EMIT
+    if options.backend is Backend.PROBE:
+        return Mode.PROBE
     return Mode.FAKE if options.backend in (None, Backend.FAKE) else Mode.RUN
 
 

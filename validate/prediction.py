@@ -4,17 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hwprofiles import (
-    PS_PER_S,
-    CollectiveOp,
-    StackProfile,
-    Strategy,
-    list_stacks,
-    load_stack,
-)
-from hwprofiles.names import suggestion
+from hwprofiles import PS_PER_S, CollectiveOp
 from planner.plan_file import SavedPlan
-from simulator import ParallelPlan, PlanError, StepResult, get_schedule, simulate
+from simulator import ParallelPlan, StepResult, get_schedule, simulate
 from simulator.data_parallel import NORM_BYTES
 from simulator.memory import reserved_bytes
 from simulator.mesh import Axis
@@ -92,16 +84,6 @@ def without_dropout(saved: SavedPlan) -> SavedPlan:
     """Return the plan of a model without dropout: what real processes run, so losses compare."""
     model = saved.job.model.model_copy(update={"dropout": False})
     return replace(saved, job=replace(saved.job, model=model))
-
-
-def check_predicted(stack: StackProfile) -> None:
-    """Raise PlanError if the counts of a rank of *stack* are not predicted: it is not a mesh."""
-    if stack.strategy is not Strategy.MESH:
-        meshes = [name for name in list_stacks() if load_stack(name).strategy is Strategy.MESH]
-        raise PlanError(
-            f"stack {stack.name}: counts are predicted for the ranks of a mesh, not for strategy "
-            f"{stack.strategy}; {suggestion(stack.name, meshes)}"
-        )
 
 
 def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:

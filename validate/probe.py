@@ -216,13 +216,14 @@ def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
 def probe_table(report: ProbeReport) -> Table:
     """Return a table of what was predicted and measured; the spread is least to most."""
     said, found = report.predicted, report.measured
-    table = Table(
-        title=f"rank {found.rank} of {found.world_size}: predicted on {said.device}, "
+    title = (
+        f"rank {found.rank} of {found.world_size}: predicted on {said.device}, "
         f"measured on {found.device} without communication"
     )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("", "predicted", "measured", "spread", "measured/predicted"):
         table.add_column(name, justify="right" if name else "left")
-    for name, predicted_s, spread in _timed_rows(report):
+    for name, predicted_s, spread in timed_rows(report):
         table.add_row(
             name,
             f"{predicted_s * 1e3:.3f} ms",
@@ -240,7 +241,8 @@ def probe_table(report: ProbeReport) -> Table:
     return table
 
 
-def _timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
+def timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
+    """Yield the name of each timed part, its predicted seconds and what was measured."""
     said, found = report.predicted, report.measured
     for index, (passes_s, stage) in enumerate(zip(said.passes_s, found.stages, strict=True)):
         yield f"virtual stage {index}: forward", passes_s[0], stage.forward
@@ -251,6 +253,13 @@ def _timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
 def _computing_s(cost: PhaseCost) -> float:
     waiting_ps = sum(cost.category_ps(category) for category in COMMUNICATION)
     return (cost.time_ps - waiting_ps) / PS_PER_S
+
+
+def first_device() -> str:
+    """Return the name of the device to compute on unless told otherwise."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _checked_device(name: str) -> "torch.device":

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hwprofiles import format_bytes
+from hwprofiles import Strategy, format_bytes
 from hwprofiles.names import shown_path
 from planner.plan_file import SavedPlan
 from simulator import PlanError, count_parameters, simulate
 from validate.launch import Launcher, RunOutcome, RunSpec, collect_run, write_launch_folder
 from validate.launch.records import SPEC_NAME
 from validate.options import DEFAULT_STEPS, DEFAULT_TIMEOUT_S, Backend, ValidateOptions
+from validate.program.replicas_servers import num_processes
+from validate.strategy_prediction import is_asynchronous
 
 # Resident in a process that has imported PyTorch 2.13 for CPUs: 266 MB on Linux.
 PROCESS_BYTES = 300_000_000
@@ -29,21 +31,43 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
         PlanError: If it has too few GPUs, or not the memory of all ranks and of the reference.
     """
     if backend is Backend.NCCL:
-        _check_gpus(saved.plan.world_size)
+        _check_gpus(num_processes(saved.plan, saved.stack))
         return
     memory = simulate(saved.job, saved.plan, saved.cluster, saved.stack).memory
-    ranks_of_stage = saved.plan.tp * saved.plan.dp
+    processes = num_processes(saved.plan, saved.stack)
+    is_mesh = saved.stack.strategy is Strategy.MESH
+    ranks_of_stage = saved.plan.tp * saved.plan.dp if is_mesh else 1
     ranks_bytes = sum(stage.peak_bytes for stage in memory.by_stage) * ranks_of_stage
     needs_bytes = max(
-        ranks_bytes + saved.plan.world_size * PROCESS_BYTES,
+        ranks_bytes + processes * PROCESS_BYTES,
         reference_bytes(saved),
     )
     has_bytes = host_bytes()
     if needs_bytes > has_bytes:
         needs, has = format_bytes(needs_bytes), format_bytes(has_bytes)
         raise PlanError(
-            f"--backend gloo: {saved.plan.world_size:,} ranks need about {needs}, this machine has "
+            f"--backend gloo: {processes:,} ranks need about {needs}, this machine has "
             f"{has}; allowed: a smaller plan, --backend fake"
+        )
+
+
+def check_backend(saved: SavedPlan, backend: Backend) -> None:
+    """Refuse what no process of a strategy can do on NCCL.
+
+    Raises:
+        PlanError: Naming what is allowed.
+    """
+    if backend is not Backend.NCCL:
+        return
+    if saved.stack.strategy is Strategy.DATAPARALLEL:
+        raise PlanError(
+            f"--backend nccl: the one process of stack {saved.stack.name} talks to nobody; "
+            "allowed: fake, gloo"
+        )
+    if is_asynchronous(saved):
+        raise PlanError(
+            "--backend nccl cannot take a message from whoever comes first, as asynchronous "
+            "servers do; allowed: fake, gloo"
         )
 
 
@@ -121,10 +145,11 @@ def collected(text: str, saved: SavedPlan) -> RunOutcome:
     if len(outcome.measurements) > 1:
         num_plans = len(outcome.measurements)
         raise PlanError(f"--collect {shown_path(Path(text))} is of {num_plans} plans; allowed: one")
-    if outcome.world_size != saved.plan.world_size:
+    processes = num_processes(saved.plan, saved.stack)
+    if outcome.world_size != processes:
         raise PlanError(
             f"--collect {shown_path(Path(text))} is of {outcome.world_size} ranks; the plan has "
-            f"{saved.plan.world_size}"
+            f"{processes}"
         )
     return outcome
 

@@ -1,11 +1,13 @@
 """What is checked of a real run as a whole: its losses and the time of its steps."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import isclose
 from statistics import fmean, median, quantiles
 
 from hwprofiles import Precision
 from planner.plan_file import SavedPlan
+from simulator import AsyncRun
 from simulator.parameters import padded_vocab_size
 from validate.comparison import Check, Unit, Verdict
 from validate.measurement import RankMeasurement
@@ -96,4 +98,30 @@ def time_checks(
     return [
         Check(quantity=name, unit=Unit.SECONDS, predicted=said, measured=found, reason=reason)
         for name, said, found in rows
+    ]
+
+
+def staleness_checks(rounds: AsyncRun, measurements: Iterable[RankMeasurement]) -> list[Check]:
+    """Return how late gradients of asynchronous workers were, never a gate.
+
+    Predicted is the share of updates that so many others came before, of as many as were seen;
+    the clock of the machine decides which comes first.
+
+    Args:
+        rounds: What the simulator says.
+        measurements: Of all ranks.
+    """
+    found: Counter[int] = Counter()
+    for each in measurements:
+        found.update(dict(each.staleness))
+    total, said = sum(found.values()), sum(rounds.staleness.values())
+    return [
+        Check(
+            quantity=f"updates after {late} of others",
+            unit=Unit.UPDATES,
+            predicted=total * rounds.staleness.get(late, 0) / said,
+            measured=found[late],
+            reason="which gradient comes first is up to the machine: staleness is no gate",
+        )
+        for late in sorted(found.keys() | rounds.staleness.keys())
     ]

@@ -7,7 +7,7 @@ from planner.plan_file import SavedPlan
 from validate.comparison import PEAK, Check, Verdict, compare_rank, has_failed
 from validate.launch.diagnosis import rank_words
 from validate.measurement import RankMeasurement
-from validate.prediction import default_ranks, pipeline_rank, predict_ranks
+from validate.strategy_prediction import member_kind, predict_members, usual_members
 
 MOST_SHOWN = 12
 
@@ -71,12 +71,12 @@ class Validation:
 
     def shown_kinds(self) -> list[RankKind]:
         """Return the kinds to print: those that fail, and one for each kind of stage."""
-        usual = {pipeline_rank(self.saved.plan, rank) for rank in default_ranks(self.saved.plan)}
-        plan, fake = self.saved.plan, self.backend == "fake"
+        usual = {member_kind(self.saved, rank) for rank in usual_members(self.saved)}
+        fake = self.backend == "fake"
         return [
             kind
             for kind in self.kinds
-            if fake or has_failed(kind.checks) or pipeline_rank(plan, kind.shown) in usual
+            if fake or has_failed(kind.checks) or member_kind(self.saved, kind.shown) in usual
         ][:MOST_SHOWN]
 
     def others(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def rank_kinds(
     Raises:
         PlanError: If the plan cannot be simulated.
     """
-    predictions = predict_ranks(saved, sorted(measurements))
+    predictions = predict_members(saved, sorted(measurements))
     groups: dict[tuple[object, ...], dict[int, tuple[Check, ...]]] = {}
     for rank, prediction in predictions.items():
         checks = tuple(compare_rank(prediction, measurements[rank]))

@@ -16,6 +16,7 @@ from validate.comparison import PEAK, PEAK_TOLERANCE, Check, Unit, Verdict
 from validate.launch.diagnosis import RunFailure
 from validate.launch.records import rank_path
 from validate.measurement import write_measurement
+from validate.program.replicas_servers import num_processes
 from validate.validation import RankKind, Validation
 
 COLUMNS = ("quantity", "predicted", "measured", "difference", "verdict")
@@ -50,7 +51,9 @@ def head_lines(validation: Validation) -> list[str]:
     many = f"all microbatches of a step were run, {whole} a rank"
     if few < whole:
         many = f"{few} of {whole} microbatches were run; the counts scale exactly with their number"
-    size = f"{plan.world_size:,} GPUs of {saved.cluster.name}"
+    servers = num_processes(plan, saved.stack) - plan.world_size
+    beside = f" and {servers:,} server{'s' if servers > 1 else ''}" if servers > 0 else ""
+    size = f"{plan.world_size:,} GPUs{beside} of {saved.cluster.name}"
     degrees = f"tp={plan.tp} pp={plan.pp} dp={plan.dp} vpp={plan.num_virtual_stages}"
     switches = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}"
     return [
@@ -125,11 +128,11 @@ def validation_document(validation: Validation) -> dict[str, Json]:
             {
                 "ranks": list(kind.ranks),
                 "shown": kind.shown,
-                "checks": [_check_fields(each) for each in kind.checks],
+                "checks": [check_fields(each) for each in kind.checks],
             }
             for kind in validation.kinds
         ],
-        "run": [_check_fields(each) for each in validation.run_checks],
+        "run": [check_fields(each) for each in validation.run_checks],
     }
 
 
@@ -161,7 +164,8 @@ def write_validation(validation: Validation, folder: Path) -> None:
             write_measurement(measurement, rank_path(files, rank, "json"))
 
 
-def _check_fields(check: Check) -> dict[str, Json]:
+def check_fields(check: Check) -> dict[str, Json]:
+    """Return a check as JSON."""
     return {
         "quantity": check.quantity,
         "unit": check.unit,
@@ -205,7 +209,7 @@ def _text(value: float, unit: Unit) -> str:
             return format_time(value)
         case Unit.NATS:
             return f"{value:.6f}"
-        case Unit.FLOPS | Unit.CALLS | Unit.BYTES:
+        case Unit.FLOPS | Unit.CALLS | Unit.BYTES | Unit.UPDATES:
             return f"{value:,.0f}"
 
 

@@ -10,12 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from validate.calibration.cases import Case, device_cases
-from validate.calibration.collective_job import collective
-from validate.calibration.machine import Machine
-from validate.calibration.row_file import FILE_NAME, RowFile
-from validate.calibration.rows import Group, Row
-from validate.calibration.stopwatch import interleaved, measure_chunk
 
 import meshwright
 from hwprofiles import Precision, load_cluster
@@ -28,6 +22,12 @@ from validate.calibration import (
     device_bench,
     run_calibrate,
 )
+from validate.calibration.cases import Case, device_cases
+from validate.calibration.collective_job import collective
+from validate.calibration.machine import Machine
+from validate.calibration.row_file import FILE_NAME, RowFile
+from validate.calibration.rows import Group, Row
+from validate.calibration.stopwatch import interleaved, measure_chunk
 
 FP32 = Precision.FP32
 FEW = [

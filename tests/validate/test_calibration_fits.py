@@ -5,6 +5,18 @@ import random
 from pathlib import Path
 
 import pytest
+
+import meshwright
+from hwprofiles import (
+    CollectiveOp,
+    Device,
+    Precision,
+    Source,
+    load_cluster,
+    load_device,
+    load_link,
+)
+from simulator.costs.collectives import p2p_cost
 from validate.calibration.calibrated import calibrated_device, calibrated_link, joined
 from validate.calibration.cases import collective_cases, covering, device_cases, in_chunks
 from validate.calibration.collective_job import collective
@@ -25,18 +37,6 @@ from validate.calibration.profile_files import write_profiles
 from validate.calibration.residuals import residuals_of, summaries
 from validate.calibration.row_file import RowFile
 from validate.calibration.rows import Case, Group, Row
-
-import meshwright
-from hwprofiles import (
-    CollectiveOp,
-    Device,
-    Precision,
-    Source,
-    load_cluster,
-    load_device,
-    load_link,
-)
-from simulator.costs.collectives import p2p_cost
 
 LAUNCH_S = 4e-6
 FLOOR = Floor(LAUNCH_S, Accelerator.CUDA)

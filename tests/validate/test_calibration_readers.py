@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from validate.calibration.job_trace import kind_of, read_job_trace
-from validate.calibration.nccl_tests import PROGRAMS, read_nccl_tests
 
 from hwprofiles import CollectiveOp, load_cluster, load_link
 from simulator import PlanError
 from validate.calibration import CalibrateOptions, run_calibrate
+from validate.calibration.job_trace import kind_of, read_job_trace
+from validate.calibration.nccl_tests import PROGRAMS, read_nccl_tests
 
 BUSBW, LATENCY_S = 200e9, 20e-6
 HALF = "time   algbw   busbw #wrong"

@@ -123,6 +123,16 @@ def test_each_device_computes_and_copies_what_the_simulator_says(
     assert crossing == module_link_bytes(4 * PARAMETERS, dp, passes)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_other_devices_hold_what_the_simulator_says(recompute: str) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "vocab_size": 512, "seq_len": 64}
+    model = ModelSpec(name="wider-gpt", **sizes)
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=64, precision=Precision.FP32)
+    saved = saved_plan(MODULE, job, plan_of(2, recompute=recompute))
+    said = predict_member(saved, 1)
+    assert measure_devices(saved)[1].peak_bytes == pytest.approx(said.peak_bytes, rel=0.005)
+
+
 def test_device_0_holds_what_the_simulator_says() -> None:
     saved = saved_plan(MODULE, job_of(8), plan_of(4))
     found, said = measure_devices(saved)[0], predict_member(saved, 0)
@@ -173,11 +183,9 @@ def test_workers_and_servers_send_what_the_simulator_says(
     for rank in range(processes):
         oracle = counted(saved, rank, processes)
         said = predict_member(saved, rank)
-        messages = tuple(each for each in oracle.collectives if each.op != "all_reduce")
-        assert messages == said.collectives
+        assert oracle.collectives == said.collectives
         assert oracle.flops == said.flops
-        if rank >= 4 and precision is Precision.FP32:  # a server
-            assert oracle.peak_bytes == pytest.approx(said.peak_bytes, rel=1e-3)
+        assert oracle.peak_bytes == pytest.approx(said.peak_bytes, rel=0.01)  # 2 KB of statistics
 
 
 def counted(saved: SavedPlan, rank: int, processes: int) -> RankOracle:

@@ -205,6 +205,10 @@ def test_a_launch_folder_says_how_to_bring_results_back(
         (["--emit", "slurm", "--out", "x", "--json", "-"], "--json - has no effect with --emit"),
         (["--emit", "slurm", "--collect", "x"], "--emit and --collect are two commands"),
         (["--emit", "slurm", "--out", "x", "--backend", "fake"], "--emit with --backend fake"),
+        (["--device", "cpu"], "--device cpu has no effect with --backend fake; allowed with: "),
+        (["--backend", "probe", "--device", "tpu"], "device=tpu is not here; allowed: cpu"),
+        (["--backend", "probe", "--rank", "2"], "rank=2 is out of range; allowed: 0 to 1"),
+        (["--emit", "slurm", "--out", "x", "--backend", "probe"], "--emit with --backend probe"),
         (["--collect", "."], "holds no run.json; allowed: "),
     ],
 )
@@ -228,9 +232,75 @@ def test_a_plan_is_needed_and_must_have_a_program(
     other = make_plan(tmp_path, "--gpus", "2", "--stack", "zero-broadcast")
     capsys.readouterr()
     assert "stack zero-broadcast has no PyTorch program" in refused(capsys, other)
-    other = make_plan(tmp_path, "--gpus", "2", "--stack", "dataparallel", "--force")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["--stack", "dataparallel"], [0, 1]),
+        (["--stack", "parameter-server", "--cluster", "dgx-a100"], [0, 2]),
+        (["--stack", "parameter-server", "--cluster", "dgx-a100", "--async"], [0, 2]),
+        (["--stack", "parameter-server", "--servers", "all"], [0]),
+    ],
+)
+def test_replicas_and_servers_agree(
+    words: list[str], ranks: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = make_plan(tmp_path, "--gpus", "2", *words)
     capsys.readouterr()
-    assert "not for strategy dataparallel" in refused(capsys, other)
+    assert meshwright.main(["validate", other, "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [kind["ranks"] for kind in document["ranks"]] == [[rank] for rank in ranks]
+    if "--async" in words or "dataparallel" in words:
+        said = refused(capsys, other, "--backend", "nccl")
+        assert said.endswith("allowed: fake, gloo")
+
+
+@pytest.mark.slow
+def test_asynchronous_workers_report_how_stale_they_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--stack", "parameter-server", "--cluster", "dgx-a100", "--async"]
+    other = make_plan(tmp_path, "--gpus", "2", *words)
+    capsys.readouterr()
+    words = ["--backend", "gloo", "--ranks", "3", "--steps", "2", "--json", "-"]
+    assert meshwright.main(["validate", other, *words]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    late = [each for each in run if each["quantity"].startswith("updates after")]
+    assert sum(each["measured"] for each in late) == 2 * 8
+    assert {each["verdict"] for each in run} == {"reported"}
+
+
+@pytest.mark.slow
+def test_replicas_of_one_process_train_as_one_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = make_plan(tmp_path, "--gpus", "2", "--stack", "dataparallel")
+    capsys.readouterr()
+    words = ["--backend", "gloo", "--steps", "2", "--json", "-"]
+    assert meshwright.main(["validate", other, *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [kind["ranks"] for kind in document["ranks"]] == [[0]]
+    assert document["run"][0]["verdict"] == "pass"
+
+
+def test_a_probe_reports_times_and_judges_the_peak(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "probe"
+    words = ["--backend", "probe", "--rank", "1", "--device", "cpu", "--steps", "1"]
+    assert meshwright.main(["validate", plan, *words, "--out", str(folder)]) == 0
+    assert "peak live bytes within 1%; times are reported" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "plan.json",
+        "probe.json",
+        "report.md",
+    ]
+    document = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
+    *times, peak = document["checks"]
+    assert {each["verdict"] for each in times} == {"reported"}
+    assert (peak["quantity"], peak["verdict"]) == ("peak live bytes", "pass")
+    assert (document["rank"], document["device"], document["num_steps"]) == (1, "cpu", 1)
 
 
 def test_a_machine_that_cannot_run_the_plan_is_spared(

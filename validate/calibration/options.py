@@ -51,6 +51,10 @@ class CalibrateOptions:
     budget_seconds: Annotated[
         float | None, typer.Option(metavar="S", help="Measure for about S seconds.")
     ] = None
+    stack: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STACK", help="CPU: also write this stack; repeat for more."),
+    ] = None
     nccl_tests: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Output of nccl-tests to read; repeat for more."),

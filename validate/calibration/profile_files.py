@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hwprofiles import GIBI, GIGA, MEGA, TERA, Device, Link
+from hwprofiles import GIBI, GIGA, MEGA, TERA, Device, GemmKernels, Link
 from hwprofiles.base import Profile
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
@@ -27,12 +27,17 @@ def _time(time_s: float) -> str:
 
 
 def _kernels(kernels: Profile) -> list[str]:
-    """Return the keys of a table whose values have no unit."""
+    """Return the keys of a table whose values have no unit; not those that are not there."""
     values = {name: getattr(kernels, name) for name in type(kernels).model_fields}
     return [
         f"{name} = {_text(value) if isinstance(value, str) else f'{value:.10g}'}"
         for name, value in values.items()
+        if value is not None and not isinstance(value, Profile)
     ]
+
+
+def _fp8(gemm: GemmKernels) -> list[str]:
+    return [] if gemm.fp8 is None else ["", "[gemm.fp8]", *_kernels(gemm.fp8)]
 
 
 def device_toml(device: Device) -> str:
@@ -49,6 +54,7 @@ def device_toml(device: Device) -> str:
         f"source = {_text(device.source)}",
         *("", "[peak]", *peaks),
         *("", "[gemm]", *_kernels(device.gemm)),
+        *_fp8(device.gemm),
         *("", "[memory]", *_kernels(device.memory)),
         *("", "# Causal attention counts half of the full square; backward is 2.5 x forward."),
         "[flash]",

@@ -24,6 +24,7 @@ from validate.calibration.residuals import residuals_of, write_residuals
 from validate.calibration.row_file import RowFile
 from validate.calibration.rows import Group, Row
 from validate.calibration.setting import Setting
+from validate.calibration.stack_file import write_stacks
 
 
 class Measured(NamedTuple):
@@ -93,8 +94,16 @@ def _write_profiles(
         device=load_device(folder / f"{name}-device.toml") if file is not None else None,
         link=None if link is None else load_link(folder / f"{name}-link.toml"),
         cluster=None if device is None else load_cluster(folder / f"{name}.toml"),
-        files=files,
+        files=files + _write_stacks(setting, folder, file),
     )
+
+
+def _write_stacks(setting: Setting, folder: Path, file: RowFile | None) -> list[Path]:
+    """Write the stacks that are asked for: only a measured machine has any."""
+    if file is None:
+        return []
+    seen = evidence(file.machine, file.date)
+    return write_stacks(folder, setting.name, setting.stacks, file.rows, seen)
 
 
 def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:

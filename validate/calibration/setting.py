@@ -12,6 +12,7 @@ from simulator import PlanError
 from validate.calibration.datasheet import read_peak
 from validate.calibration.options import Accelerator, CalibrateOptions
 from validate.calibration.row_file import FILE_NAME
+from validate.calibration.stack_file import check_stacks
 
 MAX_RANKS = 64
 MAX_BUDGET_S = 1e6
@@ -32,6 +33,7 @@ class Setting(NamedTuple):
         like: Built-in device whose datasheet to take.
         peak: Peaks that the user gives.
         budget_s: Longest time to measure for.
+        stacks: Built-in ones to write as this processor runs them.
         nccl_tests: Outputs of nccl-tests.
         traces: Of jobs that ran.
         force: Whether old rows are dropped.
@@ -45,6 +47,7 @@ class Setting(NamedTuple):
     like: str | None
     peak: dict[Precision, float]
     budget_s: float
+    stacks: tuple[str, ...]
     nccl_tests: tuple[Path, ...]
     traces: tuple[Path, ...]
     force: bool
@@ -83,6 +86,7 @@ def read_setting(options: CalibrateOptions) -> Setting:
         like=options.like,
         peak={} if peak is None else {precision: peak},
         budget_s=MAX_BUDGET_S if budget_s is None else budget_s,
+        stacks=check_stacks(options.stack or (), options.device),
         nccl_tests=tuple(output_path("--nccl-tests", each) for each in options.nccl_tests or ()),
         traces=tuple(output_path("--trace", each) for each in options.trace or ()),
         force=options.force,

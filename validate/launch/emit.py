@@ -13,6 +13,7 @@ from planner.documents import json_text
 from planner.plan_file import SavedPlan, plan_document
 from simulator import PlanError
 from validate.launch.spec import RunSpec, write_spec
+from validate.program.replicas_servers import num_processes
 
 PORT = 29500  # torchrun's own
 START_S = 300.0  # for nodes to boot and file systems to wake
@@ -151,7 +152,8 @@ def nodes_of(saved: SavedPlan) -> tuple[int, int]:
         PlanError: If the last node would be half empty: torchrun may number nodes otherwise than
             the plan does, and its ranks would sit elsewhere.
     """
-    world_size, per_node = saved.plan.world_size, saved.cluster.devices_per_node
+    world_size = num_processes(saved.plan, saved.stack)
+    per_node = saved.cluster.devices_per_node
     if world_size <= per_node:
         return 1, world_size
     if world_size % per_node:
@@ -200,7 +202,7 @@ def _summary(saved: SavedPlan) -> str:
     plan = saved.plan
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes, {per_node} each"
     layout = f"tp {plan.tp} x pp {plan.pp} x dp {plan.dp}"
-    return f"{plan.world_size} ranks on {nodes}: {layout}"
+    return f"{num_processes(plan, saved.stack)} ranks on {nodes}: {layout}"
 
 
 def _job_name(saved: SavedPlan) -> str:

@@ -25,6 +25,7 @@ from validate.launch.records import (
 )
 from validate.launch.spec import Phase, RunSpec, read_spec, write_spec
 from validate.measurement import RankMeasurement
+from validate.program.replicas_servers import num_processes
 
 USER_MISTAKE = 2
 Measure: TypeAlias = Callable[[SavedPlan, RunSpec, int], RankMeasurement]
@@ -91,12 +92,10 @@ def check_world_size(saved: SavedPlan, world_size: int, *, name: str) -> None:
     Raises:
         PlanError: Naming both numbers.
     """
-    plan = saved.plan
-    if plan.world_size != world_size:
+    plan, needed = saved.plan, num_processes(saved.plan, saved.stack)
+    if needed != world_size:
         layout = f"tp {plan.tp} x pp {plan.pp} x dp {plan.dp}"
-        raise PlanError(
-            f"{name} needs {plan.world_size} ranks ({layout}); this run has {world_size}"
-        )
+        raise PlanError(f"{name} needs {needed} ranks ({layout}); this run has {world_size}")
 
 
 def measure_function(name: str) -> Measure:

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hwprofiles import StackProfile
-from simulator import ParallelPlan, TrainingJob
+from hwprofiles import Offload, StackProfile
+from simulator import ParallelPlan, PlanError, TrainingJob
 from validate.measurement import ByteKind
 
 LEARNING_RATE = 1e-3
@@ -61,3 +61,9 @@ class RankProgram(Protocol):
 
     def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield tensors that live between and through steps: weights, gradients, states."""
+
+
+def refuse_offload(plan: ParallelPlan) -> None:
+    """Raise PlanError for a plan that keeps something on the host: no count tells it apart."""
+    if plan.offload is not Offload.NONE:
+        raise PlanError(f"offload={plan.offload} has no PyTorch program; allowed: {Offload.NONE}")

@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,10 +21,14 @@ from validate.fake_run import NUM_STEPS, run_counted
 from validate.launch.progress import enter_phase
 from validate.launch.records import measurement_path, read_heartbeat
 from validate.launch.spec import Phase, RunSpec
-from validate.measurement import ByteKind, RankMeasurement
+from validate.measurement import ByteKind, CollectiveCount, RankMeasurement
 from validate.prediction import default_ranks, without_dropout
 from validate.program.build import build_program
 from validate.program.contract import ProgramRequest, RankProgram
+from validate.program.replicas_count import devices_counted
+from validate.program.replicas_module import ReplicasProgram
+from validate.program.replicas_server_program import AsynchronousServers
+from validate.program.replicas_servers import num_processes
 
 # Threads of a backend may free a buffer a moment late: the smallest peak is the program's.
 COUNTED_STEPS = 3
@@ -68,16 +73,17 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     times_s = tuple(_timed_step(steps, spec, rank, number) for number in range(spec.num_steps))
     return RankMeasurement(
         rank=rank,
-        world_size=saved.plan.world_size,
+        world_size=num_processes(saved.plan, saved.stack),
         backend=spec.backend,
         flops=counts.oracle.flops,
-        collectives=counts.oracle.collectives,
+        collectives=counts.collectives,
         peak_bytes=counts.peak_bytes,
         bytes_at_peak=counts.bytes_at_peak,
         step_times_s=times_s,
         allocator_bytes=_allocator_bytes(device),
         collective_times_s=_traced_step(steps, saved, spec, rank),
         losses=tuple(steps.losses),
+        staleness=_staleness(program),
         versions=_versions(device),
     )
 
@@ -85,6 +91,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 @dataclass(kw_only=True, slots=True)
 class _Counts:
     oracle: RankOracle
+    collectives: tuple[CollectiveCount, ...]
     peak_bytes: int
     bytes_at_peak: dict[ByteKind, int]
 
@@ -125,19 +132,37 @@ def _device(spec: RunSpec) -> torch.device:
 
 def _count(steps: _Steps) -> _Counts:
     """Run the first steps under the oracle; keep what the last show, and their smallest peak."""
-    oracle = RankOracle(steps.program.groups)
+    program, number = steps.program, NUM_STEPS - 1 + COUNTED_STEPS
+    oracle = RankOracle(program.groups)
     peaks = []
-    with oracle:
-        for losses in run_counted(steps.program, oracle, NUM_STEPS - 1 + COUNTED_STEPS):
+    with ExitStack() as counting:
+        if isinstance(program, ReplicasProgram):  # device 0 has all that one device can have
+            oracles = [oracle, *(RankOracle({}) for _ in program.devices.others)]
+            runs = devices_counted(program, oracles, number)
+        else:
+            counting.enter_context(oracle)
+            runs = run_counted(program, oracle, number)
+        for losses in runs:
             steps.note(losses)
             peaks.append((oracle.peak_bytes, oracle.bytes_at_peak))
     peak_bytes, kinds = min(peaks[-COUNTED_STEPS:], key=lambda each: each[0])
-    return _Counts(oracle=oracle, peak_bytes=peak_bytes, bytes_at_peak=kinds)
+    calls = oracle.collectives
+    if isinstance(program, ReplicasProgram):
+        calls = program.devices.traffic(0)
+    return _Counts(oracle=oracle, collectives=calls, peak_bytes=peak_bytes, bytes_at_peak=kinds)
+
+
+def _staleness(program: RankProgram) -> tuple[tuple[int, int], ...]:
+    if isinstance(program, AsynchronousServers) and program.server is not None:
+        return tuple(sorted(program.staleness.items()))
+    return ()
 
 
 def _timed_step(steps: _Steps, spec: RunSpec, rank: int, number: int) -> float:
-    """Run a step that all ranks start together; return its seconds."""
+    """Run a step that all ranks start together, unless each is on its own; return its seconds."""
     enter_phase(spec, rank, Phase.step(number))
+    if isinstance(steps.program, AsynchronousServers):
+        return steps.run(_by_clock)
     if steps.device.type == "cuda":
         dist.barrier(device_ids=[steps.device.index])
         return steps.run(_by_events)

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from hwprofiles import Precision
 from simulator import ModelSpec, PlanError
+from simulator.gradient_formats import gradient_bytes
 from simulator.schedules import Phase, get_schedule
 from simulator.step_builder import rank_stages
 from validate.measurement import ByteKind
-from validate.program.contract import ProgramRequest
+from validate.program.contract import ProgramRequest, refuse_offload
 from validate.program.mail import Mail, StageMail
 from validate.program.megatron_buffers import BucketRule, ChunkBuffers
 from validate.program.megatron_closing import sum_replicated, sum_tied_table
@@ -148,6 +149,11 @@ def check_megatron(request: ProgramRequest) -> None:
             f"num_kv_heads={model.num_kv_heads} and tp={plan.tp}: the program does not copy "
             "key-value heads; tp must divide them"
         )
+    if request.job.precision not in DTYPES:
+        raise PlanError(
+            f"precision={request.job.precision} has no program; allowed: {', '.join(DTYPES)}"
+        )
+    refuse_offload(plan)
     if model.mlm_head or model.token_types or model.positions == "alibi":
         raise PlanError(
             f"{model.name} has no program; allowed: models in the style of GPT and Llama"
@@ -162,11 +168,14 @@ def _chunks(
     index = talks.pipeline.index
     dropout = request.dropout if model.dropout else 0.0
     options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
+    precision = request.job.precision
+    kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
+    stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
     stages, chunks = [], []
     for chunk, held in enumerate(rank_stages(plan, index)):
         first = sum(plan.stages[: index + chunk * plan.pp])
         sink = LateSink()
-        with default_dtype(DTYPES[request.job.precision]), request.device:
+        with default_dtype(DTYPES[precision]), request.device:
             stage = Stage(
                 model,
                 range(first, first + held.num_layers),
@@ -179,7 +188,7 @@ def _chunks(
             fill_weights(stage, model, talks.tp)
         buffers = ChunkBuffers(
             stage,
-            request.stack,
+            stack,
             talks.replicas,
             shards=plan.zero_stage > 0 and plan.dp > 1,
             is_duplicate=_duplicates(stage, request, talks),

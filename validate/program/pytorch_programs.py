@@ -1,17 +1,25 @@
 """The PyTorch programs of plans: DistributedDataParallel, FSDP2, torchtitan's composition."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # documented, not declared
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hwprofiles import MEBI
+from hwprofiles import MEBI, Precision
 from simulator import PlanError
+from simulator.gradient_formats import chosen_formats
+from simulator.plan import syncs_by_default
 from validate.measurement import ByteKind
-from validate.program.contract import ProgramRequest
+from validate.program.contract import ProgramRequest, refuse_offload
 from validate.program.plain_parts import Embedding, Head, plain_parts, tie_embeddings
 from validate.program.pytorch_layout import RankLayout, build_stage, make_layout, stage_indices
 from validate.program.pytorch_loss import LossOfMicrobatch, loss_context
@@ -29,6 +37,7 @@ from validate.program.transformer import Stage
 from validate.program.weights import token_batch
 
 GRADIENT_BYTES = 4
+COMPRESSION = {Precision.BF16: bf16_compress_hook, Precision.FP16: fp16_compress_hook}
 
 
 def build_ddp(request: ProgramRequest) -> "DdpProgram":
@@ -54,9 +63,15 @@ def build_fully_sharded(request: ProgramRequest) -> "FullyShardedProgram":
 def refuse_unsupported(request: ProgramRequest) -> None:
     """Raise PlanError for what the PyTorch programs cannot express, by its name."""
     model, plan = request.job.model, request.plan
+    refuse_offload(plan)
     formats = f"allowed: {', '.join(DTYPES)}"
     refusals = [
         (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
+        (
+            plan.find_unused and not request.initialise,
+            "find_unused",
+            "True on tensors without values; allowed: False, or --backend gloo",
+        ),
         (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
@@ -102,7 +117,11 @@ class DdpProgram:
             # None keeps the first bucket of 1 MiB, which any number of our own would drop.
             bucket_cap_mb=None if bucket_bytes == 25 * MEBI else bucket_bytes / MEBI,
             gradient_as_bucket_view=True,
+            find_unused_parameters=request.plan.find_unused,
         )
+        hook = _compression(request)
+        if hook is not None:
+            self._model.register_comm_hook(None, hook)
         self._optimizer = make_optimizer(self._model.parameters())
         self._loss = LossOfMicrobatch(request.num_microbatches)
 
@@ -117,7 +136,7 @@ class DdpProgram:
         tokens, targets = _batch(self._request, self._layout, step)
         count = self._request.num_microbatches
         batches = list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
-        with self._model.no_sync():
+        with nullcontext() if self._request.plan.sync_each_microbatch else self._model.no_sync():
             for batch in batches[:-1]:
                 self._pass(*batch)
         self._pass(*batches[-1])
@@ -187,7 +206,10 @@ class FullyShardedProgram:
         request = self._request
         if request.plan.pp > 1:
             return pipeline(list(self._stages.items()), request, self._layout, self._loss)
-        each = request.stack.reduces_each_microbatch
+        plan = request.plan
+        each = syncs_by_default(request.stack, plan.zero_stage, plan.pp)
+        if plan.sync_each_microbatch is not None:
+            each = plan.sync_each_microbatch
         return microbatch_loop(self._stages[0], request, self._loss, reduces_each=each)
 
     def _table(self) -> Tensor | None:
@@ -215,6 +237,23 @@ class FullyShardedProgram:
         return is_split or self._layout.coordinate("tp") == 0
 
 
+def _compression(
+    request: ProgramRequest,
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]] | None:
+    """Return the hook that reduces buckets in another format than gradients are kept in."""
+    wanted = request.plan.gradient_formats
+    chosen = chosen_formats(request.stack, request.job.precision, wanted)
+    if chosen.reduced is None or chosen.reduced == chosen.kept:
+        return None
+    compress = COMPRESSION[chosen.reduced]
+
+    # By its own name PyTorch refuses bfloat16 to all backends but NCCL.
+    def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return compress(None, bucket)  # type: ignore[arg-type] # None is all ranks
+
+    return hook
+
+
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> Stage:
     parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=request.dropout)
     return build_stage(request, index, parts, device)
@@ -228,7 +267,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> S
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.model.tied_embeddings:
         tie_embeddings(stage)
-    policy = mixed_precision(request.job.precision, request.stack)
+    policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
     shard_stage(stage, layout.data_mesh, policy, reshards=plan.reshard_after_forward)
     return stage
 

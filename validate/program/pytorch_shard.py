@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,21 +14,27 @@ from torch.distributed.fsdp import (
 )
 
 from hwprofiles import Precision, StackProfile
+from simulator.gradient_formats import STACKS_OWN, Formats, chosen_formats
 from validate.program.pytorch_precision import DTYPES
 from validate.program.transformer import Stage
 
-REDUCE_DTYPES = {2: None, 4: torch.float32}  # None: reduced as computed
 
-
-def mixed_precision(precision: Precision, stack: StackProfile) -> MixedPrecisionPolicy:
+def mixed_precision(
+    precision: Precision, stack: StackProfile, formats: Formats = STACKS_OWN
+) -> MixedPrecisionPolicy:
     """Return how the fp32 shards of *stack* compute and are reduced.
 
-    An fp32 job has nothing to cast.
+    An fp32 job computes in what its shards are kept in.
+
+    Args:
+        precision: Of the job.
+        stack: Whose program.
+        formats: Of gradients, as a plan asks for.
     """
-    if precision is Precision.FP32:
-        return MixedPrecisionPolicy()
+    reduced = chosen_formats(stack, precision, formats).reduced
     return MixedPrecisionPolicy(
-        param_dtype=DTYPES[precision], reduce_dtype=REDUCE_DTYPES[stack.gradient_reduce_bytes]
+        param_dtype=None if precision is Precision.FP32 else DTYPES[precision],
+        reduce_dtype=None if reduced in (None, precision) else DTYPES[reduced],
     )
 
 

@@ -1,6 +1,10 @@
 """What each device of one process holds, computes and copies, on tensors without data."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
 import torch
+from torch import Tensor
 
 from planner.plan_file import SavedPlan
 from validate.counting.fake_cluster import fake_cluster
@@ -48,12 +52,21 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
 def count_devices(program: ReplicasProgram) -> list[RankOracle]:
     """Return what each device has counted in the last of a few steps."""
     oracles = [RankOracle({}) for _ in range(program.devices.count)]
+    for _ in devices_counted(program, oracles, NUM_STEPS):
+        pass  # the counts of the last are kept
+    return oracles
+
+
+def devices_counted(
+    program: ReplicasProgram, oracles: Sequence[RankOracle], num_steps: int
+) -> Iterator[list[Tensor]]:
+    """Run steps, the work of each device under its oracle; after each yield its losses."""
     program.devices.at = oracles.__getitem__
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         program.devices.copies.clear()
         for device, oracle in enumerate(oracles):
             for tensor, kind in program.held_on(device):
                 oracle.mark(tensor, kind)
             oracle.start_step()
-        program.run_step(step)
-    return oracles
+        yield program.run_step(step)
+    program.devices.at = lambda _: nullcontext()

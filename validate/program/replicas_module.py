@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from simulator import PlanError
 from simulator.engine import TaskKind
@@ -161,6 +160,19 @@ class _Gathered(AutogradFunction):
         return None, gradient.new_zeros(()), None
 
 
+class _Waiting(AutogradFunction):
+    """Stand for logits whose gradient arrives later, and hold nothing but who has it then."""
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, take: Callable[[], Tensor]) -> Tensor:
+        ctx.take = take
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Context, _gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.take(), None
+
+
 class CopiedReplicas:
     """The same on one device, step by step.
 
@@ -189,16 +201,15 @@ class CopiedReplicas:
             route = (TaskKind.BROADCAST, 0, device)
             self._devices.copy_into(route, weights, self.replicas[device].parameters())
         outputs = self._forward(ids)
-        roots = [get_gradient_edge(output) for output in outputs]
+        arrived: list[Tensor] = []  # the last device's first
+        roots: list[Tensor] = [_Waiting.apply(output, arrived.pop) for output in outputs]
         slopes: list[Tensor] = []
         with self._devices.at(0):
             loss = self._loss(self._gathered(outputs, slopes), targets)
             outputs.clear()
             loss.backward()
-        slopes = self._scattered(slopes.pop())
-        gradients = [self._backward(*each) for each in enumerate(zip(roots, slopes, strict=True))]
-        del slopes
-        self._reduce(gradients)
+        arrived.extend(reversed(self._scattered(slopes.pop())))
+        self._reduce([self._backward(*each) for each in enumerate(roots)])
 
     def _scattered(self, whole: Tensor) -> list[Tensor]:
         """Return the part of each device; device 0 keeps a view."""
@@ -231,12 +242,10 @@ class CopiedReplicas:
         gathered: Tensor = _Gathered.apply(whole, start, slopes.append)
         return gathered
 
-    def _backward(self, device: int, given: tuple[GradientEdge, Tensor]) -> Sequence[Tensor]:
+    def _backward(self, device: int, root: Tensor) -> Sequence[Tensor]:
         """Return the gradients of a replica's weights."""
-        root, slope = given
         with self._devices.at(device):
-            weights = list(self.replicas[device].parameters())
-            return torch.autograd.grad([root], weights, [slope])
+            return torch.autograd.grad(root, list(self.replicas[device].parameters()))
 
     @torch.no_grad()
     def _reduce(self, gradients: Sequence[Sequence[Tensor]]) -> None:

@@ -1,0 +1,97 @@
+"""A script: count the steps of plans on processes of this machine, and write what they showed.
+
+``python agreement_ranks.py FOLDER``: ``cases`` there is a pickled dict of plans by name;
+``result`` will be a pickled dict of the measurements of all ranks, by the same names. Ranks are
+forked from one process that has imported everything and computed nothing.
+"""
+
+import multiprocessing
+import pickle
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # imported by the first operator otherwise, in each rank
+import torch.distributed as dist
+import torch.distributed.pipelining  # slow to import, too
+
+from planner.plan_file import SavedPlan
+from validate.counting.oracle import RankOracle
+from validate.fake_run import NUM_STEPS, run_counted
+from validate.measurement import RankMeasurement
+from validate.program.build import build_program
+from validate.program.contract import ProgramRequest
+
+TIMEOUT_S = 120
+
+
+def count(saved: SavedPlan, rank: int) -> RankMeasurement:
+    program = build_program(
+        ProgramRequest(
+            job=saved.job,
+            plan=saved.plan,
+            stack=saved.stack,
+            rank=rank,
+            device=torch.device("cpu"),
+            initialise=True,
+            num_microbatches=saved.plan.num_microbatches(saved.job),
+            dropout=0.0,
+        )
+    )
+    oracle = RankOracle(program.groups)
+    with oracle:
+        means = tuple(
+            sum(loss.item() for loss in losses) / len(losses)
+            for losses in run_counted(program, oracle, NUM_STEPS)
+            if losses
+        )
+    return RankMeasurement(
+        rank=rank,
+        world_size=saved.plan.world_size,
+        backend="gloo",
+        flops=oracle.flops,
+        collectives=oracle.collectives,
+        peak_bytes=oracle.peak_bytes,
+        bytes_at_peak=oracle.bytes_at_peak,
+        losses=means,
+    )
+
+
+def run_rank(rank: int, cases: dict[str, SavedPlan], folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for number, (name, saved) in enumerate(cases.items()):
+        world_size = saved.plan.world_size
+        if rank >= world_size:
+            return
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(folder / f"store-{number}"), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        everyone: list[RankMeasurement | None] = [None] * world_size
+        dist.all_gather_object(everyone, count(saved, rank))
+        results[name] = everyone
+        dist.destroy_process_group()
+    (folder / "result").write_bytes(pickle.dumps(results))
+
+
+def main(folder: Path) -> int:
+    cases: dict[str, SavedPlan] = pickle.loads((folder / "cases").read_bytes())
+    # Ranks that the later plans do not have end before them.
+    cases = dict(sorted(cases.items(), key=lambda each: -each[1].plan.world_size))
+    most = max(saved.plan.world_size for saved in cases.values())
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, cases, folder)) for rank in range(most)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,174 @@
+"""Real tensors on 2, 4 and 8 processes, fake ones and the simulator say the same of a rank."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack  # noqa: E402
+from planner.plan_file import SavedPlan  # noqa: E402
+from simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from validate.comparison import Verdict, compare_rank  # noqa: E402
+from validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
+from validate.measurement import RankMeasurement  # noqa: E402
+from validate.prediction import default_ranks, predict_ranks  # noqa: E402
+from validate.program.reference import reference_losses  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "vocab_size": 512,  # no layout of these tests pads it
+    "seq_len": 16,
+    "dropout": False,
+}
+GPT = ModelSpec(name="tiny-gpt", **SIZES)
+LLAMA = ModelSpec(
+    name="tiny-llama",
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    **SIZES,
+)
+FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
+
+
+def saved(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
+    profile = load_stack(stack)
+    usual = {
+        "stages": (4 // fields.get("pp", 1),) * fields.get("pp", 1),
+        "attention": profile.attention,
+        "zero_stage": profile.zero_stage,
+    }
+    return SavedPlan(
+        job=TrainingJob(model=model, global_batch_size=8, seq_len=16, precision=Precision.FP32),
+        plan=ParallelPlan(**(usual | fields)),
+        cluster=load_cluster("dgx-a100"),
+        stack=profile,
+    )
+
+
+INTERLEAVED: dict[str, Any] = {
+    "pp": 2,
+    "num_virtual_stages": 2,
+    "stages": (1, 1, 1, 1),
+    "schedule": "interleaved",
+}
+SP: dict[str, Any] = {"sequence_parallel": True}
+CASES = {
+    "ddp accumulates": saved(GPT, "ddp", dp=2),
+    "ddp full, microbatch of 2": saved(LLAMA, "ddp", dp=2, recompute=FULL, microbatch_size=2),
+    "fsdp": saved(GPT, "fsdp", dp=2),
+    "fsdp keeps": saved(LLAMA, "fsdp", dp=2, reshard_after_forward=False),
+    "hsdp": saved(GPT, "fsdp", dp=4, dp_shard=2),
+    "titan tp": saved(GPT, "torchtitan", tp=2),
+    "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
+    "titan tp sp fsdp": saved(GPT, "torchtitan", tp=2, dp=2, **SP),
+    "titan 1f1b": saved(LLAMA, "torchtitan", pp=2),
+    "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
+    "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
+    "tp": saved(GPT, "megatron-core", tp=2),
+    "tp sp": saved(LLAMA, "megatron-core", tp=2, **SP),
+    "tp sp full": saved(GPT, "megatron-core", tp=2, recompute=FULL, **SP),
+    "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
+    "gpipe": saved(GPT, "megatron-lm-2021", pp=2, schedule="gpipe"),
+    "1f1b": saved(GPT, "megatron-core", pp=2),
+    "1f1b of 4": saved(LLAMA, "megatron-core", pp=4),
+    "interleaved": saved(GPT, "megatron-core", **INTERLEAVED),
+    "interleaved zero 1": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **INTERLEAVED),
+    "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
+    "zero 1": saved(GPT, "megatron-core", dp=2, zero_stage=1),
+    "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
+    "hybrid unfused": saved(
+        LLAMA, "megatron-core", tp=2, pp=2, dp=2, attention=Attention.UNFUSED, recompute=FULL
+    ),
+    "hybrid 2021": saved(GPT, "megatron-lm-2021", tp=2, pp=2, dp=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute the small references without waiting for busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankMeasurement]]:
+    """What all ranks showed: see `agreement_ranks.py`; one launch, since each costs seconds."""
+    folder = tmp_path_factory.mktemp("agreement")
+    (folder / "cases").write_bytes(pickle.dumps(CASES))
+    script = Path(__file__).with_name("agreement_ranks.py")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script, folder],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-8000:]
+    shown: dict[str, list[RankMeasurement]] = pickle.loads((folder / "result").read_bytes())
+    return shown
+
+
+@cache
+def alone(model: str) -> list[float]:
+    job = next(each.job for each in CASES.values() if each.job.model.name == model)
+    return reference_losses(job, NUM_STEPS)
+
+
+def test_the_plans_run_on_2_4_and_8_processes() -> None:
+    assert {case.plan.world_size for case in CASES.values()} == {2, 4, 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_process_counts_what_the_simulator_says(
+    name: str, counted: dict[str, list[RankMeasurement]]
+) -> None:
+    predicted = predict_ranks(CASES[name], range(CASES[name].plan.world_size))
+    for measured in counted[name]:
+        checks = compare_rank(predicted[measured.rank], measured)
+        exact = [check for check in checks if check.is_exact]
+        assert len(exact) > 1
+        assert [check for check in exact if check.verdict is Verdict.FAILED] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_fake_tensors_count_what_real_ones_do(
+    name: str, counted: dict[str, list[RankMeasurement]]
+) -> None:
+    rank = default_ranks(CASES[name].plan)[-1]
+    fake, real = measure_fake(CASES[name], rank), counted[name][rank]
+    assert (fake.flops, fake.collectives) == (real.flops, real.collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_processes_learn_what_one_does(
+    name: str, counted: dict[str, list[RankMeasurement]]
+) -> None:
+    reporting = [measured.losses for measured in counted[name] if measured.losses]
+    means = [sum(losses) / len(losses) for losses in zip(*reporting, strict=True)]
+    # fp32 sums in another order: 1e-7 was seen.
+    assert means == pytest.approx(alone(CASES[name].job.model.name), abs=1e-5)
