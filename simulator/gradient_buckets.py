@@ -128,14 +128,20 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
     name = _module_of(module[0])
     if name.endswith("norm") or shape.casts_weights:
         local.reverse()
-    if name == "qkv":
-        widths = [shape.local_kv_width, shape.local_kv_width, shape.local_width]
-    elif name == "mlp_in" and shape.model.gated_mlp:
-        widths = [shape.local_ffn_width] * 2
-    else:
+    widths = _separate_widths(shape, name)
+    if not widths:
         return local
     whole = sum(widths)
     return [size * width // whole for width in widths for size in local]
+
+
+def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
+    """Return the outputs of each of the products that the module *name* is made of, if several."""
+    if name == "qkv":
+        return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
+    if name == "mlp_in" and shape.model.gated_mlp:
+        return (shape.local_ffn_width,) * 2
+    return ()
 
 
 def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
@@ -175,14 +181,14 @@ def _blocks(stage: Stage, first: int, end: int) -> Stage:
     return Stage(end - first - has_embedding - has_head, has_embedding, has_head)
 
 
-def unit_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[StagePart, ...]:
     """Return the sharded units of *stage* in model order: each layer is one.
 
     The embedding is part of the first, the head of the last; a tied table belongs to the part
     with the embedding, or as a copy to the head's.
     """
     if shape.stack.root_unit:
-        return _units_with_root(shape, stage)
+        return _units_with_root(shape, stage, num_shards)
     last = max(0, stage.num_layers - 1)
     units = [
         Stage(
@@ -197,16 +203,35 @@ def unit_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
     return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
 
 
-def _units_with_root(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
-    """Return each layer as a unit, after the root: embedding and head, gathered before all."""
-    layer = shape.parameters.layer
-    root = stage_parameters(shape, stage) - stage.num_layers * layer
+def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[StagePart, ...]:
+    """Return each layer as a unit, after the root: embedding and head, gathered before all.
+
+    Each weight is split along its first dim, which is filled up to a multiple of the shards.
+    """
+    layer = _filled(shape, "layer", num_shards)
+    root = _filled(shape, "embedding", num_shards) * stage.has_embedding
+    root += _filled(shape, "head", num_shards) * stage.has_head
+    if stage.has_head and not stage.has_embedding and shape.model.tied_embeddings:
+        rows = -(-shape.local_vocab_size // num_shards) * num_shards
+        root += rows * shape.model.hidden_size
     parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
     one = Stage(1, has_embedding=False, has_head=False)
     parts += [StagePart(one, (layer,))] * stage.num_layers
     if stage.has_head:
         parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
     return tuple(parts if root else parts[1:])
+
+
+def _filled(shape: BlockShape, block: Block, num_shards: int) -> int:
+    """Return the elements of a block's weights, each filled up to whole rows for every shard."""
+    model, tp = shape.model, shape.tp
+    total = 0
+    for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
+        if tensor.block == block:
+            rows, *rest = local_shape(model, tensor, tp=tp)
+            parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
+            total += sum(-(-part // num_shards) * num_shards for part in parts) * prod(rest)
+    return total
 
 
 def part_gathers(part: StagePart, to: Replication, num_microbatches: int) -> int:
@@ -225,7 +250,7 @@ def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[Sta
     if to.dp == 1 and to.offload is Offload.NONE:
         return ()
     if to.gathers_units:
-        return _owned(unit_parts(shape, stage), to)
+        return _owned(unit_parts(shape, stage, to.span.num_ranks), to)
     if to.in_units or shape.stack.overlap_gradient_reduce:
         return bucket_parts(shape, stage)
     if to.reduces_each_microbatch:

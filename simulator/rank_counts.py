@@ -108,7 +108,8 @@ def closing_traffic(
     if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
         # Units of fully_shard reduce it first: each rank has its shard of the sum.
         shards = plan.num_shards if stack.root_unit else 1
-        table = shape.local_vocab_size * job.model.hidden_size * kept_bytes // shards
+        rows = -(-shape.local_vocab_size // shards)
+        table = rows * job.model.hidden_size * kept_bytes
         calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table, 2, 1))
     return tuple(calls)
 
@@ -129,6 +130,10 @@ def _replicated_sums(
         tensors = norms * (2 if shape.model.norm == "layernorm" else 1)
         size = shape.model.hidden_size * kept_bytes
         yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, tensors)
+        model, scatters = shape.model, shape.stack.scatters_positions
+        if stages[0].has_embedding and model.positions == "learned" and scatters:
+            size *= model.max_positions
+            yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, 1)
 
 
 def norm_ranks(plan: ParallelPlan) -> int:

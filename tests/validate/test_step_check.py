@@ -73,7 +73,7 @@ def test_a_step_is_that_of_the_slowest_rank_and_others_are_what_is_left() -> Non
 
 
 def test_only_quiet_steps_are_compared_by_the_wall_clock(tmp_path: Path) -> None:
-    steps = (Step(1.0, 0.9, 0.0), Step(1.2, 0.9, 0.1), Step(4.0, 1.1, 0.5), Step(4.0, 1.1, None))
+    steps = (Step(1.0, 0.9, 0.0), Step(1.2, 0.9, 0.05), Step(4.0, 1.1, 0.5), Step(4.0, 1.1, None))
     lines = [Line("ddp", "1x64x16x1x1", 1.1, steps), Line("fsdp", "1x64x16x1x1", 1.1, steps[2:])]
     assert (lines[0].num_quiet, lines[0].quiet) == (2, (1.05, 1.1, 1.15))
     assert (lines[1].num_quiet, lines[1].quiet) == (0, None)

@@ -10,7 +10,7 @@ from hwprofiles import KILO
 from validate.calibration.step_clock import StepRecord
 
 # Other programs' part of the machine's processor time in a step that counts as quiet.
-QUIET_FRACTION = 0.1
+QUIET_FRACTION = 0.05
 COLUMNS = (
     *("stack", "shape", "predicted_s", "num_steps", "num_quiet"),
     *(
