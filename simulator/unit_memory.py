@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hwprofiles import Offload
 from simulator.activations import (
+    kept_logits_bytes,
     kept_output_bytes,
     message_buffer_bytes,
     saved_embedding_bytes,
@@ -38,6 +39,8 @@ class PassBytes:
         saved_layer: Kept by one layer.
         saved_embedding: Kept by the embedding.
         saved_head: Kept by the head.
+        freed_head: Of that, freed when the head's backward is done: not a stage's kept output.
+        message: A gradient of a layer's output.
         layer: Workspaces of a layer, forward and backward; its weights' gradients stay.
         head: Workspaces of the head.
         table: Workspace of the embedding's backward.
@@ -46,6 +49,8 @@ class PassBytes:
     saved_layer: int
     saved_embedding: int
     saved_head: int
+    freed_head: int
+    message: int
     layer: tuple[int, int]
     head: tuple[int, int]
     table: int
@@ -59,6 +64,8 @@ class PassBytes:
             saved_layer=saved_layer_bytes(shape),
             saved_embedding=saved_embedding_bytes(shape),
             saved_head=saved_head_bytes(shape),
+            freed_head=saved_head_bytes(shape) - kept_logits_bytes(shape),
+            message=shape.message_bytes,
             layer=(forward, again + highest(backward_steps(shape, keeps_weight_gradients=True))),
             head=head_workspace_bytes(shape),
             table=highest(embedding_backward_steps(shape)),
@@ -212,7 +219,7 @@ def _backward_moments(
 
     In a chunk's *first* one the gradients appear layer by layer.
     """
-    head = passes.saved_head if stage.has_head else 0
+    head = passes.freed_head if stage.has_head else 0
     layers, saved = stage.num_layers, passes.saved_layer
     late = units.gradients if first else 0
     appeared = units.layer_kept if first else 0
@@ -221,11 +228,16 @@ def _backward_moments(
     if stage.has_head:
         moments.append(Moment(passes.head[1] + units.root + stay, late))
     for done in range(layers):
-        here = passes.layer[1] - done * saved - head + units.root + units.head_gradient
-        here += _gathered_layers(to, units, done, layers)
+        others = units.root + units.head_gradient - done * saved - head
         if done and not to.keeps_units:
-            here += units.layer_wire
-        moments.append(Moment(here, late - done * appeared))
+            others += units.layer_wire
+        here = others + passes.layer[1] + _gathered_layers(to, units, done, layers)
+        absent = late - done * appeared
+        moments.append(Moment(here, absent))
+        if to.reshards:
+            # Before the layer runs: its gathered buffer, and the weights copied out of it.
+            resident = done * units.layer if to.keeps_units else 0
+            moments.append(Moment(others + passes.message + resident + 2 * units.layer, absent))
     ended = _root_moment(passes, stage, to, units) - layers * saved - head
     moments.append(Moment(ended, late - layers * appeared))
     if first and to.keeps_units:
