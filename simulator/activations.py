@@ -143,9 +143,15 @@ def kept_logits_bytes(shape: BlockShape) -> int:
     return num_logits * shape.element_bytes if shape.keeps_outputs else 0
 
 
-def kept_output_bytes(shape: BlockShape, *, has_head: bool) -> int:
-    """Return the activation that a stage hands on, where it lives until backward."""
-    return shape.message_bytes if shape.keeps_outputs and not has_head else 0
+def kept_output_bytes(shape: BlockShape, *, has_embedding: bool, has_head: bool) -> int:
+    """Return what a stage's own ends keep beyond its layers, where outputs live until backward.
+
+    The output it hands on is one tensor more; the input of its first layer is a message's buffer,
+    which counts as such (see `message_buffer_bytes`).
+    """
+    if not shape.keeps_outputs:
+        return 0
+    return (has_embedding - has_head) * shape.message_bytes
 
 
 def message_buffer_bytes(shape: BlockShape, *, has_embedding: bool, has_head: bool) -> int:

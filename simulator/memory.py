@@ -176,7 +176,7 @@ def chunk_memory(
     saved = num_layers * saved_layer_bytes(shape)
     saved += saved_embedding_bytes(shape) if has_embedding else 0
     saved += saved_head_bytes(shape) if has_head else 0
-    saved += kept_output_bytes(shape, has_head=has_head)
+    saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
     return ChunkMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,

@@ -177,17 +177,20 @@ def _chunk(
     shape: BlockShape, passes: PassBytes, stage: Stage, to: Replication, units: UnitBytes
 ) -> ChunkMemory:
     layers = stage.num_layers * units.layer
+    # The gradient of a stage's input waits until it has left.
+    leaving = shape.message_bytes if shape.keeps_outputs and not stage.has_embedding else 0
     later = _backward_moments(passes, stage, to, units, first=False)
     first = _backward_moments(passes, stage, to, units, first=True)
+    fullest = max(first, key=lambda moment: moment.total_bytes)
     return ChunkMemory(
         saved_bytes=stage.num_layers * passes.saved_layer
         + stage.has_embedding * passes.saved_embedding
         + stage.has_head * passes.saved_head
-        + kept_output_bytes(shape, has_head=stage.has_head),
-        forward_workspace_bytes=max(_forward_moments(passes, stage, to, units)),
-        backward_workspace_bytes=max(moment.total_bytes for moment in later),
+        + kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head),
+        forward_workspace_bytes=leaving + max(_forward_moments(passes, stage, to, units)),
+        backward_workspace_bytes=leaving + max(moment.total_bytes for moment in later),
         late_gradients_bytes=units.gradients,
-        first_backward=max(first, key=lambda moment: moment.total_bytes),
+        first_backward=Moment(leaving + fullest.buffers_bytes, fullest.absent_bytes),
         after_forward_bytes=units.root + (0 if to.reshards else layers),
         after_backward_bytes=(units.root + layers) if to.keeps_units else 0,
     )
