@@ -192,6 +192,34 @@ AXES = {
 }
 
 
+def run_each_operation(groups: dict[str, dist.ProcessGroup]) -> None:
+    """Call every collective and message once or twice, as rank 1024."""
+    x = torch.ones(16, 3)
+    dist.all_reduce(x, group=groups["dp"])
+    dist.all_reduce(x.bfloat16(), group=groups["tp"])
+    dist.all_gather_into_tensor(torch.empty(128, 3), x, group=groups["tp"])
+    dist.all_gather([torch.empty(16, 3) for _ in range(8)], x, group=groups["tp"])
+    dist.reduce_scatter_tensor(torch.empty(2, 3), x, group=groups["tp"])
+    dist.broadcast(x, 1024, group=groups["tp"])
+    dist.reduce(x, 1024, group=groups["tp"])
+    dist.all_to_all_single(torch.empty(16, 3), x, group=groups["tp"])
+    functional.wait_tensor(functional.all_reduce(x, "sum", groups["dp"]))
+    functional.reduce_scatter_tensor(x, "sum", 0, groups["tp"]).sum()
+    functional.all_gather_tensor(x, 0, groups["tp"]).sum()
+    functional.all_reduce_coalesced([x, x], "sum", groups["tp"])[0].sum()
+    dist.send(x, 1024 - 48, group=groups["pp"])
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x[:2], 1024 + 48, group=groups["pp"]),
+            dist.P2POp(dist.irecv, x[:1], 1024 + 48, group=groups["pp"]),
+        ]
+    )
+    for work in works:
+        work.wait()
+    dist.all_reduce(x)
+    dist.barrier(groups["tp"])
+
+
 @pytest.mark.filterwarnings("ignore:`torch.distributed.* is deprecated:FutureWarning")
 def test_each_operation_of_a_rank_of_3072() -> None:
     oracle = RankOracle(AXES)
@@ -206,30 +234,7 @@ def test_each_operation_of_a_rank_of_3072() -> None:
         )
         assert mesh["tp"].mesh.tolist() == list(range(1024, 1032))
         with oracle:
-            x = torch.ones(16, 3)
-            dist.all_reduce(x, group=groups["dp"])
-            dist.all_reduce(x.bfloat16(), group=groups["tp"])
-            dist.all_gather_into_tensor(torch.empty(128, 3), x, group=groups["tp"])
-            dist.all_gather([torch.empty(16, 3) for _ in range(8)], x, group=groups["tp"])
-            dist.reduce_scatter_tensor(torch.empty(2, 3), x, group=groups["tp"])
-            dist.broadcast(x, 1024, group=groups["tp"])
-            dist.reduce(x, 1024, group=groups["tp"])
-            dist.all_to_all_single(torch.empty(16, 3), x, group=groups["tp"])
-            functional.wait_tensor(functional.all_reduce(x, "sum", groups["dp"]))
-            functional.reduce_scatter_tensor(x, "sum", 0, groups["tp"]).sum()
-            functional.all_gather_tensor(x, 0, groups["tp"]).sum()
-            functional.all_reduce_coalesced([x, x], "sum", groups["tp"])[0].sum()
-            dist.send(x, 1024 - 48, group=groups["pp"])
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, x[:2], 1024 + 48, group=groups["pp"]),
-                    dist.P2POp(dist.irecv, x[:1], 1024 + 48, group=groups["pp"]),
-                ]
-            )
-            for work in works:
-                work.wait()
-            dist.all_reduce(x)
-            dist.barrier(groups["tp"])
+            run_each_operation(groups)
     row, all_of = 12, 192
     assert oracle.collectives == tuple(
         CollectiveCount(*call)
