@@ -84,6 +84,8 @@ class UnitBytes:
         layer_kept: What this rank keeps of a layer's gradients.
         head_gradient: Whole gradient of the head's weights.
         gradients: What it keeps of all gradients, which counts as held throughout.
+        surplus: What a table's gradient that every tensor rank makes whole takes beyond its part,
+            where it stays so: between the microbatches of a pipeline.
     """
 
     layer: int
@@ -93,6 +95,7 @@ class UnitBytes:
     layer_kept: int
     head_gradient: int
     gradients: int
+    surplus: int
 
     @classmethod
     def of(
@@ -103,6 +106,7 @@ class UnitBytes:
         total = stage_parameters(shape, stage)
         root = total - stage.num_layers * layer
         matrix = shape.local_vocab_size * shape.model.hidden_size
+        stays_whole = to.keeps_units and stage.has_embedding and shape.stack.whole_table_gradient
         return cls(
             layer=layer * state.gathered_parameter,
             root=root * state.gathered_parameter,
@@ -111,6 +115,7 @@ class UnitBytes:
             layer_kept=-(-layer // to.shards.gradients) * state.gradient,
             head_gradient=matrix * shape.element_bytes * stage.has_head,
             gradients=-(-total // to.shards.gradients) * state.gradient,
+            surplus=(shape.tp - 1) * matrix * state.gradient * stays_whole,
         )
 
 
@@ -137,40 +142,21 @@ def unit_rank_memory(
     """
     state, reduce_bytes = sizes
     num_parameters = sum_parameters(shape, stages)
+    units = [UnitBytes.of(shape, stage, to, state, reduce_bytes) for stage in stages]
     chunks = tuple(
-        _chunk(shape, passes, stage, to, UnitBytes.of(shape, stage, to, state, reduce_bytes))
-        for stage in stages
-    )
-    chunks = tuple(
-        replace(
-            chunk,
-            late_gradients_bytes=chunk.late_gradients_bytes
-            + whole_table_bytes(shape, stage, to, state),
-        )
-        for chunk, stage in zip(chunks, stages, strict=True)
+        _chunk(shape, passes, stage, to, held) for stage, held in zip(stages, units, strict=True)
     )
     memory = rank_memory(num_parameters, state, chunks, shards=to.shards)
     shards = -(-num_parameters // to.shards.parameters)
     return replace(
         memory,
         parameters_bytes=shards * state.sharded_parameter,
-        gradients_bytes=memory.gradients_bytes
-        + sum(whole_table_bytes(shape, stage, to, state) for stage in stages),
+        gradients_bytes=memory.gradients_bytes + sum(held.surplus for held in units),
         message_buffers_bytes=sum(
             message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
             for stage in stages
         ),
     )
-
-
-def whole_table_bytes(shape: BlockShape, stage: Stage, to: Replication, state: StateBytes) -> int:
-    """Return what a table's gradient that every tensor rank makes whole takes beyond its part.
-
-    Between the microbatches of a pipeline it stays so.
-    """
-    if not (to.keeps_units and stage.has_embedding and shape.stack.whole_table_gradient):
-        return 0
-    return (shape.tp - 1) * shape.local_vocab_size * shape.model.hidden_size * state.gradient
 
 
 def _chunk(
@@ -189,7 +175,7 @@ def _chunk(
         + kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head),
         forward_workspace_bytes=leaving + max(_forward_moments(passes, stage, to, units)),
         backward_workspace_bytes=leaving + max(moment.total_bytes for moment in later),
-        late_gradients_bytes=units.gradients,
+        late_gradients_bytes=units.gradients + units.surplus,
         first_backward=Moment(leaving + fullest.buffers_bytes, fullest.absent_bytes),
         after_forward_bytes=units.root + (0 if to.reshards else layers),
         after_backward_bytes=(units.root + layers) if to.keeps_units else 0,

@@ -242,4 +242,8 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PlanError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
