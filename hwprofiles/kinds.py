@@ -63,10 +63,15 @@ class Attention(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What the backward pass computes again: nothing, the attention core, or whole layers."""
+    """What the backward pass computes again: nothing, the attention core, or whole layers.
+
+    `SELECTIVE_OP` is torchtitan's selective activation checkpointing per operator: whole layers
+    but for attention, every other matrix product and what is reduce-scattered.
+    """
 
     NONE = "none"
     SELECTIVE = "selective"
+    SELECTIVE_OP = "selective-op"
     FULL = "full"
 
 

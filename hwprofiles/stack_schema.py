@@ -67,6 +67,9 @@ class StackProfile(StackTraits):
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
 
+    A gradient bucket holds ``gradient_bucket_parameters``, or where more,
+    ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
+
     ``offload_modes`` lists what may live on the host, ``offload_accumulates`` says whether that
     goes with more than one microbatch, ``host_bandwidth_fraction`` what the update there reaches
     of the host's memory bandwidth.
@@ -103,6 +106,7 @@ class StackProfile(StackTraits):
     fused_loss: Flag
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
+    gradient_bucket_parameters_per_replica: Size = 0
     reduces_each_microbatch: Flag = False
     optional_microbatch_sync: Flag = False
     finds_unused: Flag = False
@@ -145,6 +149,7 @@ class StackProfile(StackTraits):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
+        _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
@@ -164,10 +169,26 @@ class StackProfile(StackTraits):
         return self
 
 
+def _check_recompute(stack: StackProfile) -> None:
+    """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
+    is_other = stack.strategy is not Strategy.MESH or stack.fused_qkv or stack.autocast
+    has_unfused = Attention.UNFUSED in stack.attention_kernels
+    if Recompute.SELECTIVE_OP in stack.recompute_modes and (is_other or has_unfused):
+        raise ProfileError(
+            f"recompute_modes: {Recompute.SELECTIVE_OP} is of PyTorch's own layers; allowed: "
+            "with strategy mesh and attention_kernels flash, without fused_qkv and autocast"
+        )
+
+
 def _check_gradients(stack: StackProfile) -> None:
-    """Raise ProfileError for pairs of formats that repeat, or that no gradient is kept in."""
+    """Raise ProfileError for formats or buckets of gradients that cannot be."""
     pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
     _check_distinct("gradient_precisions", pairs)
+    if stack.gradient_bucket_parameters_per_replica and max(stack.zero_stages) >= 2:
+        raise ProfileError(
+            "gradient_bucket_parameters_per_replica: does not go with zero_stages "
+            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1"
+        )
     stored = {each.storage for each in Precision}
     for pair in stack.gradient_precisions:
         for each in pair:

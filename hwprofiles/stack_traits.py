@@ -23,6 +23,8 @@ class StackTraits(Profile):
             microbatch, and a buffer for each message of a step.
         root_unit: Sharded embedding and head form a unit of their own that stays gathered from
             forward to backward (FSDP's root).
+        copies_units: Shards are those of each parameter, so that a unit is copied out of the
+            buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -36,5 +38,6 @@ class StackTraits(Profile):
     autocast: Flag = False
     keeps_stage_outputs: Flag = False
     root_unit: Flag = False
+    copies_units: Flag = False
     whole_table_gradient: Flag = False
     buckets_first_stage_only: Flag = False

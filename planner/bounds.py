@@ -8,7 +8,8 @@ Each is a chain of things that the engine must do one after the other:
   backward work and the forward work that it could not do before;
 - *reduction*: gradient buckets go out one after the other once the first is ready.
 
-Then come the shared embedding, the gradient norm for which all ranks meet, and the update.
+Then come the shared embedding, the gradient norm for which all ranks meet, and the update; sums
+over tensor-parallel ranks come before or after what is reduced last.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from planner.roles import Role
 from planner.shapes import ShapeTable, ShapeTimes
 from planner.space import Column, Space
 from simulator import CostModel
+from simulator.closing_sums import leaves_sums
 from simulator.data_parallel import Stage, norm_cost
 from simulator.step_builder import PPM, overhead_per_million
 
@@ -66,6 +68,7 @@ class StepBounds:
         self._table = table
         self._costs = costs
         self._replicas = ReplicaCosts(space, costs)
+        self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
         self._norm_ps = norm_cost(costs).time_ps
 
     def lower_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
@@ -131,10 +134,12 @@ class StepBounds:
 
     def _replica_columns(self, group: Group, role: Role) -> ReplicaTimes:
         names = ("tp", "dp", "zero_stage")
-        keys = np.stack([self._space.column(name)[group.indices] for name in names], axis=1)
+        columns = [self._space.column(name)[group.indices] for name in names]
+        columns.append(self._leaves_sums[self._table.index[group.indices]])
+        keys = np.stack(columns, axis=1)
         distinct, first, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         rows = []
-        for (tp, dp, zero_stage), index in zip(distinct.tolist(), first.tolist(), strict=True):
+        for (tp, dp, zero_stage, _), index in zip(distinct.tolist(), first.tolist(), strict=True):
             shape = self._table.shapes[self._table.index[group.indices[index]]]
             to = layout_replication(self._costs, tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
             rows.append(self._replicas.times(shape, role, group.pp, to))
@@ -206,7 +211,8 @@ def _reduced(columns: _Group, role: Role, replica: ReplicaTimes, end: Column) ->
     queued = end - columns.backward(stage) + ready + replica.first_chunk
     is_end = role.first == 0 or role.last == columns.pp - 1
     shared = replica.shared_embedding * np.int64(is_end)
-    return np.asarray(np.maximum(end + replica.exposed, queued) + shared, np.int64)
+    reduced = np.maximum(end + replica.exposed, queued) + replica.sums_last
+    return np.asarray(reduced + shared, np.int64)
 
 
 def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay: Column) -> Column:
@@ -230,7 +236,7 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
         + (group - 1) * columns.backward(final)
         + _end_time(columns, final, np.asarray(layers), np.asarray(embedding), 1)
     )
-    return np.asarray(ready + replica.every_chunk, np.int64)
+    return np.asarray(ready + replica.every_chunk + replica.sums_last, np.int64)
 
 
 def _port_alone(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:

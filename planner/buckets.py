@@ -30,5 +30,8 @@ def with_buckets(setting: Setting, options: ReplicaOptions) -> Setting:
     width = Wire.of(stack, setting.job.precision).reduce_bytes
     if size_bytes < width:
         raise PlanError(f"--bucket-size {options.bucket_size} holds no gradient of {width} bytes")
-    update = {"gradient_bucket_parameters": size_bytes // width}
+    update = {
+        "gradient_bucket_parameters": size_bytes // width,
+        "gradient_bucket_parameters_per_replica": 0,
+    }
     return replace(setting, stack=stack.model_copy(update=update))

@@ -86,7 +86,10 @@ class LayoutOptions:
     ] = None
     recompute: Annotated[
         Recompute | None,
-        typer.Option(metavar="|".join(Recompute), help="Activation recomputation."),
+        typer.Option(
+            metavar="|".join(Recompute),
+            help="What backward computes again; selective: attention; selective-op: torchtitan's.",
+        ),
     ] = None
     attention: Annotated[
         Attention | None,

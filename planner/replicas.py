@@ -1,17 +1,20 @@
 """Times of data-parallel collectives and updates of a rank, for the bounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hwprofiles import StackProfile
 from planner.roles import Role
 from planner.space import Space
 from simulator import Axis, CostModel, Mesh
 from simulator.block_shape import BlockShape
+from simulator.closing_sums import sums_first, tensor_sums_cost
 from simulator.costs import Cost
 from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
+    buffer_copies,
     gather_cost,
     reduce_cost,
     sum_layers,
@@ -19,7 +22,7 @@ from simulator.data_parallel import (
     update_cost,
 )
 from simulator.fp8_casts import step_cast_bytes
-from simulator.gradient_buckets import StagePart, bucket_parts, reduced_parts
+from simulator.gradient_buckets import StagePart, bucket_limit, bucket_parts, reduced_parts
 from simulator.plan import ParallelPlan, syncs_by_default
 from simulator.rank_work import shared_embedding_ps
 
@@ -28,7 +31,8 @@ class ReplicaTimes(NamedTuple):
     """Picoseconds that the bounds need of one rank, and layers of some of its buckets.
 
     Args:
-        exposed: What of the reduction follows the last backward pass at least.
+        exposed: What of the reduction follows the last backward pass at least, and of sums over
+            tensor-parallel ranks that come before it.
         first_chunk: Reductions of the rank's first virtual stage, all its buckets.
         every_chunk: Reductions of all its virtual stages.
         first_chunk_layers: Layers of the part of the first virtual stage that is reduced first.
@@ -43,6 +47,7 @@ class ReplicaTimes(NamedTuple):
         backward_wait: The same of backward passes, with reductions that nothing hides.
         port_each: Port time of collectives in each microbatch.
         port_last: Port time of collectives in the last microbatch alone.
+        sums_last: Such sums that follow all reductions.
     """
 
     exposed: int
@@ -60,6 +65,7 @@ class ReplicaTimes(NamedTuple):
     backward_wait: int = 0
     port_each: int = 0
     port_last: int = 0
+    sums_last: int = 0
 
 
 def layout_replication(
@@ -84,7 +90,7 @@ class ReplicaCosts:
         self._costs = costs
         self._stack = costs.stack
         self._wire = Wire.of(costs.stack, space.job.precision)
-        self._buckets: dict[tuple[int, Stage], tuple[StagePart, ...]] = {}
+        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
     def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
@@ -92,11 +98,13 @@ class ReplicaCosts:
         parameters = self._rank_parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
         update = update_cost(self._costs, parameters, self._wire, to, cast_bytes).time_ps
+        sums_ps = tensor_sums_cost(self._costs, shape, role.stages, self._wire).time_ps
         if to.in_units:
-            return self._sharded_times(shape, role, to, update)
+            times = self._sharded_times(shape, role, to, update)
+            return _with_sums(times, sums_ps, self._stack, is_serial=False)
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, to).time_ps
-        first, last = (self._parts(shape, role.stages[end])[-1].stage for end in (0, -1))
+        first, last = (self._parts(shape, role.stages[end], to.dp)[-1].stage for end in (0, -1))
         gathers = self._gathers(shape, role.stages[0], to)
         if self._stack.overlap_gradient_reduce and to.dp > 1:
             known = {
@@ -108,7 +116,7 @@ class ReplicaCosts:
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
             exposed = reduce_cost(self._costs, parameters, self._wire, to).time_ps
-        return ReplicaTimes(
+        times = ReplicaTimes(
             exposed=exposed,
             first_chunk=sum(reductions[0]),
             every_chunk=sum(map(sum, reductions)),
@@ -121,6 +129,8 @@ class ReplicaCosts:
             update=update,
             shared_embedding=self._shared_embedding(shape, pp, to.dp),
         )
+        is_serial = not self._stack.overlap_gradient_reduce
+        return _with_sums(times, sums_ps, self._stack, is_serial=is_serial)
 
     def _sharded_times(
         self, shape: BlockShape, role: Role, to: Replication, update: int
@@ -150,13 +160,18 @@ class ReplicaCosts:
             port_last=port_gather - port_again * (not to.keeps_units) + port_reduce * (not each),
         )
         if self._stack.prefetches_units:
-            return times._replace(
+            times = times._replace(
                 exposed=reduces[0][0],
                 forward_wait=0 if has_root else sum(parts[0] for parts in gathers),
                 backward_wait=0 if has_root else sum(parts[-1] for parts in gathers),
             )
-        return times._replace(
-            forward_wait=port_gather, backward_wait=port_again + port_reduce * each
+        else:
+            times = times._replace(
+                forward_wait=port_gather, backward_wait=port_again + port_reduce * each
+            )
+        held = [reduced_parts(shape, stage, to) for stage in role.stages]
+        return _with_copies(
+            times, [_StageCopies.of(self._costs, each, self._wire, to) for each in held], to
         )
 
     def _part_times(
@@ -186,11 +201,11 @@ class ReplicaCosts:
         times = {count: cost(self._costs, count, self._wire, to).time_ps for count in sizes}
         return [sum(times[count] for count in part.buckets) for part in parts]
 
-    def _parts(self, shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
+    def _parts(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage)
+        key = (shape.tp, stage, bucket_limit(self._stack, dp))
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage)
+            self._buckets[key] = bucket_parts(shape, stage, dp)
         return self._buckets[key]
 
     def _rank_parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -200,12 +215,12 @@ class ReplicaCosts:
         return self._parameters[key]
 
     def _reductions(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
-        return self._costs_of(self._parts(shape, stage), reduce_cost, to)
+        return self._costs_of(self._parts(shape, stage, to.dp), reduce_cost, to)
 
     def _gathers(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
         if to.dp == 1 or to.gather_op is None or not self._stack.overlap_parameter_gather:
             return [0]
-        return self._costs_of(self._parts(shape, stage), gather_cost, to)
+        return self._costs_of(self._parts(shape, stage, to.dp), gather_cost, to)
 
     def _shared_embedding(self, shape: BlockShape, pp: int, dp: int) -> int:
         stages = (1,) * pp
@@ -213,3 +228,57 @@ class ReplicaCosts:
         node_size = self._costs.cluster.devices_per_node
         mesh = Mesh(tp=shape.tp, dp=dp, pp=pp, node_size=node_size)
         return shared_embedding_ps(self._costs, shape, plan, mesh)
+
+
+class _StageCopies(NamedTuple):
+    """A stage's copies after the gather of all parts, of those that are freed, and of gradients."""
+
+    out: int
+    again: int
+    into: int
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, parts: tuple[StagePart, ...], wire: Wire, to: Replication
+    ) -> "_StageCopies":
+        """Return the copies of a stage's *parts*; gradients of one microbatch, which are fewer."""
+        copies = [
+            buffer_copies(costs, sum(part.buckets), wire, to, adds_up=False) for part in parts
+        ]
+        freed = [each for part, each in zip(parts, copies, strict=True) if not part.stays]
+        return cls(
+            out=sum(each.unpack_ps for each in copies),
+            again=sum(each.unpack_ps for each in freed),
+            into=sum(each.pack_ps for each in copies),
+        )
+
+
+def _with_copies(
+    times: ReplicaTimes, copies: Sequence[_StageCopies], to: Replication
+) -> ReplicaTimes:
+    """Return *times* with the copies of each stage from and to the buffers of collectives.
+
+    Where units stay gathered after a backward pass, as many gathers as there are microbatches
+    follow a forward pass, in whichever pass: they count as those of forward passes.
+    """
+    out, again, into = (sum(each) for each in zip(*copies, strict=True))
+    each = to.reduces_each_microbatch
+    forward, backward = (again, 0) if to.keeps_units else (out, again)
+    return times._replace(
+        exposed=times.exposed + copies[0].into * (not each),
+        forward_wait=times.forward_wait + forward,
+        backward_wait=times.backward_wait + backward + into * each,
+    )
+
+
+def _with_sums(
+    times: ReplicaTimes, sums_ps: int, stack: StackProfile, *, is_serial: bool
+) -> ReplicaTimes:
+    """Return *times* with the sums over tensor-parallel ranks that are left to the end.
+
+    Where they come first, a reduction that is not under the pass either waits for them.
+    """
+    if not sums_first(stack):
+        return times._replace(sums_last=sums_ps)
+    both = times.exposed + sums_ps if is_serial else max(times.exposed, sums_ps)
+    return times._replace(exposed=both)

@@ -33,15 +33,24 @@ class ShapeTable:
         """Return the shapes of every layout of *space*."""
         names = ("tp", "microbatch_size", "sequence_parallel", "recompute")
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
-        columns = np.stack([*(space.column(name) for name in names), in_pipeline], axis=1)
+        flags = (in_pipeline, _defers_sums(space))
+        columns = np.stack([*(space.column(name) for name in names), *flags], axis=1)
         distinct, index = np.unique(columns, axis=0, return_inverse=True)
         return cls(_shapes(space, distinct), index.reshape(-1))
+
+
+def _defers_sums(space: Space) -> Column:
+    """Return `BlockShape.defers_sums` of every layout."""
+    stack, zero_stages = space.stack, space.column("zero_stage")
+    each = (zero_stages >= 2) & stack.reduces_each_microbatch
+    once = (space.column("pp") > 1) | ((space.num_microbatches > 1) & ~each)
+    return np.asarray(once & stack.sums_norms_each_microbatch, np.int64)
 
 
 def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     shapes: dict[int, BlockShape] = {}
     table = []
-    for tp, microbatch_size, sequence_parallel, recompute, in_pipeline in distinct.tolist():
+    for tp, microbatch_size, sequence_parallel, recompute, *flags in distinct.tolist():
         if tp not in shapes:
             shapes[tp] = BlockShape(
                 model=space.job.model,
@@ -61,7 +70,8 @@ def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]
                 microbatch_size=microbatch_size,
                 sequence_parallel=bool(sequence_parallel) and tp > 1,
                 recompute=RECOMPUTES[recompute],
-                in_pipeline=bool(in_pipeline),
+                in_pipeline=bool(flags[0]),
+                defers_sums=bool(flags[1]),
             )
         )
     return tuple(table)
@@ -106,10 +116,11 @@ class ShapeTimes:
         blocks = np.zeros((len(table.shapes), 2 * len(BLOCKS)), np.int64)
         messages = np.zeros((len(table.shapes), 4), np.int64)
         # Recomputation is of layers: shapes that differ in it share the ends and the messages.
-        known: dict[tuple[int, int, bool, bool], tuple[list[int], list[int]]] = {}
+        known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[int]]] = {}
         for index in used.tolist():
             shape = table.shapes[index]
-            key = (shape.tp, shape.microbatch_size, shape.sequence_parallel, shape.in_pipeline)
+            flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
+            key = (shape.tp, shape.microbatch_size, *flags)
             if key not in known:
                 ends = _block_times(shape, costs, ENDS)
                 known[key] = ends, _message_times(shape, costs)

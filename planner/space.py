@@ -1,7 +1,7 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -125,6 +125,7 @@ def enumerate_space(
     job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> Space:
     """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow."""
+    limits = _with_recomputes(limits, stack)
     zero_stages = tuple(sorted({0, 1, *stack.zero_stages}))
     blocks = [
         _block(job, limits, (tp, pp, dp, vpp), schedules, zero_stages)
@@ -140,6 +141,17 @@ def enumerate_space(
         stages=limits.stages or stack.stage_split,
         rows=rows,
     )
+
+
+def _with_recomputes(limits: SpaceLimits, stack: StackProfile) -> SpaceLimits:
+    """Return *limits* without a mode of one framework alone where *stack* is another.
+
+    It is there where it is asked for, and then a rule rejects it by its name.
+    """
+    if limits.recompute is not None or Recompute.SELECTIVE_OP in stack.recompute_modes:
+        return limits
+    others = tuple(mode for mode in RECOMPUTES if mode is not Recompute.SELECTIVE_OP)
+    return replace(limits, recompute=others)
 
 
 def _degrees(

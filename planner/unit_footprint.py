@@ -4,15 +4,16 @@ What such a rank holds depends on which pass came before, so its actions are wal
 the same rank share the walk.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.roles import PERIODS, Role
+from planner.pass_table import PassTable, telling_order
+from planner.roles import Role
 from planner.shapes import ShapeTable
 from planner.space import Column, Space
-from simulator import Phase, Schedule
+from simulator import Schedule
 from simulator.data_parallel import Replication, Stage, Wire, sum_layers
 from simulator.fp8_casts import weight_copy_bytes
 from simulator.memory import (
@@ -21,8 +22,10 @@ from simulator.memory import (
     StateBytes,
     with_copies,
 )
+from simulator.memory_timeline import pass_levels, update_level
 from simulator.mesh import GroupSpan
-from simulator.unit_memory import PassBytes, unit_rank_memory
+from simulator.unit_bytes import PassBytes
+from simulator.unit_memory import unit_rank_memory
 
 
 class _Rank(NamedTuple):
@@ -48,6 +51,7 @@ class UnitPeaks:
         default_factory=dict
     )
     _known: dict[tuple[int, int, int, Role, int, str], int] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], PassTable] = field(default_factory=dict)
 
     def of_layouts(
         self, indices: Column, roles: list[Role], pp: int, schedule: Schedule, to: Replication
@@ -75,17 +79,43 @@ class UnitPeaks:
         if key not in self._known:
             memory = self._rank_memory(rank, to)
             buffers = rank.num_microbatches * memory.message_buffers_bytes
-            moving = _walked(memory, rank) if len(rank.role.stages) > 1 else _closed(memory, rank)
-            self._known[key] = memory.static_bytes + buffers + moving
+            memory = replace(
+                memory, message_buffers_bytes=buffers, holds_sent=rank.schedule.holds_sent
+            )
+            self._known[key] = memory.static_bytes + self._most_moving(memory, rank)
         return self._known[key]
+
+    def _most_moving(self, memory: RankMemory, rank: _Rank) -> int:
+        """Return the most that moves on a rank.
+
+        It grows or shrinks from one rank of a role to the next, so it is most on the first or the
+        last; on the first if no pass sends more than it keeps, as fewer are in flight on others.
+        """
+        if rank.pp == 1:
+            return _plainly(memory, rank)
+        ends = [rank.role.first]
+        kept = [(chunk.saved_bytes, chunk.kept_units) for chunk in memory.chunks]
+        if any(units is None or saved < sum(units.sent) for saved, units in kept):
+            ends.append(rank.role.last)
+        moving = [self._table(rank, end).most_moving(memory, rank.num_microbatches) for end in ends]
+        return max(*moving, update_level(memory).moving_bytes)
+
+    def _table(self, rank: _Rank, pp_rank: int) -> PassTable:
+        """Return the moments of one rank of a role."""
+        order = telling_order(
+            rank.schedule, rank.pp, pp_rank, rank.num_microbatches, rank.role.stages
+        )
+        key = (order.schedule.name, *order[1:])
+        if key not in self._tables:
+            self._tables[key] = PassTable.of(order)
+        return self._tables[key]
 
     def _rank_memory(self, rank: _Rank, to: Replication) -> RankMemory:
         """Return the memory of a rank but for how many microbatches it runs."""
-        whole = to.keeps_units or not to.reduces_each_microbatch
+        to = to.in_steps_of(rank.num_microbatches)
         split = rank.dp if to.zero_stage >= 3 else 1
-        to = to._replace(
-            span=GroupSpan(rank.dp, 1, rank.dp), shards=Shards(split, 1 if whole else split, split)
-        )
+        shards = Shards(split, 1 if to.keeps_whole_gradients else split, split)
+        to = to._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
         key = (rank.shape, rank.dp, rank.role.stages, to)
         if key not in self._memory:
             shape, stages = self.table.shapes[rank.shape], rank.role.stages
@@ -99,58 +129,12 @@ class UnitPeaks:
         return self._memory[key]
 
 
-def _closed(memory: RankMemory, rank: _Rank) -> int:
-    """Return the most that moves on a rank with one virtual stage.
+def _plainly(memory: RankMemory, rank: _Rank) -> int:
+    """Return the most that moves on a rank that is a pipeline of its own.
 
-    Its passes in flight are most before its first backward pass, when no gradient is there, and,
-    if microbatches are left, as many again after it.
+    GPipe aside, its microbatches follow each other, and all but the first and last are alike.
     """
-    (chunk,) = memory.chunks
-    assert chunk.first_backward is not None
-    most = rank.schedule.in_flight(rank.role.first, rank.pp, rank.num_microbatches, 1)
-    refills = rank.num_microbatches > most
-    saved = chunk.saved_bytes
-    moments = [
-        most * saved + chunk.forward_workspace_bytes - chunk.late_gradients_bytes,
-        most * saved + chunk.first_backward.total_bytes,
-        chunk.after_backward_bytes + (most - 1) * saved,
-        memory.update_temporary_bytes,
-    ]
-    if refills:
-        moments.append(most * saved + chunk.forward_workspace_bytes)
-    if refills or most > 1:
-        moments.append((most - 1 + refills) * saved + chunk.backward_workspace_bytes)
-    return max(moments)
-
-
-def _walked(memory: RankMemory, rank: _Rank) -> int:
-    """Return the most that moves on a rank with several virtual stages, action by action.
-
-    The bytes are those of `simulator.memory.memory_timeline`, kept as running sums.
-    """
-    # An interleaved order repeats itself once its warm-up is over.
-    count = min(rank.num_microbatches, PERIODS * rank.pp)
-    chunks = memory.chunks
-    gathered = [0] * len(chunks)
-    late = [chunk.late_gradients_bytes for chunk in chunks]
-    most = live = elsewhere = 0
-    absent = sum(late)
-    for phase, index, _ in rank.schedule.rank_actions(rank.role.first, rank.pp, count, len(chunks)):
-        chunk = chunks[index]
-        elsewhere -= gathered[index]
-        if phase is Phase.FORWARD:
-            live += chunk.saved_bytes
-            needs, stays = chunk.forward_workspace_bytes, chunk.after_forward_bytes
-        else:
-            needs, stays = chunk.backward_workspace_bytes, chunk.after_backward_bytes
-            if late[index] and chunk.first_backward is not None:
-                absent -= late[index]
-                late[index] = 0
-                needs = chunk.first_backward.total_bytes
-        most = max(most, live + needs + elsewhere - absent)
-        if phase is Phase.BACKWARD:
-            live -= chunk.saved_bytes
-        gathered[index] = stays
-        elsewhere += stays
-        most = max(most, live + elsewhere - absent)
-    return max(most, memory.update_temporary_bytes)
+    count = rank.num_microbatches if rank.schedule.holds_sent else min(rank.num_microbatches, 3)
+    levels = pass_levels(memory, rank.schedule.rank_actions(0, 1, count, 1))
+    most = max(level.moving_bytes for pair in levels for level in pair)
+    return max(most, update_level(memory).moving_bytes)

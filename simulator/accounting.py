@@ -38,11 +38,12 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
 
 
 def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) -> PhaseCost:
-    """Return what data-parallel communication, and copies on its stream, the rank waited for."""
+    """Return what communication beside its passes, and copies to the host, the rank waited for."""
     waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
     host_ps = int(waited_ps * built.host_shares[pp_rank])
     waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.replicas)
     waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
+    waited += _communication(Category.TP_COMM, work.sums_ps, built.evidence.sums)
     return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
 
 

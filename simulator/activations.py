@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hwprofiles import Attention, Recompute
 from simulator.block_shape import BlockShape
+from simulator.operator_policy import layer_products
 
 STATISTIC_BYTES = 4  # norm statistics and log-sum-exp are fp32
 
@@ -28,6 +29,8 @@ def saved_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
         case Recompute.SELECTIVE:
             core = {tensor.name for tensor in attention_core_tensors(shape)}
             return tuple(item for item in layer_tensors(shape) if item.name not in core)
+        case Recompute.SELECTIVE_OP:
+            return _operator_tensors(shape)
         case Recompute.NONE:
             return layer_tensors(shape)
 
@@ -64,22 +67,34 @@ def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
 def _inside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     element = shape.num_tokens * shape.element_bytes
     linear_input = shape.num_tokens * shape.linear_input_bytes
-    width, kv_width = shape.local_width, shape.local_kv_width
-    rotated = shape.attention is Attention.FLASH and shape.model.positions == "rotary"
-    # Of a fused product all stays as long as the values do; else the turned ones take the place.
-    turned_away = (width + kv_width) * (rotated and not shape.stack.fused_qkv)
+    width = shape.local_width
+    projected, rotated = _core_inputs(shape)
     return (
-        SavedTensor("queries, keys and values", element * (width + 2 * kv_width - turned_away)),
-        SavedTensor("rotated queries and keys", element * (width + kv_width) * rotated),
+        SavedTensor("queries, keys and values", element * projected),
+        SavedTensor("rotated queries and keys", element * rotated),
         SavedTensor("attention output", linear_input * width),
         SavedTensor("mlp activation input", element * shape.mlp_in_width),
         SavedTensor("mlp activation output", linear_input * shape.local_ffn_width),
-        *_cast_weights(shape),
+        *cast_weights(shape),
     )
 
 
-def _cast_weights(shape: BlockShape) -> tuple[SavedTensor, ...]:
-    """Return the 16-bit copies of weights that autocast makes in a pass and backward reads."""
+def _core_inputs(shape: BlockShape) -> tuple[int, int]:
+    """Return the widths that the core's inputs keep: of the products' outputs, of turned ones.
+
+    Of a fused product all stays as long as the values do; else the turned ones take the place.
+    What is repeated for more heads keeps its copies (see `attention_core_tensors`), so that only
+    the queries stay, unless the core runs again.
+    """
+    width, kv_width = shape.local_width, shape.local_kv_width
+    turned = (width + kv_width) if shape.model.positions == "rotary" else 0
+    if shape.repeats_key_values and shape.recompute is not Recompute.SELECTIVE:
+        return (0, width) if turned else (width, 0)
+    return width + 2 * kv_width - turned * (not shape.stack.fused_qkv), turned
+
+
+def cast_weights(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return the 16-bit copies of weights that autocast makes in a pass, product by product."""
     if not shape.casts_weights:
         return ()
     width = shape.model.hidden_size * shape.element_bytes
@@ -89,6 +104,18 @@ def _cast_weights(shape: BlockShape) -> tuple[SavedTensor, ...]:
         SavedTensor("mlp in weights", width * shape.mlp_in_width),
         SavedTensor("mlp out weights", width * shape.local_ffn_width),
     )
+
+
+def cached_layer_bytes(shape: BlockShape) -> int:
+    """Return what lives of a layer until the forward pass is over, though backward has no use.
+
+    Autocast casts a weight once: it holds what it has cast until its outermost context ends,
+    which is after the loss (PyTorch, aten/src/ATen/autocast_mode.cpp, `cached_cast`).  Where the
+    layer is recomputed nothing else holds it; the casts of its second forward go to backward.
+    """
+    if shape.recompute is not Recompute.FULL or not shape.caches_casts:
+        return 0
+    return sum(tensor.size_bytes for tensor in cast_weights(shape))
 
 
 def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
@@ -103,10 +130,53 @@ def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
         return (statistics, SavedTensor("attention output in bf16", output))
     scores = heads * shape.seq_len**2
     tensors = [SavedTensor("attention probabilities", scores * shape.element_bytes)]
+    if shape.repeats_key_values:
+        width = shape.num_tokens * shape.local_width * shape.element_bytes
+        tensors.append(SavedTensor("repeated keys and values", 2 * width))
     if shape.model.dropout:
         tensors.append(SavedTensor("attention probability mask", scores))
         tensors.append(SavedTensor("dropped probabilities", scores * shape.element_bytes))
     return tuple(tensors)
+
+
+def _operator_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return a layer's input and the outputs of the operators that `operator_policy` keeps.
+
+    Also those that backward does not read: a kept product's before it is added, or rotated.
+    """
+    element = shape.num_tokens * shape.element_bytes
+    heads = shape.num_local_heads * shape.microbatch_size
+    products = (
+        SavedTensor(each.name, element * each.outputs)
+        for each in layer_products(shape.model, tp=shape.tp, is_fp8=shape.fp8 is not None)
+        if each.is_kept
+    )
+    return (
+        SavedTensor("layer input", shape.message_bytes),
+        *products,
+        SavedTensor("core output", element * shape.local_width),
+        SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES),
+        *_scattered_tensors(shape),
+    )
+
+
+def _scattered_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return a rank's own tokens of the two sums of a layer, where they are scattered."""
+    if not shape.sequence_parallel:
+        return ()
+    names = ("reduced attention output", "reduced mlp out")
+    return tuple(SavedTensor(name, shape.message_bytes) for name in names)
+
+
+def unread_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
+    """Return what operators keep and recomputation never reads: it ends before, if it ends early.
+
+    PyTorch frees them with the layer's last kept tensor.
+    """
+    if shape.recompute is not Recompute.SELECTIVE_OP or shape.model.dropout:
+        return ()
+    late = {"mlp out", "reduced mlp out"}
+    return tuple(tensor for tensor in _operator_tensors(shape) if tensor.name in late)
 
 
 def saved_layer_bytes(shape: BlockShape) -> int:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile
+from hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
 from simulator.model_spec import ModelSpec
 from simulator.parameters import Block, block_parameters, padded_vocab_size
-from simulator.plan import ParallelPlan, TrainingJob
+from simulator.plan import ParallelPlan, TrainingJob, reduces_once
 
 
 class BlockParameters(NamedTuple):
@@ -29,7 +29,11 @@ class BlockParameters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """Model, batch and tensor-parallel choices; plans that share them share operator times."""
+    """Model, batch and tensor-parallel choices; plans that share them share operator times.
+
+    ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
+    microbatch stay unsummed until the last one, as those that are whole until then do.
+    """
 
     model: ModelSpec
     seq_len: int
@@ -42,6 +46,7 @@ class BlockShape:
     stack: StackProfile
     parameters: BlockParameters
     in_pipeline: bool = False
+    defers_sums: bool = False
 
     @classmethod
     def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
@@ -58,6 +63,7 @@ class BlockShape:
             stack=stack,
             parameters=BlockParameters.of(job.model, plan.tp),
             in_pipeline=plan.pp > 1,
+            defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )
 
     @property
@@ -96,6 +102,15 @@ class BlockShape:
         return self.stack.autocast and self.precision is not Precision.FP32
 
     @property
+    def caches_casts(self) -> bool:
+        """Whether these copies live as long as the forward pass: those of a module's own weights.
+
+        The weights of torch.nn.DataParallel's replicas are copies themselves, and autocast holds
+        on to casts of leaves of the graph alone.
+        """
+        return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of an activation of the residual stream."""
         return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
@@ -121,11 +136,12 @@ class BlockShape:
         return 1 if self.fp8 and self.fp8.tp_gathers_fp8 else self.element_bytes
 
     @property
-    def num_linear_weights(self) -> int:
-        """Weights of the four linear layers of one layer, biases left out, on one rank."""
-        qkv = self.local_width + 2 * self.local_kv_width
-        widths = qkv + self.local_width + self.mlp_in_width + self.local_ffn_width
-        return self.model.hidden_size * widths
+    def repeats_key_values(self) -> bool:
+        """Whether keys and values are copied for each query head of their group.
+
+        Unfused products need as many of them as of queries; a fused kernel reads each often.
+        """
+        return self.attention is Attention.UNFUSED and self.local_kv_width < self.local_width
 
     @property
     def num_local_heads(self) -> int:

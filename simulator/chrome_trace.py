@@ -182,10 +182,12 @@ def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceE
     static_bytes = built.memory[pp_rank].static_bytes
     # At one instant an end comes before a start, so the last entry is what holds from then on.
     live = {0: static_bytes}
-    for event in rank_timeline(built, times, pp_rank):
+    events = rank_timeline(built, times, pp_rank)
+    for event in events:
         live[event.time_ps] = static_bytes + event.moving_bytes
     updated_ps = times.ranks[pp_rank].update_start_ps
-    live[updated_ps + built.work.ranks[pp_rank].optimizer_ps] = static_bytes
+    updated_ps += built.work.ranks[pp_rank].optimizer_ps
+    live[updated_ps] = static_bytes - events[-1].absent_bytes
     previous_bytes = -1
     for time_ps, live_bytes in live.items():
         if live_bytes != previous_bytes:

@@ -6,7 +6,13 @@ from typing import NamedTuple
 from hwprofiles import CollectiveOp, Offload, ParameterGather, Precision, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, Cost, CostModel, PhaseCost
-from simulator.gradient_formats import STACKS_OWN, Casts, casts_of, gradient_bytes
+from simulator.gradient_formats import (
+    STACKS_OWN,
+    Casts,
+    casts_of,
+    gradient_bytes,
+    main_gradient_bytes,
+)
 from simulator.memory import Shards, rank_parameters
 from simulator.mesh import Axis, GroupSpan, strided_span
 from simulator.placement import zero_communication
@@ -54,6 +60,18 @@ class Replication(NamedTuple):
     def in_units(self) -> bool:
         """Whether passes gather parameters, reduce sharded gradients or send them to the host."""
         return self.gathers_units or self.shards.gradients > 1 or self.offload is Offload.OPTIMIZER
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients stay whole, and are summed so, until the last microbatch."""
+        return self.keeps_units or not self.reduces_each_microbatch
+
+    def in_steps_of(self, num_microbatches: int) -> "Replication":
+        """Return the replication of steps of so many microbatches: a single one reduces at once."""
+        if num_microbatches > 1 or self.keeps_units:
+            return self
+        shards = Shards.of(self.span.num_ranks, self.zero_stage)
+        return self._replace(reduces_each_microbatch=True, shards=shards)
 
     @property
     def gathers_units(self) -> bool:
@@ -131,11 +149,13 @@ class Wire(NamedTuple):
     ) -> "Wire":
         """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
         wanted = STACKS_OWN if plan is None else plan.gradient_formats
-        reduce_bytes = gradient_bytes(stack, precision, wanted)[1]
+        kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
         casts = casts_of(stack, precision, wanted)
         if precision is Precision.FP32:
             return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES, casts)
-        return cls(reduce_bytes, precision.num_bytes, stack.optimizer_traffic_bytes, casts)
+        copy_bytes = main_gradient_bytes(stack, precision, wanted)
+        update = stack.optimizer_traffic_bytes + (copy_bytes + kept_bytes if copy_bytes else 0)
+        return cls(reduce_bytes, precision.num_bytes, update, casts)
 
 
 def spread(total: int, num_parts: int) -> list[int]:
@@ -173,6 +193,31 @@ def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replicati
     if to.gather_op is None:
         return Cost(0, costs.cluster.inter_node.kind)
     return costs.collective(to.gather_op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
+
+
+class BufferCopies(NamedTuple):
+    """Copies of a unit that its rank makes: out of a gather's buffer, into a reduction's."""
+
+    unpack_ps: int
+    pack_ps: int
+
+
+def buffer_copies(
+    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, *, adds_up: bool
+) -> BufferCopies:
+    """Return the times of the copies of a unit of *num_parameters*; none where it is gathered flat.
+
+    Where shards are those of each parameter, what ranks send is a piece of every one, so that
+    neither buffer holds a parameter in one piece (FSDP2 of PyTorch 2.6, _fsdp_collectives.py:
+    split_with_sizes_copy after the gather; _chunk_cat, which casts, before the reduction).
+    Gradients that *adds_up* over microbatches are kept as they are reduced.
+    """
+    if not (costs.stack.copies_units and to.gathers_units and to.span.num_ranks > 1):
+        return BufferCopies(0, 0)
+    kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
+    out = costs.memory_traffic(2 * num_parameters * wire.gather_bytes)
+    into = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
+    return BufferCopies(out.time_ps, into.time_ps)
 
 
 def update_cost(

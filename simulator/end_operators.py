@@ -79,7 +79,7 @@ def _looked_up(shape: BlockShape, comm: PairCommunication) -> tuple[Operator, ..
 def _position_reduction(shape: BlockShape) -> tuple[Operator, ...]:
     """Return the sum of the position table's gradient where a rank saw its own tokens alone."""
     scattered = shape.sequence_parallel and shape.stack.scatters_positions
-    scattered = scattered and not shape.in_pipeline
+    scattered = scattered and not shape.defers_sums
     if shape.model.positions != "learned" or not scattered:
         return ()
     size_bytes = shape.model.max_positions * shape.model.hidden_size * shape.element_bytes

@@ -21,17 +21,17 @@ CAST_BYTES = 4
 
 
 def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
-    """Return the casts of one layer's forward pass, none without fp8.
+    """Return the casts of one layer's forward pass, or of what it repeats; none without fp8.
 
     Args:
         shape: Sizes and recipe.
-        linears: The layer's products ``[tokens, k] x [k, n]``.
+        linears: Its products ``[tokens, k] x [k, n]``.
     """
     if shape.fp8 is None:
         return ()
     inputs = sum(linear.m * linear.k for linear in linears)
     casts_weights = shape.fp8.weight_casts is not WeightCast.STEP
-    return _casts("forward", shape, inputs, len(linears), casts_weights=casts_weights)
+    return _casts("forward", linears, inputs, casts_weights=casts_weights)
 
 
 def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
@@ -45,16 +45,16 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
         return ()
     gradients = sum(linear.m * linear.n for linear in linears)
     casts_weights = shape.fp8.weight_casts is WeightCast.FORWARD_BACKWARD
-    return _casts("backward", shape, gradients, len(linears), casts_weights=casts_weights)
+    return _casts("backward", linears, gradients, casts_weights=casts_weights)
 
 
 def _casts(
-    phase: str, shape: BlockShape, num_elements: int, num_linears: int, *, casts_weights: bool
+    phase: str, linears: Sequence[Gemm], num_elements: int, *, casts_weights: bool
 ) -> tuple[Operator, ...]:
-    num_elements += shape.num_linear_weights * casts_weights
+    num_elements += sum(linear.k * linear.n for linear in linears) * casts_weights
     return (
         MemoryBound(f"fp8 casts {phase}", CAST_BYTES * num_elements),
-        KernelLaunches(f"fp8 casts {phase}", num_linears * (1 + casts_weights)),
+        KernelLaunches(f"fp8 casts {phase}", len(linears) * (1 + casts_weights)),
     )
 
 
@@ -62,11 +62,18 @@ def step_cast_bytes(shape: BlockShape, num_layers: int) -> int:
     """Return the traffic of casting the weights of *num_layers* layers once a step, if it is so."""
     if shape.fp8 is None or shape.fp8.weight_casts is not WeightCast.STEP:
         return 0
-    return CAST_BYTES * shape.num_linear_weights * num_layers
+    return CAST_BYTES * num_linear_weights(shape) * num_layers
 
 
 def weight_copy_bytes(shape: BlockShape, num_layers: int) -> int:
     """Return the bytes of the fp8 copies that *num_layers* layers keep of their weights."""
     if shape.fp8 is None:
         return 0
-    return shape.fp8.weight_copy_bytes * shape.num_linear_weights * num_layers
+    return shape.fp8.weight_copy_bytes * num_linear_weights(shape) * num_layers
+
+
+def num_linear_weights(shape: BlockShape) -> int:
+    """Return the weights of the four linear layers of one layer, without biases, on one rank."""
+    qkv = shape.local_width + 2 * shape.local_kv_width
+    widths = qkv + shape.local_width + shape.mlp_in_width + shape.local_ffn_width
+    return shape.model.hidden_size * widths

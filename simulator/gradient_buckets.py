@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from hwprofiles import Offload
+from hwprofiles import Offload, StackProfile
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, stage_parameters
 from simulator.engine.work import num_gathers
@@ -24,6 +24,7 @@ from simulator.parameters import (
     padded_vocab_size,
     parameter_tensors,
 )
+from simulator.schedules.lookahead import NO_REFETCHES, Refetches
 
 USED_BYTES = 4  # an int32 for each tensor
 
@@ -52,10 +53,29 @@ class StagePart(NamedTuple):
     stays: bool = False
 
 
-def gradient_buckets(shape: BlockShape, stage: Stage) -> tuple[Bucket, ...]:
-    """Return the buckets of *stage* in the order in which backward completes them."""
+def bucket_limit(stack: StackProfile, dp: int) -> int:
+    """Return the parameters that fill a bucket with *dp* data-parallel ranks.
+
+    Megatron-Core makes them larger with many replicas, so that what each of them sends is not too
+    small (distributed_data_parallel.py of core r0.8).
+
+    >>> from hwprofiles import load_stack
+    >>> [bucket_limit(load_stack("megatron-core"), dp) for dp in (8, 128)]
+    [40000000, 128000000]
+    """
+    return max(stack.gradient_bucket_parameters, stack.gradient_bucket_parameters_per_replica * dp)
+
+
+def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Bucket, ...]:
+    """Return the buckets of *stage* in the order in which backward completes them.
+
+    Args:
+        shape: Of its blocks.
+        stage: Whose gradients.
+        dp: Data-parallel ranks.
+    """
     stack = shape.stack
-    usual = stack.gradient_bucket_parameters
+    usual = bucket_limit(stack, dp)
     if stack.buckets_first_stage_only and not stage.has_embedding:
         usual = stage_parameters(shape, stage)
     limit = stack.first_gradient_bucket_parameters or usual
@@ -150,12 +170,12 @@ def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
     return USED_BYTES * sum(tensors)
 
 
-def bucket_parts(shape: BlockShape, stage: Stage) -> tuple[StagePart, ...]:
-    """Return *stage* cut where buckets are complete, in model order."""
+def bucket_parts(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[StagePart, ...]:
+    """Return *stage* cut where buckets are complete with *dp* replicas, in model order."""
     parts: list[StagePart] = []
     end = _num_blocks(stage)
     for first, buckets in groupby(
-        gradient_buckets(shape, stage), key=lambda bucket: _position(stage, bucket)
+        gradient_buckets(shape, stage, dp), key=lambda bucket: _position(stage, bucket)
     ):
         held = tuple(bucket.num_parameters for bucket in buckets)
         parts.append(StagePart(_blocks(stage, first, end), held))
@@ -208,36 +228,58 @@ def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
 
     Each weight is split along its first dim, which is filled up to a multiple of the shards.
     """
-    layer = _filled(shape, "layer", num_shards)
-    root = _filled(shape, "embedding", num_shards) * stage.has_embedding
-    root += _filled(shape, "head", num_shards) * stage.has_head
-    if stage.has_head and not stage.has_embedding and shape.model.tied_embeddings:
-        rows = -(-shape.local_vocab_size // num_shards) * num_shards
-        root += rows * shape.model.hidden_size
-    parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
     one = Stage(1, has_embedding=False, has_head=False)
+    ends = stage._replace(num_layers=0)
+    layer, root = (num_shards * sum(unit_shards(shape, unit, num_shards)) for unit in (one, ends))
+    parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
     parts += [StagePart(one, (layer,))] * stage.num_layers
     if stage.has_head:
         parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
     return tuple(parts if root else parts[1:])
 
 
-def _filled(shape: BlockShape, block: Block, num_shards: int) -> int:
-    """Return the elements of a block's weights, each filled up to whole rows for every shard."""
+def unit_shards(
+    shape: BlockShape, unit: Stage, num_shards: int, shard: int | None = None
+) -> list[int]:
+    """Return the elements of one shard of each weight of *unit*.
+
+    Args:
+        shape: Sizes of its blocks.
+        unit: Layers and ends of the model that it holds.
+        num_shards: Over how many ranks rows are split.
+        shard: Which one, without what fills it up: the last ones may have fewer rows.
+    """
+    sizes = []
+    for rows, width in _unit_weights(shape, unit):
+        most = -(-rows // num_shards)
+        held = most if shard is None else min(most, max(0, rows - shard * most))
+        sizes.append(held * width)
+    return sizes
+
+
+def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
+    """Yield rows and the elements of a row of each weight of *unit*."""
     model, tp = shape.model, shape.tp
-    total = 0
+    held = {"embedding": unit.has_embedding, "layer": unit.num_layers, "head": unit.has_head}
     for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
-        if tensor.block == block:
-            rows, *rest = local_shape(model, tensor, tp=tp)
-            parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
-            total += sum(-(-part // num_shards) * num_shards for part in parts) * prod(rest)
-    return total
+        rows, *rest = local_shape(model, tensor, tp=tp)
+        parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
+        yield from [(part, prod(rest)) for part in parts] * held[tensor.block]
+    if unit.has_head and not unit.has_embedding and model.tied_embeddings:
+        yield shape.local_vocab_size, model.hidden_size
 
 
-def part_gathers(part: StagePart, to: Replication, num_microbatches: int) -> int:
+def part_gathers(
+    part: StagePart,
+    to: Replication,
+    num_microbatches: int,
+    refetches: Refetches = NO_REFETCHES,
+) -> int:
     """Return how often the parameters of *part* are gathered in a step."""
     stays = part.stays or not to.reshards
-    return num_gathers(num_microbatches, stays=stays, keeps_units=to.keeps_units)
+    return num_gathers(
+        num_microbatches, stays=stays, keeps_units=to.keeps_units, refetches=refetches
+    )
 
 
 def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[StagePart, ...]:
@@ -252,7 +294,7 @@ def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[Sta
     if to.gathers_units:
         return _owned(unit_parts(shape, stage, to.span.num_ranks), to)
     if to.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage)
+        return bucket_parts(shape, stage, to.dp)
     if to.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()

@@ -131,6 +131,24 @@ def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -
     return kept, reduced
 
 
+def main_gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -> int:
+    """Return the bytes of the fp32 copy that the update makes of a gradient kept in 16 bits.
+
+    Megatron-Core copies all gradients of a rank, or of its shard, before it clips them, and has
+    nothing to copy where they are kept in fp32 (`_copy_model_grads_to_main_grads` of
+    megatron/core/optimizer/optimizer.py, core r0.8). A stack that keeps no other gradients than
+    these says in its profile what its update needs.
+
+    >>> from hwprofiles import load_stack
+    >>> core, half = load_stack("megatron-core"), Formats(Precision.BF16, None)
+    >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACKS_OWN, half)]
+    [0, 4]
+    """
+    kept, _ = gradient_bytes(stack, precision, wanted)
+    usual, _ = gradient_bytes(stack, precision, STACKS_OWN)
+    return FULL_BYTES if kept < usual else 0
+
+
 def casts_of(stack: StackProfile, precision: Precision, wanted: Formats) -> Casts | None:
     """Return the casts of a plan; those of the stack's own formats are in its fitted constants."""
     chosen = chosen_formats(stack, precision, wanted)

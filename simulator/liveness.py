@@ -6,14 +6,16 @@ autograd runs and frees: a node's saved tensors go when its backward has run, th
 arrives when the node that received it has.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from hwprofiles import Attention, Recompute
 from simulator.activations import (
     attention_core_tensors,
+    cast_weights,
     layer_tensors,
     saved_layer_bytes,
+    saved_tensors,
+    unread_tensors,
 )
 from simulator.block_shape import BlockShape
 from simulator.fp8_operands import (
@@ -22,73 +24,24 @@ from simulator.fp8_operands import (
     row_backward_bytes,
     row_forward_bytes,
 )
+from simulator.product_liveness import (
+    Product,
+    Step,
+    cast_column_steps,
+    cast_row_steps,
+    highest,
+    weight_gradient_bytes,
+)
+from simulator.widths import Widths
 
-
-class Step(NamedTuple):
-    """Bytes that a step allocates before it runs, and frees after."""
-
-    name: str
-    allocates: int
-    frees: int
-
-
-def highest(steps: Iterable[Step], live: int = 0) -> int:
-    """Return the most bytes that live at one time; *live* before the first step.
-
-    >>> highest([Step("product", 6, 4), Step("sum", 3, 5)], live=1)
-    7
-    """
-    most = live
-    for step in steps:
-        most = max(most, live + step.allocates)
-        live += step.allocates - step.frees
-    return most
-
-
-class Widths(NamedTuple):
-    """Bytes of the tensors of a layer's passes on one rank.
-
-    ``local`` is an activation outside tensor-parallel regions, ``whole`` one with all tokens,
-    ``gathered`` a copy with all tokens where the
-    rank has its own only, ``regathered`` the same where backward gathers again.
-    """
-
-    local: int
-    whole: int
-    gathered: int
-    regathered: int
-    core: int
-    key_value: int
-    mlp_in: int
-    mlp_out: int
-    scores: int
-    score_mask: int
-
-    @classmethod
-    def of(cls, shape: BlockShape) -> "Widths":
-        """Return the widths of *shape*."""
-        element = shape.num_tokens * shape.element_bytes
-        whole = element * shape.model.hidden_size
-        num_scores = 0
-        if shape.attention is Attention.UNFUSED:
-            num_scores = shape.num_local_heads * shape.microbatch_size * shape.seq_len**2
-        return cls(
-            local=shape.message_bytes,
-            whole=whole,
-            gathered=whole if shape.sequence_parallel else 0,
-            regathered=0 if shape.stack.keeps_gathered_inputs else whole * shape.sequence_parallel,
-            core=element * shape.local_width,
-            key_value=element * shape.local_kv_width,
-            mlp_in=element * shape.mlp_in_width,
-            mlp_out=element * shape.local_ffn_width,
-            scores=num_scores * shape.element_bytes,
-            score_mask=num_scores if shape.model.dropout else 0,
-        )
-
-    @property
-    def qkv(self) -> int:
-        """Queries, keys and values."""
-        return self.core + 2 * self.key_value
+# Where a pass that keeps nothing frees the output of an operator: of a product, a sum, the core.
+FREED_IN = {
+    **dict.fromkeys(("queries", "keys", "values"), "core"),
+    "core output": "attention output",
+    **dict.fromkeys(("attention output", "reduced attention output"), "attention residual"),
+    **dict.fromkeys(("mlp gate", "mlp in"), "mlp activation"),
+    **dict.fromkeys(("mlp out", "reduced mlp out"), "mlp residual"),
+}
 
 
 def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
@@ -104,14 +57,15 @@ def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     summed = wide.whole + _part(shape)
     cast = row_forward_bytes(shape, shape.local_ffn_width)
     cast += wide.mlp_out - wide.mlp_out // shape.element_bytes * shape.linear_input_bytes
+    norm = wide.local if shape.casts_weights else 0  # what is kept of it is its 16-bit copies
     return (
-        Step("before the core", attention - kept, 0),
+        Step("before the core", attention - kept + norm, 0),
         Step("scores", wide.scores, 0),
         Step("core", core, wide.scores),
         Step("core output", output, output - kept + recomputed),
-        Step("attention output", summed, summed),
-        Step("mlp", mlp, 0),
-        Step("mlp out", wide.whole + wide.local + cast, cast),
+        Step("attention output", summed, summed + norm),
+        Step("mlp", mlp + norm, 0),
+        Step("mlp out", wide.whole + wide.local + cast, cast + norm),
     )
 
 
@@ -131,31 +85,59 @@ def _outside_core(shape: BlockShape) -> tuple[int, int]:
 def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     """Return a layer's forward that keeps nothing but its input, which is not counted.
 
-    A block's normalised input lives until the block returns.
+    A block's normalised input lives until the block returns, what autocast has cast of its
+    weights longer.
     """
     wide = Widths.of(shape)
     norm = wide.local
     unfused = shape.attention is Attention.UNFUSED
     mask = wide.score_mask
     dropped = wide.scores if shape.model.dropout else 0
-    qkv = column_forward_bytes(shape, shape.local_width + 2 * shape.local_kv_width)
     output = wide.whole + _part(shape)
-    of_core = row_forward_bytes(shape, shape.local_width)
-    mlp_in = column_forward_bytes(shape, shape.mlp_in_width)
-    of_mlp = row_forward_bytes(shape, shape.local_ffn_width)
+    qkv, of_core, mlp_in, of_mlp = _forward_operands(shape)
     return (
         Step("attention norm", norm, 0),
-        Step("qkv", qkv + wide.qkv, qkv),
-        Step("softmax", 2 * wide.scores, wide.scores),
+        Step("qkv", qkv.size_bytes + wide.qkv, qkv.freed),
+        Step("softmax", wide.repeated + 2 * wide.scores, wide.scores),
         Step("attention dropout", dropped + mask, wide.scores * bool(dropped) + mask),
-        Step("core", wide.core * (1 + unfused), wide.core * unfused + wide.scores + wide.qkv),
-        Step("attention output", output + of_core, of_core + wide.core + norm),
+        Step(
+            "core",
+            wide.core * (1 + unfused),
+            wide.core * unfused + wide.scores + wide.repeated + wide.qkv,
+        ),
+        Step("attention output", output + of_core.size_bytes, of_core.freed + wide.core + norm),
         Step("attention residual", wide.local, output),
         Step("mlp norm", norm, 0),
-        Step("mlp in", mlp_in + wide.mlp_in, mlp_in),
+        Step("mlp in", mlp_in.size_bytes + wide.mlp_in, mlp_in.freed),
         Step("mlp activation", wide.mlp_out, wide.mlp_in),
-        Step("mlp out", output + of_mlp, of_mlp + norm + wide.mlp_out),
+        Step("mlp out", output + of_mlp.size_bytes, of_mlp.freed + norm + wide.mlp_out),
         Step("mlp residual", wide.local, output + wide.local),
+    )
+
+
+class _Operands(NamedTuple):
+    """Copies of a product's operands in another format, and what of them goes with the product."""
+
+    size_bytes: int
+    freed: int
+
+
+def _forward_operands(shape: BlockShape) -> tuple[_Operands, ...]:
+    """Return the copies of the four products' operands, for fp8 or under autocast."""
+    fp8 = (
+        column_forward_bytes(shape, shape.local_width + 2 * shape.local_kv_width),
+        row_forward_bytes(shape, shape.local_width),
+        column_forward_bytes(shape, shape.mlp_in_width),
+        row_forward_bytes(shape, shape.local_ffn_width),
+    )
+    if not shape.casts_weights:
+        return tuple(_Operands(size, size) for size in fp8)
+    # The inputs of the second and the fourth are in 16 bit as they come.
+    copies = (shape.num_tokens * shape.model.hidden_size * shape.element_bytes, 0) * 2
+    weights = [tensor.size_bytes for tensor in cast_weights(shape)]
+    return tuple(
+        _Operands(copy + weight, copy + weight * (not shape.caches_casts))
+        for copy, weight in zip(copies, weights, strict=True)
     )
 
 
@@ -164,40 +146,24 @@ def _part(shape: BlockShape) -> int:
     return shape.message_bytes if shape.sequence_parallel else 0
 
 
-def _weight_gradient(shape: BlockShape, outputs: int, inputs: int) -> int:
-    """Return a weight's gradient before it is added to the buffer; none where that is fused.
-
-    Autocast makes it in 16 bit and casts it to fp32.
-    """
-    if shape.stack.fused_gradient_accumulation:
-        return 0
-    cast = shape.residual_bytes if shape.casts_weights else 0
-    return outputs * inputs * (shape.element_bytes + cast)
-
-
-def backward_steps(shape: BlockShape, *, keeps_weight_gradients: bool = False) -> tuple[Step, ...]:
+def backward_steps(
+    shape: BlockShape, *, keeps_weight_gradients: bool = False, from_buffer: bool = False
+) -> tuple[Step, ...]:
     """Return a layer's backward; kept tensors count as negative once they are freed.
 
     Args:
         shape: Sizes of the layer.
         keeps_weight_gradients: Gradients of weights stay until the layer is done.
+        from_buffer: The gradient of its output lies in a buffer that is counted elsewhere.
     """
     layer = _Layer(
         shape=shape,
         wide=Widths.of(shape),
         kept={tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)},
         stays=keeps_weight_gradients,
+        arriving=0 if from_buffer else shape.message_bytes,
     )
     return (*_mlp_backward(layer), *_attention_backward(layer))
-
-
-class ColumnLayer(NamedTuple):
-    """A column-parallel layer: bytes of its outputs' gradient, outputs, separate products."""
-
-    name: str
-    gradient: int
-    outputs: int
-    num_products: int
 
 
 class _Layer(NamedTuple):
@@ -207,87 +173,118 @@ class _Layer(NamedTuple):
     wide: Widths
     kept: dict[str, int]
     stays: bool
+    arriving: int
 
     @property
     def dropped(self) -> int:
-        """The gradient before a dropout, beside the one after it."""
+        """The gradient of a block's output that is not the residual stream's: dropped or cast."""
+        if self.shape.casts_weights:
+            return self.wide.whole
         return self.wide.local if self.shape.model.dropout else 0
 
-    def row_step(self, name: str, width: int, inputs: int, freed: int) -> Step:
-        """Return the backward of a row-parallel product with *inputs* of *width* bytes."""
-        weight = _weight_gradient(self.shape, self.shape.model.hidden_size, inputs)
-        again = row_backward_bytes(self.shape, inputs)
-        leaves = again + weight * (not self.stays) + self.dropped + freed
-        return Step(name, again + width + weight, leaves + self.kept.get(f"{name} weights", 0))
+    def dropout_step(self, name: str) -> Step:
+        """Return the backward of a dropout, and of the cast after it."""
+        casts = self.dropped * bool(self.shape.casts_weights and self.shape.model.dropout)
+        return Step(name, self.dropped + casts, casts + self.kept[f"{name} mask"])
 
-    def column_step(self, column: ColumnLayer, kept_input: int) -> Step:
+    def row_steps(self, product: Product, inputs_bytes: int, freed: int) -> tuple[Step, ...]:
+        """Return the backward of a row-parallel product with *inputs_bytes* of inputs."""
+        freed += self.kept.get(f"{product.name} weights", 0)
+        if self.shape.casts_weights:
+            return cast_row_steps(
+                self.shape, product, inputs_bytes=inputs_bytes, freed=freed, stays=self.stays
+            )
+        weight = weight_gradient_bytes(self.shape, product.inputs * sum(product.outputs))
+        again = row_backward_bytes(self.shape, product.inputs)
+        arrived = weight * (not self.stays)
+        frees = again + arrived + product.gradient_bytes + freed
+        return (Step(product.name, again + inputs_bytes + weight, frees, gradient=arrived),)
+
+    def column_steps(self, product: Product, kept_input: int) -> tuple[Step, ...]:
         """Return the backward of a column-parallel layer."""
-        operands = column_backward_bytes(self.shape, column.outputs)
-        return column_step(self.shape, column, kept_input, operands=operands, stays=self.stays)
+        operands = column_backward_bytes(self.shape, sum(product.outputs))
+        return column_steps(self.shape, product, kept_input, operands=operands, stays=self.stays)
 
 
 def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
-    shape, wide, kept, _ = layer
+    shape, wide, kept, _, arriving = layer
+    hidden, ffn = shape.model.hidden_size, shape.local_ffn_width
     separate = shape.model.gated_mlp and not shape.stack.fused_qkv
-    column = ColumnLayer("mlp in", wide.mlp_in, shape.mlp_in_width, 2 if separate else 1)
+    outputs = (ffn, ffn) if separate else (shape.mlp_in_width,)
+    row = Product("mlp out", layer.dropped, ffn, (hidden,))
     return (
-        Step("gradient", wide.local, 0),
-        Step("mlp dropout", layer.dropped, kept["mlp dropout mask"]),
-        layer.row_step(
-            "mlp out", wide.mlp_out, shape.local_ffn_width, kept["mlp activation output"]
-        ),
+        Step("gradient", arriving, 0),
+        layer.dropout_step("mlp dropout"),
+        *layer.row_steps(row, wide.mlp_out, kept["mlp activation output"]),
         Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
-        layer.column_step(column, kept["mlp input"]),
+        *layer.column_steps(Product("mlp in", wide.mlp_in, hidden, outputs), kept["mlp input"]),
         Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
-        Step("mlp residual", 0, wide.local),
+        Step("mlp residual", 0, arriving),
     )
 
 
 def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
-    shape, wide, kept, _ = layer
-    outputs = shape.local_width + 2 * shape.local_kv_width
-    column = ColumnLayer("qkv", wide.qkv, outputs, 1 if shape.stack.fused_qkv else 3)
+    shape, wide, kept, _, _ = layer
+    hidden, width, kv_width = shape.model.hidden_size, shape.local_width, shape.local_kv_width
+    outputs = (width + 2 * kv_width,) if shape.stack.fused_qkv else (kv_width, kv_width, width)
+    row = Product("attention output", layer.dropped, width, (hidden,))
     unfused = shape.attention is Attention.UNFUSED
     freed = kept["attention output"] * (unfused or _keeps_output_apart(shape))
     return (
-        Step("attention dropout", layer.dropped, kept["attention dropout mask"]),
-        layer.row_step("attention output", wide.core, shape.local_width, freed),
-        *(_unfused_core(shape, wide) if unfused else _flash_core(shape, wide, kept)),
+        layer.dropout_step("attention dropout"),
+        *layer.row_steps(row, wide.core, freed),
+        *(_unfused_core(shape, wide, kept) if unfused else _flash_core(shape, wide, kept)),
         *_packed(shape, wide, kept),
-        layer.column_step(column, kept["qkv input"]),
+        *layer.column_steps(Product("qkv", wide.qkv, hidden, outputs), kept["qkv input"]),
         Step("attention norm", wide.local, 2 * wide.local),
+        Step("attention residual", 0, wide.local + kept["attention norm statistics"]),
     )
 
 
-def column_step(
-    shape: BlockShape, column: ColumnLayer, kept_input: int, *, operands: int, stays: bool = False
-) -> Step:
+def column_steps(
+    shape: BlockShape, product: Product, kept_input: int, *, operands: int, stays: bool = False
+) -> tuple[Step, ...]:
     """Return the backward of a column-parallel layer: the input again, and its gradient.
 
     Separate products of one input each make its gradient; the second is added to the first.
     """
+    if shape.casts_weights:
+        return cast_column_steps(shape, product, shape.num_tokens, stays=stays)
     wide = Widths.of(shape)
-    widest = column.outputs
-    if column.num_products > 1 and not stays:
-        widest = shape.local_width if column.name == "qkv" else column.outputs // 2
-    weight = _weight_gradient(shape, widest, shape.model.hidden_size)
-    copies = min(2, column.num_products)
+    outputs = sum(product.outputs) if stays else max(product.outputs)
+    weight = weight_gradient_bytes(shape, outputs * product.inputs)
+    copies = min(2, len(product.outputs))
     allocated = operands + copies * wide.whole + _part(shape) + weight
     leaves = allocated - weight * stays - wide.local
-    return Step(column.name, allocated, leaves + column.gradient + kept_input)
+    arrived = weight * (not stays)
+    frees = leaves + product.gradient_bytes + kept_input
+    return (Step(product.name, allocated, frees, gradient=arrived),)
 
 
-def _unfused_core(shape: BlockShape, wide: Widths) -> tuple[Step, ...]:
-    """Return the core's backward: value product, dropout, softmax, score product."""
+def _unfused_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+    """Return the core's backward: value product, dropout, softmax, score product, repeats."""
     dropped = wide.scores if shape.model.dropout else 0
-    again = _recomputed_core(shape, wide.score_mask + dropped + wide.scores, wide.scores)
+    copies = wide.repeated // 2
+    value = copies or wide.key_value
+    alone = _freed_with_values(shape, kept)
+    again = _recomputed_core(
+        shape, wide.repeated + wide.score_mask + dropped + wide.scores, wide.scores
+    )
     return (
         *again,
-        Step("values", wide.scores + wide.key_value, wide.core + dropped),
+        Step("values", wide.scores + value, wide.core + dropped + copies + alone),
         Step("probability dropout", dropped, dropped + wide.score_mask),
         Step("softmax", wide.scores, 2 * wide.scores),
-        Step("scores", wide.core + wide.key_value, wide.scores),
+        Step("scores", wide.core + value, wide.scores + copies),
+        Step("repeats", 2 * wide.key_value * bool(copies), 2 * copies),
+        _rotary_step(shape, wide, kept["rotated queries and keys"]),
     )
+
+
+def _rotary_step(shape: BlockShape, wide: Widths, freed: int) -> Step:
+    """Return the gradients of queries and keys being turned back."""
+    turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
+    return Step("rotary", turned, turned + freed)
 
 
 def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
@@ -297,7 +294,6 @@ def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[
         is_kept = shape.recompute is not Recompute.SELECTIVE
         output = kept["attention output in bf16"] * is_kept
     rotated = kept["rotated queries and keys"]
-    turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
     again = _recomputed_core(shape, wide.core + statistics, 0)
     recomputed = wide.core if again else 0
     return (
@@ -307,7 +303,7 @@ def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[
             wide.qkv,
             wide.core + statistics + rotated + output + recomputed,
         ),
-        Step("rotary", turned, turned),
+        _rotary_step(shape, wide, 0),
     )
 
 
@@ -318,23 +314,81 @@ def _recomputed_core(shape: BlockShape, size_bytes: int, transient: int) -> tupl
     return (Step("core again", size_bytes + transient, transient),)
 
 
+def _freed_with_values(shape: BlockShape, kept: dict[str, int]) -> int:
+    """Return what the products' outputs keep, where the values alone have a use for it."""
+    turned = kept["rotated queries and keys"] and shape.recompute is not Recompute.SELECTIVE
+    is_early = turned and shape.attention is Attention.UNFUSED
+    return kept["queries, keys and values"] if is_early else 0
+
+
 def _packed(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
     """Return the gradients of queries, keys and values becoming that of a fused product."""
     packed = wide.qkv if shape.stack.fused_qkv else 0
-    return (Step("pack qkv", packed, packed + kept["queries, keys and values"]),)
+    freed = kept["queries, keys and values"] - _freed_with_values(shape, kept)
+    return (Step("pack qkv", packed, packed + freed),)
 
 
-def layer_workspace_bytes(shape: BlockShape) -> tuple[int, int]:
-    """Return what the last layer's forward, and the first backward, need beside what is kept."""
-    kept = saved_layer_bytes(shape)
-    if shape.recompute is not Recompute.FULL:
-        return highest(forward_steps(shape)) - kept, highest(backward_steps(shape))
-    gradient, *rest = backward_steps(shape)
-    again = forward_steps(shape)
-    recomputation = (
-        gradient,
-        again[0]._replace(allocates=again[0].allocates - kept),
-        *again[1:-1],
-        again[-1]._replace(frees=again[-1].allocates),
+def whole_backward_steps(
+    shape: BlockShape, *, keeps_weight_gradients: bool = False, from_buffer: bool = False
+) -> tuple[Step, ...]:
+    """Return a layer's backward as `backward_steps`, after a forward where that is recomputed."""
+    gradient, *rest = backward_steps(
+        shape, keeps_weight_gradients=keeps_weight_gradients, from_buffer=from_buffer
     )
-    return highest(unkept_forward_steps(shape)), highest((*recomputation, *rest))
+    return (gradient, *_recomputation(shape), *rest)
+
+
+def layer_workspace_bytes(
+    shape: BlockShape, *, keeps_weight_gradients: bool = False
+) -> tuple[int, int]:
+    """Return what the last layer's forward, and the first backward, need beside what is kept."""
+    backward = layer_backward_bytes(shape, keeps_weight_gradients=keeps_weight_gradients)
+    match shape.recompute:
+        case Recompute.FULL:
+            return highest(unkept_forward_steps(shape)), backward
+        case Recompute.SELECTIVE_OP:
+            return highest(_operators_forward(shape)), backward
+        case Recompute.NONE | Recompute.SELECTIVE:
+            return highest(forward_steps(shape)) - saved_layer_bytes(shape), backward
+
+
+def layer_backward_bytes(
+    shape: BlockShape, *, keeps_weight_gradients: bool = False, from_buffer: bool = False
+) -> int:
+    """Return what a layer's backward needs beside what is kept; arguments of `backward_steps`."""
+    return highest(
+        whole_backward_steps(
+            shape, keeps_weight_gradients=keeps_weight_gradients, from_buffer=from_buffer
+        )
+    )
+
+
+def _recomputation(shape: BlockShape) -> tuple[Step, ...]:
+    """Return what of a layer's forward runs again when the gradient of its output is there."""
+    kept = saved_layer_bytes(shape)
+    match shape.recompute:
+        case Recompute.FULL:
+            first, *steps, last = forward_steps(shape)
+            whole = sum(step.allocates - step.frees for step in (first, *steps, last))
+            dropped = whole - sum(tensor.size_bytes for tensor in layer_tensors(shape))
+            first = first._replace(allocates=first.allocates - kept)
+            return (first, *steps, last._replace(frees=last.frees + dropped))
+        case Recompute.SELECTIVE_OP:
+            needed = (*layer_tensors(shape), *unread_tensors(shape))
+            size_bytes = sum(tensor.size_bytes for tensor in needed) - kept
+            return (Step("operators again", size_bytes, 0),)
+        case Recompute.NONE | Recompute.SELECTIVE:
+            return ()
+
+
+def _operators_forward(shape: BlockShape) -> tuple[Step, ...]:
+    """Return a layer's forward that keeps what some operators give out, which counts as there."""
+    stays = dict.fromkeys(FREED_IN.values(), 0)
+    for tensor in saved_tensors(shape):
+        if tensor.name in FREED_IN:
+            stays[FREED_IN[tensor.name]] += tensor.size_bytes
+    steps = unkept_forward_steps(shape)
+    return (
+        Step("kept", -sum(stays.values()), 0),
+        *(step._replace(frees=step.frees - stays.get(step.name, 0)) for step in steps),
+    )

@@ -1,21 +1,31 @@
-"""Memory of a pipeline rank: what always lives, what a pass adds, and the peak in time."""
+"""Memory of a pipeline rank: what always lives, and what a pass adds."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hwprofiles import Cluster, Precision, StackProfile
 from simulator.activations import (
+    cached_layer_bytes,
     kept_output_bytes,
     saved_embedding_bytes,
     saved_head_bytes,
     saved_layer_bytes,
 )
 from simulator.block_shape import BlockShape
-from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
-from simulator.gradient_formats import STACKS_OWN, Formats, gradient_bytes
-from simulator.liveness import highest, layer_workspace_bytes
-from simulator.schedules import Action, Phase
+from simulator.end_liveness import (
+    embedding_backward_steps,
+    head_workspace_bytes,
+    waiting_table_bytes,
+)
+from simulator.gradient_formats import (
+    STACKS_OWN,
+    Formats,
+    gradient_bytes,
+    main_gradient_bytes,
+)
+from simulator.liveness import layer_workspace_bytes
+from simulator.product_liveness import highest
+from simulator.sent_messages import SentBytes
 
 
 class Shards(NamedTuple):
@@ -70,7 +80,7 @@ class StateBytes:
             stack.parameter_bytes,
             kept_bytes,
             stack.optimizer_bytes,
-            stack.optimizer_temporary_bytes,
+            stack.optimizer_temporary_bytes + main_gradient_bytes(stack, precision, formats),
             stack.sharded_parameter_bytes,
             precision.num_bytes,
         )
@@ -101,14 +111,53 @@ class Moment(NamedTuple):
         return self.buffers_bytes - self.absent_bytes
 
 
+def fuller(one: Moment, other: Moment) -> Moment:
+    """Return the moment at which more lives; of two alike the first.
+
+    >>> fuller(Moment(5, absent_bytes=3), Moment(4))
+    Moment(buffers_bytes=4, absent_bytes=0)
+    """
+    return one if one.total_bytes >= other.total_bytes else other
+
+
+class PassMoments(NamedTuple):
+    """The fullest instants of the passes of a virtual stage: forward, first and later backward."""
+
+    forward: Moment
+    first_backward: Moment
+    backward: Moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptUnits:
+    """A virtual stage whose gathered units PyTorch's pipeline runtimes keep between its passes.
+
+    Args:
+        whole: Passes that find all its units gathered.
+        ahead: Passes that find them in the buffers in which they were gathered ahead.
+        ahead_bytes: Those buffers.
+        reduction: What reducing the gradients needs after the last pass, and those that go by it.
+        sent: What it sends in each microbatch.
+    """
+
+    whole: PassMoments
+    ahead: PassMoments
+    ahead_bytes: int
+    reduction: Moment
+    sent: SentBytes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkMemory:
     """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
 
     ``late_gradients_bytes`` are those of the gradients that the chunk's first backward pass makes,
     ``first_backward`` is the fullest instant of that pass; None where it is as the others.
+    ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
+    which ``reduced_gradients_bytes`` are gone then.
     ``after_forward_bytes`` and ``after_backward_bytes`` of gathered weights live while other
-    chunks run; the workspaces of its own passes include them.
+    chunks run; the workspaces of its own passes include them.  With ``kept_units`` these are the
+    workspaces of passes that gather the units themselves.
     """
 
     saved_bytes: int
@@ -116,13 +165,19 @@ class ChunkMemory:
     backward_workspace_bytes: int
     late_gradients_bytes: int = 0
     first_backward: Moment | None = None
+    last_backward: Moment | None = None
+    reduced_gradients_bytes: int = 0
     after_forward_bytes: int = 0
     after_backward_bytes: int = 0
+    kept_units: KeptUnits | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Everything that decides the memory of one pipeline rank, and what it keeps on its host."""
+    """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
+
+    ``holds_sent`` says that messages it has sent live until the step ends.
+    """
 
     parameters_bytes: int
     gradients_bytes: int
@@ -131,11 +186,17 @@ class RankMemory:
     chunks: tuple[ChunkMemory, ...]
     host_bytes: int = 0
     message_buffers_bytes: int = 0
+    holds_sent: bool = False
 
     @property
     def static_bytes(self) -> int:
         """Bytes that live through the whole step."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are freed after a forward pass but not after a backward one."""
+        return any(chunk.after_forward_bytes < chunk.after_backward_bytes for chunk in self.chunks)
 
 
 def pass_workspace_bytes(
@@ -154,15 +215,20 @@ def pass_workspace_bytes(
         wait for backward; 0 where those are the most.
     """
     head = saved_head_bytes(shape) if has_head else 0
+    waiting = waiting_table_bytes(shape) if has_embedding and has_head else 0
+    cached = cached_layer_bytes(shape)
     forward = backward = 0
     if num_layers:
         forward, backward = (size - head for size in layer_workspace_bytes(shape))
+        forward += (num_layers - 1) * cached
+        backward += waiting
     if has_head:
         of_head = head_workspace_bytes(shape)
-        forward, backward = max(forward, of_head[0]), max(backward, of_head[1])
+        forward = max(forward, of_head[0] + num_layers * cached)
+        backward = max(backward, of_head[1])
     if has_embedding:
-        layers = num_layers * saved_layer_bytes(shape)
-        backward = max(backward, highest(embedding_backward_steps(shape)) - layers - head)
+        freed = num_layers * saved_layer_bytes(shape) + head
+        backward = max(backward, highest(embedding_backward_steps(shape)) + waiting - freed)
     return max(0, forward), max(0, backward)
 
 
@@ -238,98 +304,6 @@ def rank_memory(
 def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
     """Return *memory* with copies of weights in another format, which are never split or moved."""
     return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPeak:
-    """The fullest instant of a rank: when, in which action, and what lives then."""
-
-    total_bytes: int
-    absent_bytes: int
-    activations_bytes: int
-    buffers_bytes: int
-    time_ps: int
-    moment: str
-    action: Action | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEvent:
-    """A change of a rank's live bytes: *activations* stay, *buffers* are a momentary need.
-
-    ``absent_bytes`` of gradients that count as static are not there yet.
-    """
-
-    time_ps: int
-    moment: str
-    activations_bytes: int
-    buffers_bytes: int
-    action: Action | None = None
-    absent_bytes: int = 0
-
-    @property
-    def moving_bytes(self) -> int:
-        """Live bytes beside the static ones."""
-        return self.activations_bytes + self.buffers_bytes - self.absent_bytes
-
-
-def memory_timeline(
-    memory: RankMemory, passes: Iterable[tuple[Action, int, int]], update_ps: int
-) -> list[MemoryEvent]:
-    """Return the live bytes of a rank, beyond its static ones, at each action of a step.
-
-    Args:
-        memory: The rank's sizes.
-        passes: Each action with its start and end in picoseconds, in order.
-        update_ps: When the optimizer starts.
-    """
-    live = memory.message_buffers_bytes
-    gathered: dict[int, int] = {}
-    late = {index: chunk.late_gradients_bytes for index, chunk in enumerate(memory.chunks)}
-    events: list[MemoryEvent] = []
-    for action, start_ps, end_ps in passes:
-        chunk = memory.chunks[action.chunk]
-        if action.phase is Phase.FORWARD:
-            live += chunk.saved_bytes
-            moment = Moment(chunk.forward_workspace_bytes)
-        else:
-            moment = Moment(chunk.backward_workspace_bytes)
-            if late.pop(action.chunk, 0) and chunk.first_backward is not None:
-                moment = chunk.first_backward
-        gathered.pop(action.chunk, None)
-        absent, elsewhere = sum(late.values()), sum(gathered.values())
-        events.append(
-            MemoryEvent(
-                start_ps,
-                str(action),
-                live,
-                moment.buffers_bytes + elsewhere,
-                action,
-                absent + moment.absent_bytes,
-            )
-        )
-        gathered[action.chunk] = chunk.after_forward_bytes
-        if action.phase is Phase.BACKWARD:
-            gathered[action.chunk] = chunk.after_backward_bytes
-            live -= chunk.saved_bytes
-        held = sum(gathered.values())
-        events.append(MemoryEvent(end_ps, f"after {action}", live, held, action, absent))
-    events.append(MemoryEvent(update_ps, "optimizer", live, memory.update_temporary_bytes))
-    return events
-
-
-def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
-    """Return the first fullest instant of a timeline."""
-    fullest = max(events, key=lambda event: event.moving_bytes)
-    return MemoryPeak(
-        total_bytes=memory.static_bytes + fullest.moving_bytes,
-        absent_bytes=fullest.absent_bytes,
-        activations_bytes=fullest.activations_bytes,
-        buffers_bytes=fullest.buffers_bytes,
-        time_ps=fullest.time_ps,
-        moment=fullest.moment,
-        action=fullest.action,
-    )
 
 
 def reserved_bytes(allocated_bytes: int, stack: StackProfile) -> int:

@@ -9,7 +9,8 @@ al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198,
 
 from math import ceil
 
-from hwprofiles import Recompute
+from hwprofiles import Precision, Recompute
+from simulator.operator_policy import repeated_products
 from simulator.plan import ParallelPlan, TrainingJob
 
 CONVENTION = (
@@ -60,4 +61,9 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan) -> int:
             repeated = attention_forward_flops(job)
         case Recompute.FULL:
             repeated = layer_forward_flops(job)
+        case Recompute.SELECTIVE_OP:
+            is_fp8 = job.precision is Precision.FP8
+            products = repeated_products(job.model, is_fp8=is_fp8)
+            weights = sum(each.inputs * each.outputs for each in products)
+            repeated = 2 * weights * job.tokens_per_step
     return model_flops(job) + job.model.num_layers * repeated

@@ -26,6 +26,7 @@ from simulator.gradient_buckets import StagePart, part_gathers
 from simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from simulator.mesh import Mesh
 from simulator.plan import ParallelPlan, TrainingJob
+from simulator.schedules.lookahead import Refetches
 
 # The ZeRO stages that each way goes with.
 ZERO_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
@@ -189,6 +190,7 @@ def host_share(
     stages: Sequence[Stage],
     work: RankWork,
     num_microbatches: int,
+    refetches: Sequence[Refetches],
 ) -> Fraction:
     """Return the host's part in all that a rank's data-parallel stream does in a step.
 
@@ -200,27 +202,36 @@ def host_share(
         stages: Virtual stages of the rank.
         work: Its work, copies included.
         num_microbatches: Microbatches of the step.
+        refetches: How often each virtual stage is gathered anew.
     """
     to = side.to
     if to.offload is Offload.NONE:
         return Fraction(0)
+    gathers = [
+        part_gathers(part, to, num_microbatches, again)
+        for stage, again in zip(stages, refetches, strict=True)
+        for part in parts[stage]
+    ]
     held = [part for stage in stages for part in parts[stage]]
     num_parameters = sum(count for part in held for count in part.buckets)
     copies = [part_copies(side, part) for part in held]
     num_reductions = num_microbatches if to.reduces_each_microbatch else 1
     again_ps = (num_microbatches - 1) * sum(each.again_ps for each in copies)
     host_ps = copy_back_ps(side, num_parameters) + again_ps
-    host_ps += sum(
-        each.in_ps * part_gathers(part, to, num_microbatches)
-        for part, each in zip(held, copies, strict=True)
-    )
+    host_ps += sum(each.in_ps * count for each, count in zip(copies, gathers, strict=True))
     host_ps += num_reductions * sum(each.out_ps for each in copies)
     busy_ps = work.gather_ps + again_ps
-    for chunk in work.chunks:
+    for chunk, again in zip(work.chunks, refetches, strict=True):
         for unit in chunk.forward_units:
-            gathers = num_gathers(num_microbatches, stays=unit.stays, keeps_units=to.keeps_units)
-            busy_ps += gathers * unit.gather_ps
-        busy_ps += num_reductions * sum(unit.reduce_ps for unit in chunk.backward_units)
+            count = num_gathers(
+                num_microbatches,
+                stays=unit.stays,
+                keeps_units=to.keeps_units,
+                refetches=again,
+            )
+            busy_ps += count * (unit.gather_ps + unit.unpack_ps)
+        reduce_ps = sum(unit.reduce_ps + unit.pack_ps for unit in chunk.backward_units)
+        busy_ps += num_reductions * reduce_ps
     return Fraction(host_ps, busy_ps)
 
 
@@ -236,11 +247,19 @@ def rank_update_cost(side: HostSide, num_parameters: int, cast_bytes: int) -> Ph
     return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
 
 
-def offloaded_memory(side: HostSide, memory: RankMemory, num_parameters: int) -> RankMemory:
+def offloaded_memory(
+    side: HostSide, memory: RankMemory, num_parameters: int, *, arriving: int = 0
+) -> RankMemory:
     """Return *memory* with what the plan keeps on the host moved there.
 
     Gradients that are not reduced before the last microbatch stay whole on the device till then;
     their place on the host is needed all the same.
+
+    Args:
+        side: What the bytes follow from.
+        memory: As if nothing were moved.
+        num_parameters: Of the rank, before sharding.
+        arriving: Elements of a gradient that come beside the sum that the host adds them to.
     """
     state, to = side.state, side.to
     if to.offload is Offload.NONE:
@@ -254,7 +273,7 @@ def offloaded_memory(side: HostSide, memory: RankMemory, num_parameters: int) ->
         gradients_bytes=0 if to.reduces_each_microbatch else memory.gradients_bytes,
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
-        host_bytes=owned_share(num_parameters, to) * on_host,
+        host_bytes=owned_share(num_parameters, to) * on_host + arriving * state.gradient,
     )
 
 

@@ -12,6 +12,7 @@ from hwprofiles import Attention, CollectiveOp, Recompute
 from simulator.block_shape import BlockShape
 from simulator.fp8_casts import backward_casts, forward_casts
 from simulator.mesh import Axis
+from simulator.operator_policy import repeated_products
 from simulator.operators import (
     BlockOperators,
     Collective,
@@ -221,7 +222,7 @@ def norm_reductions(shape: BlockShape, num_norms: int) -> tuple[Operator, ...]:
 
     With sequence parallelism a rank's norms see its own tokens alone.
     """
-    sums = shape.stack.sums_norms_each_microbatch and not shape.in_pipeline
+    sums = shape.stack.sums_norms_each_microbatch and not shape.defers_sums
     if not (shape.sequence_parallel and sums):
         return ()
     size_bytes = shape.model.hidden_size * shape.element_bytes
@@ -249,6 +250,31 @@ def _recomputed(
             return _until_last_kept(shape, forward)
         case Recompute.SELECTIVE:
             return (*attention, KernelLaunches("attention recompute", len(attention)))
+        case Recompute.SELECTIVE_OP:
+            return _operators_again(shape)
+
+
+def _operators_again(shape: BlockShape) -> tuple[Operator, ...]:
+    """Return what runs again where the outputs of some operators are kept (`operator_policy`)."""
+    comm = pair_communication(shape)
+    is_fp8 = shape.fp8 is not None
+    products = tuple(
+        Gemm(each.name, m=shape.num_tokens, n=each.outputs, k=each.inputs, is_fp8=is_fp8)
+        for each in repeated_products(shape.model, tp=shape.tp, is_fp8=is_fp8)
+    )
+    gather = tp_collective(shape, comm.forward_in, "tp recomputed gather", of_linear=True)
+    # What was scattered is kept; without dropout nothing reads the second sum.
+    num_sums = 0 if shape.sequence_parallel else 1 + shape.model.dropout
+    num_kernels = shape.stack.forward_kernels_per_layer + len(products)
+    return (
+        *(2 * gather),
+        *products,
+        *(num_sums * tp_collective(shape, comm.forward_out, "tp recomputed reduce")),
+        *forward_casts(shape, products),
+        *_layer_elementwise(shape, backward=False),
+        KernelLaunches("layer recompute", num_kernels),
+        HostPasses("layer recompute", 1),
+    )
 
 
 def _until_last_kept(shape: BlockShape, forward: tuple[Operator, ...]) -> tuple[Operator, ...]:

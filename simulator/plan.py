@@ -239,6 +239,17 @@ def syncs_by_default(stack: StackProfile, zero_stage: int, pp: int) -> bool:
     return stack.reduces_each_microbatch and zero_stage >= 2 and pp == 1
 
 
+def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
+    """Return whether gradients are summed over several microbatches before they are reduced.
+
+    So they are in a pipeline, however few its microbatches.
+    """
+    each = plan.sync_each_microbatch
+    if each is None:
+        each = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    return plan.pp > 1 or (plan.num_microbatches(job) > 1 and not each)
+
+
 def _gradient_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot treat gradients as *plan* wants, or None when it can."""
     sync = plan.sync_each_microbatch

@@ -5,16 +5,15 @@ what closes a step, and the FLOPs.
 """
 
 from collections.abc import Iterator
-from math import prod
 
 from hwprofiles import CollectiveOp, StackProfile
 from simulator.block_shape import BlockShape
+from simulator.closing_sums import tensor_sums, tied_table_bytes
 from simulator.data_parallel import Stage, Wire
 from simulator.end_operators import embedding_operators, head_operators
 from simulator.mesh import Axis
 from simulator.operator_graph import layer_operators
 from simulator.operators import BlockOperators, FlashAttention, Gemm
-from simulator.parameters import parameter_tensors
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.step_builder import rank_stages
 from simulator.traffic import Traffic
@@ -100,40 +99,16 @@ def closing_traffic(
     """
     shape = BlockShape.of(job, plan, stack)
     stages = rank_stages(plan, pp_rank)
-    kept_bytes = Wire.of(stack, job.precision, plan).reduce_bytes
-    calls: list[Traffic] = []
-    if shape.sequence_parallel:
-        calls.extend(_replicated_sums(shape, stages, kept_bytes))
+    wire = Wire.of(stack, job.precision, plan)
+    calls = [
+        Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, each.size_bytes, plan.tp, each.num_calls)
+        for each in tensor_sums(shape, stages, wire)
+    ]
     at_an_end = stages[0].has_embedding or stages[-1].has_head
     if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
-        # Units of fully_shard reduce it first: each rank has its shard of the sum.
-        shards = plan.num_shards if stack.root_unit else 1
-        rows = -(-shape.local_vocab_size // shards)
-        table = rows * job.model.hidden_size * kept_bytes
-        calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table, 2, 1))
+        table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
+        calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, 2, 1))
     return tuple(calls)
-
-
-def _replicated_sums(
-    shape: BlockShape, stages: tuple[Stage, ...], kept_bytes: int
-) -> Iterator[Traffic]:
-    """Yield the sums of weights' gradients that saw a rank's own tokens alone: in one, or each.
-
-    Where every microbatch sums them there is nothing left to do.
-    """
-    if not shape.stack.sums_norms_each_microbatch:
-        size = kept_bytes * sum(_replicated_parameters(shape, stage) for stage in stages)
-        if size:
-            yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, 1)
-    elif shape.in_pipeline:
-        norms = sum(2 * stage.num_layers + stage.has_head for stage in stages)
-        tensors = norms * (2 if shape.model.norm == "layernorm" else 1)
-        size = shape.model.hidden_size * kept_bytes
-        yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, tensors)
-        model, scatters = shape.model, shape.stack.scatters_positions
-        if stages[0].has_embedding and model.positions == "learned" and scatters:
-            size *= model.max_positions
-            yield Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, size, shape.tp, 1)
 
 
 def norm_ranks(plan: ParallelPlan) -> int:
@@ -143,17 +118,3 @@ def norm_ranks(plan: ParallelPlan) -> int:
     """
     shards = plan.num_shards if plan.zero_stage else 1
     return plan.tp * plan.pp * shards
-
-
-def _replicated_parameters(shape: BlockShape, stage: Stage) -> int:
-    """Return the parameters of norms, and of biases added to a rank's own tokens."""
-    model = shape.model
-    counts = {"embedding": 0, "layer": 0, "head": 0}
-    for tensor in parameter_tensors(model):
-        if tensor.tp_dim is None and tensor.name != "position_embedding.weight":
-            counts[tensor.block] += prod(tensor.shape)
-    return (
-        stage.num_layers * counts["layer"]
-        + stage.has_embedding * counts["embedding"]
-        + stage.has_head * counts["head"]
-    )

@@ -21,6 +21,7 @@ class SpanKind(StrEnum):
     GRADIENT_MESSAGE = "gradient message"
     PARAMETER_GATHER = "parameter gather"
     GRADIENT_REDUCTION = "gradient reduction"
+    TENSOR_SUM = "sum over tensor ranks"
     SHARED_EMBEDDING = "shared embedding reduction"
     GRADIENT_NORM = "gradient norm"
 
@@ -40,7 +41,8 @@ class RankStreams:
     """The streams of one rank, each in order of time and without overlap.
 
     Args:
-        compute: Passes, with what they waited for parameters, and the optimizer.
+        compute: Passes, with what they waited for parameters; sums of gradients over
+            tensor-parallel ranks that are left to the end; the optimizer.
         messages: Times at which a pipeline message leaves the rank's port.
         data_parallel: Collectives over replicas, from start to end: where messages share the
             port, a collective pauses for each of them.
@@ -85,7 +87,7 @@ def rank_streams(work: StepWork, times: StepTimes, pp_rank: int) -> RankStreams:
         *_final_collectives(work, rank, pp_rank),
     )
     return RankStreams(
-        compute=_present([*_passes(passes), _optimizer(work, rank, pp_rank)]),
+        compute=_present([*_passes(passes), *_closing(work, rank, pp_rank)]),
         messages=_present(messages),
         data_parallel=_present(collectives),
     )
@@ -112,9 +114,12 @@ def _passes(passes: list[_Pass]) -> Iterator[Span]:
         yield Span(kind, start_ps, end_ps, action.chunk, action.microbatch)
 
 
-def _optimizer(work: StepWork, rank: RankTimes, pp_rank: int) -> Span:
-    start_ps = rank.update_start_ps
-    return Span(SpanKind.OPTIMIZER, start_ps, start_ps + work.ranks[pp_rank].optimizer_ps)
+def _closing(work: StepWork, rank: RankTimes, pp_rank: int) -> tuple[Span, Span]:
+    this, sums_ps, update_ps = work.ranks[pp_rank], rank.sums_start_ps, rank.update_start_ps
+    return (
+        Span(SpanKind.TENSOR_SUM, sums_ps, sums_ps + this.sums_ps),
+        Span(SpanKind.OPTIMIZER, update_ps, update_ps + this.optimizer_ps),
+    )
 
 
 def _messages(passes: list[_Pass]) -> Iterator[Span]:
@@ -152,6 +157,8 @@ def _collectives(
     ready_ps = passes[-1].end_ps
     if work.blocking_messages and passes[-1].instruction.target_step:
         ready_ps = messages[-1].end_ps
+    if work.sums_first:
+        ready_ps += work.ranks[pp_rank].sums_ps
     yield _Collective(kind, -1, ready_ps, work.ranks[pp_rank].reduce_ps, port)
 
 

@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hwprofiles import CollectiveOp
 from simulator.block_shape import BlockShape
+from simulator.closing_sums import tensor_sums_cost, tied_table_bytes
 from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
+    buffer_copies,
     gather_cost,
     reduce_cost,
     sum_layers,
@@ -127,6 +129,7 @@ def _rank_work(
     return RankWork(
         chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
         reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
+        sums_ps=tensor_sums_cost(costs, context.shape, stages, context.wire).time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
         optimizer_ps=update.time_ps,
         gather_ps=back_ps
@@ -139,7 +142,7 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
     if plan.pp == 1 or not shape.model.tied_embeddings:
         return 0
     wire = Wire.of(costs.stack, shape.precision, plan)
-    table_bytes = shape.local_vocab_size * shape.model.hidden_size * wire.reduce_bytes
+    table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
     crosses = mesh.crosses_nodes(0, plan.pp - 1)
     span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
     # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
@@ -173,6 +176,7 @@ def _units(
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed."""
     to = context.replication
+    adds_up = not to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
     forward, backward = [], []
     for part in parts:
         passed = chunk_cost(context.costs, context.shape, part.stage)
@@ -181,10 +185,22 @@ def _units(
         if to.gathers_units:
             gather_ps += _buckets_ps(context, part, gather_cost)
         reduce_ps = _buckets_ps(context, part, reduce_cost) + copies.out_ps
-        stays = part.stays or not to.reshards
-        forward.append(Unit(passed.forward.time_ps, gather_ps, stays=stays))
+        copied = buffer_copies(context.costs, sum(part.buckets), context.wire, to, adds_up=adds_up)
+        unit = Unit(
+            passed.forward.time_ps,
+            gather_ps,
+            unpack_ps=copied.unpack_ps,
+            stays=part.stays or not to.reshards,
+        )
+        forward.append(unit)
         backward.append(
-            Unit(passed.backward.time_ps, gather_ps, reduce_ps, copies.again_ps, stays=stays)
+            replace(
+                unit,
+                compute_ps=passed.backward.time_ps,
+                reduce_ps=reduce_ps,
+                again_ps=copies.again_ps,
+                pack_ps=copied.pack_ps,
+            )
         )
     return tuple(forward), tuple(reversed(backward))
 
@@ -216,7 +232,7 @@ def _gathers(context: StepContext, stage: Stage) -> tuple[Segment, ...]:
             chunk_cost(context.costs, context.shape, part.stage).forward.time_ps,
             _buckets_ps(context, part, gather_cost),
         )
-        for part in bucket_parts(context.shape, stage)
+        for part in bucket_parts(context.shape, stage, context.replication.dp)
     )
 
 

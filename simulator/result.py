@@ -14,7 +14,7 @@ from simulator.schedules import get_schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Bytes of one pipeline rank at its fullest instant, and when that is."""
+    """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host."""
 
     stage: int
     parameters_bytes: int
@@ -25,6 +25,7 @@ class StageMemory:
     peak_time_ps: int
     peak_moment: str
     largest_tensor: str
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

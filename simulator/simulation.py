@@ -12,14 +12,8 @@ from simulator.costs.compute import peak_flops_per_s
 from simulator.data_parallel import Stage
 from simulator.engine import StepTimes, simulate_folded
 from simulator.errors import PlanError
-from simulator.memory import (
-    MemoryEvent,
-    device_bytes,
-    memory_peak,
-    memory_timeline,
-    reserved_bytes,
-    usable_bytes,
-)
+from simulator.memory import device_bytes, reserved_bytes, usable_bytes
+from simulator.memory_timeline import MemoryEvent, memory_peak, memory_timeline
 from simulator.offload import node_host_bytes, offload_refusal
 from simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
 from simulator.result import MemoryResult, StageMemory, StepResult
@@ -142,6 +136,7 @@ def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
             peak_time_ps=peak.time_ps,
             peak_moment=peak.moment,
             largest_tensor=tensor,
+            host_bytes=memory.host_bytes,
         )
 
 

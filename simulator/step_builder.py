@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
-from hwprofiles import Source, StackProfile
+from hwprofiles import Offload, Source, StackProfile
 from simulator.block_shape import BlockShape
+from simulator.cast_liveness import bucket_cast_bytes
+from simulator.closing_sums import sums_first, tensor_sums_cost
 from simulator.costs import CostModel, PhaseCost
 from simulator.data_parallel import (
     Replication,
@@ -19,8 +22,9 @@ from simulator.data_parallel import (
 )
 from simulator.engine import StepWork
 from simulator.fp8_casts import weight_copy_bytes
-from simulator.gradient_buckets import reduced_parts
+from simulator.gradient_buckets import reduced_parts, unit_shards
 from simulator.memory import (
+    ChunkMemory,
     RankMemory,
     StateBytes,
     chunk_memory,
@@ -38,16 +42,27 @@ from simulator.offload import (
 from simulator.plan import ParallelPlan, TrainingJob, syncs_by_default
 from simulator.rank_work import ChunkCost, StepContext, chunk_cost, rank_update, rank_works
 from simulator.schedules import get_schedule
-from simulator.unit_memory import PassBytes, holds_units, unit_rank_memory
+from simulator.schedules.lookahead import (
+    MOST_GATHERED,
+    NO_REFETCHES,
+    Refetches,
+    count_refetches,
+)
+from simulator.unit_bytes import PassBytes
+from simulator.unit_memory import holds_units, unit_rank_memory
 
 PPM = 1_000_000
 
 
 class Evidence(NamedTuple):
-    """What the times of stage messages, replicas' collectives, norm and host copies rest on."""
+    """What the times of stage messages, replicas' collectives, norm and host copies rest on.
+
+    Likewise those of sums over tensor-parallel ranks at the end.
+    """
 
     messages: Source
     replicas: Source
+    sums: Source
     norm: Source
     host: Source
 
@@ -111,6 +126,17 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
     )
 
 
+def rank_refetches(
+    plan: ParallelPlan, to: Replication, pp_rank: int, num_microbatches: int
+) -> list[Refetches]:
+    """Return how often each virtual stage of a rank is gathered anew for want of room."""
+    vpp = plan.num_virtual_stages
+    if not to.keeps_units or vpp <= MOST_GATHERED:
+        return [NO_REFETCHES] * vpp
+    schedule = get_schedule(plan.schedule)
+    return count_refetches(schedule.rank_actions(pp_rank, plan.pp, num_microbatches, vpp), vpp)
+
+
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
@@ -133,8 +159,15 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         update_costs=tuple(updates[stages] for stages in held),
         memory=tuple(memory[stages] for stages in held),
         host_shares=tuple(
-            host_share(context.host, context.parts, stages, rank, work.num_microbatches)
-            for rank, stages in zip(work.ranks, held, strict=True)
+            host_share(
+                context.host,
+                context.parts,
+                stages,
+                work.ranks[pp_rank],
+                work.num_microbatches,
+                rank_refetches(plan, context.replication, pp_rank, work.num_microbatches),
+            )
+            for pp_rank, stages in enumerate(held)
         ),
     )
 
@@ -169,7 +202,9 @@ def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     link = costs.cluster.host_link
     host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
-    return Evidence(message.transfer.source, reduce.source, norm_cost(costs).source, host)
+    sums = tensor_sums_cost(costs, shape, stages, context.wire)
+    norm = norm_cost(costs)
+    return Evidence(message.transfer.source, reduce.source, sums.source, norm.source, host)
 
 
 def _step_work(
@@ -192,6 +227,7 @@ def _step_work(
         shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         keeps_units=context.replication.keeps_units,
+        sums_first=sums_first(stack),
         norm_ps=norm_cost(costs).time_ps,
         overhead_per_million=overhead_per_million(stack),
     )
@@ -202,9 +238,14 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     microbatches = context.plan.num_microbatches(context.job)
     if holds_units(shape, to):
         sizes = (state, context.wire.reduce_bytes)
+        to = to.in_steps_of(microbatches)
         memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, sizes)
-        buffers = microbatches * memory.message_buffers_bytes
-        memory = replace(memory, message_buffers_bytes=buffers)
+        memory = replace(
+            memory,
+            message_buffers_bytes=microbatches * memory.message_buffers_bytes,
+            holds_sent=get_schedule(context.plan.schedule).holds_sent,
+        )
+        memory = _offloaded(context, memory, stages)
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     chunks = []
     for stage in stages:
@@ -215,17 +256,43 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
         if to.in_units:
             units = [sum(part.buckets) for part in parts]
             chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
-        buckets = [parameters for part in parts for parameters in part.buckets]
-        chunk = with_workspace(chunk, (0, _cast_bytes(context, max(buckets, default=0))))
-        chunks.append(chunk)
+        chunks.append(_with_casts(context, stage, chunk))
     num_parameters = sum_parameters(shape, stages)
     memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
-    memory = offloaded_memory(context.host, memory, num_parameters)
+    memory = _offloaded(context, memory, stages)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
         return memory
     at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
     return replace(memory, update_temporary_bytes=at_end)
+
+
+def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ...]) -> RankMemory:
+    """Return *memory* with what the plan keeps on the host moved there.
+
+    A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
+    """
+    shape, to = context.shape, context.replication
+    arriving = 0
+    again = to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    if to.offload is Offload.PARAMETERS and again:
+        shards = (unit_shards(shape, stage, to.span.num_ranks) for stage in stages)
+        arriving = max(chain.from_iterable(shards))
+    num_parameters = sum_parameters(shape, stages)
+    return offloaded_memory(context.host, memory, num_parameters, arriving=arriving)
+
+
+def _with_casts(context: StepContext, stage: Stage, chunk: ChunkMemory) -> ChunkMemory:
+    """Return *chunk* with buckets of gradients that are cast for the wire, if there are any."""
+    parts = context.parts[stage]
+    largest = max((size for part in parts for size in part.buckets), default=0)
+    if not _cast_bytes(context, largest):
+        return chunk
+    if context.replication.in_units:
+        return with_workspace(chunk, (0, _cast_bytes(context, largest)))
+    needed = bucket_cast_bytes(context.shape, stage, parts, lambda size: _cast_bytes(context, size))
+    backward = max(chunk.backward_workspace_bytes, needed)
+    return replace(chunk, backward_workspace_bytes=backward)
 
 
 def _cast_bytes(context: StepContext, num_parameters: int) -> int:

@@ -1,7 +1,7 @@
 """What a rank puts on the wire in a step: every collective with its axis, size and count."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from simulator.mesh import Axis, Mesh
 from simulator.operator_graph import layer_operators
 from simulator.operators import BlockOperators, Collective
 from simulator.plan import ParallelPlan, TrainingJob
-from simulator.step_builder import rank_stages, replication_of
+from simulator.schedules.lookahead import Refetches
+from simulator.step_builder import rank_refetches, rank_stages, replication_of
 
 
 class Traffic(NamedTuple):
@@ -60,7 +61,7 @@ def rank_traffic(
         for collective, count in _stage_collectives(shape, stage):
             key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
             counted[key] += count * plan.num_microbatches(job)
-    for op, size_bytes, num_ranks, count in _replica_collectives(job, plan, shape, stages):
+    for op, size_bytes, num_ranks, count in _replica_collectives(job, plan, shape, pp_rank):
         counted[Axis.DP, op, size_bytes, num_ranks] += count
     return tuple(Traffic(*key, count) for key, count in counted.items() if count)
 
@@ -84,11 +85,12 @@ def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collec
 
 
 def _replica_collectives(
-    job: TrainingJob, plan: ParallelPlan, shape: BlockShape, stages: tuple[Stage, ...]
+    job: TrainingJob, plan: ParallelPlan, shape: BlockShape, pp_rank: int
 ) -> Iterator[tuple[CollectiveOp, int, int, int]]:
     """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
     if plan.dp == 1:
         return
+    stages = rank_stages(plan, pp_rank)
     to = replication_of(plan, shape.stack, Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1))
     wire = Wire.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)
@@ -100,7 +102,8 @@ def _replica_collectives(
             yield op, size_bytes, span.num_ranks, in_each
     if plan.find_unused:
         yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), to.span.num_ranks, 1
-    yield from _parameter_gathers(shape, stages, to, wire, num_microbatches)
+    refetches = rank_refetches(plan, to, pp_rank, num_microbatches)
+    yield from _parameter_gathers(shape, stages, to, wire, num_microbatches, refetches)
 
 
 def _parameter_gathers(
@@ -109,19 +112,20 @@ def _parameter_gathers(
     to: Replication,
     wire: Wire,
     num_microbatches: int,
+    refetches: Sequence[Refetches],
 ) -> Iterator[tuple[CollectiveOp, int, int, int]]:
     """Yield operation, size, ranks and count of what gives parameters to the replicas."""
     if to.gather_op is None:
         return
     if to.gathers_units:
-        for stage in stages:
+        for stage, again in zip(stages, refetches, strict=True):
             for part in reduced_parts(shape, stage, to):
-                gathers = part_gathers(part, to, num_microbatches)
+                gathers = part_gathers(part, to, num_microbatches, again)
                 for parameters in part.buckets:
                     size_bytes = _padded(parameters, to) * wire.gather_bytes
                     yield to.gather_op, size_bytes, to.span.num_ranks, gathers
         return
-    for parameters in _gathered(shape, stages) or [sum_parameters(shape, stages)]:
+    for parameters in _gathered(shape, stages, to.dp) or [sum_parameters(shape, stages)]:
         size_bytes = _padded(parameters, to) * wire.gather_bytes
         yield to.gather_op, size_bytes, to.span.num_ranks, 1
 
@@ -143,14 +147,14 @@ def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> l
     ]
 
 
-def _gathered(shape: BlockShape, stages: tuple[Stage, ...]) -> list[int]:
+def _gathered(shape: BlockShape, stages: tuple[Stage, ...], dp: int) -> list[int]:
     """Return the parameters of each gather inside a pass; none where a rank's are one."""
     if not shape.stack.overlap_parameter_gather:
         return []
     return [
         parameters
         for stage in stages
-        for part in bucket_parts(shape, stage)
+        for part in bucket_parts(shape, stage, dp)
         for parameters in part.buckets
     ]
 

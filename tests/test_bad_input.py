@@ -288,7 +288,7 @@ CHOICES: dict[str, list[str]] = {
     "--micro-batch": ["1", "2", "48"],
     "--schedule": ["gpipe", "1f1b", "interleaved"],
     "--zero": ["0", "1", "2", "3"],
-    "--recompute": ["none", "selective", "full"],
+    "--recompute": ["none", "selective", "selective-op", "full"],
     "--attention": ["unfused", "flash"],
     "--stages": ["even", "balanced", "greedy", "6,6", "1" + ",1" * 11],
     "--tokens": ["1", "300e9", "1e18"],

@@ -4,7 +4,6 @@
 """
 
 import csv
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,24 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from hwprofiles import Offload
 from hwprofiles.names import suggestion
-from planner.buckets import with_buckets
-from planner.option_words import as_command, run_command_line
-from planner.options import JobOptions, LayoutOptions, ReplicaOptions
 from planner.plan_file import SavedPlan
-from planner.request import read_setting, resolve_plan
 from simulator import PlanError
-from validate.comparison import PEAK, Check, Unit, Verdict, compare_rank
-from validate.fake_run import measure_fake
-from validate.prediction import capped, default_ranks, predict_rank
+from validate.comparison import (
+    HOST_PEAK,
+    PEAK,
+    TO_DEVICE,
+    TO_HOST,
+    Check,
+    Unit,
+    Verdict,
+    compare_rank,
+)
+from validate.fake_run import measure_fakes
+from validate.plan_words import plan_of_words
+from validate.prediction import capped
+from validate.strategy_prediction import predict_members, usual_members
 
 FILE = "agreement_plans.csv"
 CLUSTER = "dgx-a100"  # its times are not compared; any would do
@@ -48,6 +55,15 @@ RANK_HEAD = (
     "peak bytes predicted",
     "measured",
     "difference",
+)
+HOST_HEAD = (
+    "plan",
+    "rank",
+    "host bytes predicted",
+    "measured",
+    "difference",
+    "to the device",
+    "to the host",
 )
 
 
@@ -81,19 +97,7 @@ class AgreementPlan(BaseModel):
 
     def saved(self) -> SavedPlan:
         """Return the plan that the command writes with ``--out``."""
-        found: list[SavedPlan] = []
-
-        def keep(job: JobOptions, layout: LayoutOptions, replicas: ReplicaOptions) -> int:
-            setting = with_buckets(read_setting(job), replicas)
-            plan = resolve_plan(setting, layout, replicas)
-            cluster, stack = setting.cluster, setting.stack
-            found.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))
-            return 0
-
-        read = as_command(keep, JobOptions, LayoutOptions, ReplicaOptions)
-        # Of a single command the name would not be read; the second one is never called.
-        run_command_line({"simulate": read, "": lambda: 0}, shlex.split(self.command))
-        return found[0]
+        return plan_of_words(self.options, CLUSTER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,11 +141,28 @@ class RankAgreement:
         flops = f"{self.flops.measured:,}"
         if self.flops.verdict is Verdict.FAILED:
             flops += f", predicted {self.flops.predicted:,}"
-        difference = f"{self.peak.difference_fraction or 0.0:+.4%}"
-        if self.peak.verdict is Verdict.FAILED:
-            difference = f"**{difference}**"
-        peaks = (f"{self.peak.predicted:,}", f"{self.peak.measured:,}")
-        return (self.plan.name, str(self.rank), flops, counted, *peaks, difference)
+        return (self.plan.name, str(self.rank), flops, counted, *_peak_cells(self.peak))
+
+    def host_cells(self) -> tuple[str, ...]:
+        """Return its row below `HOST_HEAD`; nothing where the plan offloads nothing."""
+        found = {check.quantity: check for check in self.checks}
+        if HOST_PEAK not in found:
+            return ()
+        copies = (found[TO_DEVICE], found[TO_HOST])
+        exact = (_copy_cell(check) for check in copies)
+        return (self.plan.name, str(self.rank), *_peak_cells(found[HOST_PEAK]), *exact)
+
+
+def _peak_cells(peak: Check) -> tuple[str, str, str]:
+    difference = f"{peak.difference_fraction or 0.0:+.4%}"
+    if peak.verdict is Verdict.FAILED:
+        difference = f"**{difference}**"
+    return (f"{peak.predicted:,}", f"{peak.measured:,}", difference)
+
+
+def _copy_cell(copied: Check) -> str:
+    failed = copied.verdict is Verdict.FAILED
+    return f"{copied.measured:,}" + (f", predicted {copied.predicted:,}" if failed else "")
 
 
 def load_agreement_plans() -> tuple[AgreementPlan, ...]:
@@ -174,12 +195,14 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
 
     Args:
         plan: What is predicted, and run on fake tensors.
-        ranks: Which ranks.
+        ranks: Which ranks, or devices of one process.
     """
     saved = capped(plan.saved())
-    for rank in tuple(ranks) or plan.ranks or default_ranks(saved.plan):
-        checks = compare_rank(predict_rank(saved, rank), measure_fake(saved, rank))
-        yield RankAgreement(plan=plan, rank=rank, checks=tuple(checks))
+    ranks = tuple(ranks) or plan.ranks or usual_members(saved)
+    predictions = predict_members(saved, ranks)
+    for measured in measure_fakes(saved, ranks):
+        checks = compare_rank(predictions[measured.rank], measured)
+        yield RankAgreement(plan=plan, rank=measured.rank, checks=tuple(checks))
 
 
 def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:
@@ -191,6 +214,10 @@ def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:
         f"micro-batch {plan.microbatch_size}": plan.microbatch_size > 1,
         f"dp-shard {plan.dp_shard}": plan.dp_shard is not None,
         "weights kept after forward": not plan.reshard_after_forward,
+        f"offload {plan.offload}": plan.offload is not Offload.NONE,
+        "reduced in the last microbatch": plan.sync_each_microbatch is False,
+        f"gradients in {plan.gradient_precision}": plan.gradient_precision is not None,
+        f"reduced in {plan.reduce_precision}": plan.reduce_precision is not None,
         f"{min(plan.stages)} to {max(plan.stages)} layers": len(set(plan.stages)) > 1,
     }
     return (
@@ -232,12 +259,15 @@ def main(names: Sequence[str]) -> int:
     plans = chosen_plans(names)
     rows = [table_head(PLAN_HEAD), *(table_row(plan_cells(plan)) for plan in plans)]
     sys.stdout.write("\n".join([*rows, "", table_head(RANK_HEAD)]) + "\n")
-    surprises = 0
+    surprises, on_hosts = 0, []
     for plan in plans:
         for found in compare_plan(plan):
             sys.stdout.write(table_row(found.cells()) + "\n")
             sys.stdout.flush()
             surprises += bool(found.failures()) and not plan.note
+            on_hosts += [table_row(cells) for cells in (found.host_cells(),) if cells]
+    if on_hosts:
+        sys.stdout.write("\n".join(["", table_head(HOST_HEAD), *on_hosts]) + "\n")
     return int(surprises > 0)
 
 

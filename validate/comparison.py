@@ -13,6 +13,9 @@ from validate.prediction import SEND, RankPrediction
 # largest difference in the documented table is half of this.
 PEAK_TOLERANCE = 0.005
 PEAK = "peak live bytes"
+HOST_PEAK = "peak bytes on the host"
+TO_DEVICE, TO_HOST = "bytes copied to the device", "bytes copied to the host"
+ONE_MEMORY = "on CPUs device and host are one memory"
 # Groups that programs tell apart and the simulator does not.
 PREDICTED_AXES = {"replica": "dp", "table": "pp"}
 
@@ -68,12 +71,13 @@ class Check:
 
 
 def compare_rank(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return the checks of one rank: FLOPs and collectives exact, peak bytes within 0.5 %."""
+    """Return the checks of one rank: FLOPs, collectives and copies exact, peaks within 0.5 %."""
     return [
         _exact("FLOPs", Unit.FLOPS, predicted.flops, measured.flops),
         *_collectives(predicted, measured),
         _peak(predicted, measured),
         *_kinds(predicted, measured),
+        *_host(predicted, measured),
         *_allocator(predicted, measured),
         *(
             Check(quantity=f"{kind} kernels", unit=Unit.SECONDS, predicted=None, measured=time_s)
@@ -124,6 +128,8 @@ def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[C
 def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
     """Return whether the peak agrees; gloo may hold more."""
     kept_bytes = _gloo_bytes(predicted) if measured.backend == "gloo" else 0
+    if predicted.host_bytes and measured.backend == "gloo":
+        return _joint_peak(predicted, measured, kept_bytes)
     tolerance_bytes = PEAK_TOLERANCE * predicted.peak_bytes
     excess_bytes = measured.peak_bytes - predicted.peak_bytes
     agrees = -tolerance_bytes <= excess_bytes <= tolerance_bytes + kept_bytes
@@ -138,6 +144,41 @@ def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
         verdict=Verdict.PASSED if agrees else Verdict.FAILED,
         reason="" if agrees and not kept_bytes else f"must agree within {allowed}",
     )
+
+
+def _joint_peak(predicted: RankPrediction, measured: RankMeasurement, kept_bytes: int) -> Check:
+    """Return whether one memory for device and host holds no more than both do at their peaks.
+
+    The two peaks are at different times, so that it may well hold less.
+    """
+    both_bytes = predicted.peak_bytes + predicted.host_bytes
+    agrees = measured.peak_bytes <= both_bytes * (1 + PEAK_TOLERANCE) + kept_bytes
+    return Check(
+        quantity=PEAK,
+        unit=Unit.BYTES,
+        predicted=both_bytes,
+        measured=measured.peak_bytes,
+        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        reason=f"{ONE_MEMORY}, which holds at most what both do",
+    )
+
+
+def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return whether host and copies agree, where something is offloaded to another memory."""
+    if not predicted.host_bytes or measured.backend == "gloo":
+        return []
+    said, found = predicted.host_bytes, measured.host_bytes
+    agrees = abs(found - said) <= PEAK_TOLERANCE * said
+    peak = Check(
+        quantity=HOST_PEAK,
+        unit=Unit.BYTES,
+        predicted=said,
+        measured=found,
+        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        reason="" if agrees else f"must agree within {PEAK_TOLERANCE:.1%}",
+    )
+    copies = zip((TO_DEVICE, TO_HOST), predicted.host_traffic, measured.host_traffic, strict=True)
+    return [peak, *(_exact(name, Unit.BYTES, *sizes) for name, *sizes in copies)]
 
 
 def _gloo_bytes(predicted: RankPrediction) -> int:
@@ -170,8 +211,15 @@ def _kinds(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
 
 
 def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return what the device's allocator shows; kernels' own memory and rounding are in it."""
-    said = {"allocated": predicted.peak_bytes, "reserved": predicted.reserved_bytes}
+    """Return what the device's allocator shows; kernels' own memory is in it.
+
+    "requested" is what tensors ask for, "allocated" what they get, rounded up to blocks.
+    """
+    said = {
+        "allocated": predicted.peak_bytes,
+        "requested": predicted.peak_bytes,
+        "reserved": predicted.reserved_bytes,
+    }
     return [
         Check(
             quantity=f"allocator: {name}",

@@ -5,17 +5,20 @@ Torch is imported late: whoever only reads results does not wait for it.
 # ruff: noqa: PLC0415
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from hwprofiles import Strategy
+from hwprofiles import Offload, Strategy
 from planner.plan_file import SavedPlan
 from simulator import PlanError
 from validate.measurement import RankMeasurement
 from validate.program.replicas_servers import num_processes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from validate.counting.oracle import RankOracle
@@ -51,9 +54,20 @@ def measure_fakes(saved: SavedPlan, ranks: Iterable[int]) -> Iterator[RankMeasur
 def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
     """Return the counts of *rank* in a step of the plan's program, on fake tensors.
 
+    If the plan offloads, in a process of their own: PyTorch is given a device beside the host
+    there, and keeps it, and a thread that runs its backward, to the end.
+
     Raises:
         PlanError: If the stack has no program, or it cannot express the plan.
     """
+    if saved.plan.offload is Offload.NONE:
+        return _measure(saved, rank)
+    check_torch()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+        return other.submit(_measure, saved, rank).result()
+
+
+def _measure(saved: SavedPlan, rank: int) -> RankMeasurement:
     with counted_step(saved, rank) as oracle:
         return RankMeasurement(
             rank=rank,
@@ -63,20 +77,24 @@ def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
             collectives=oracle.collectives,
             peak_bytes=oracle.peak_bytes,
             bytes_at_peak=oracle.bytes_at_peak,
+            host_bytes=oracle.memories.host.peak_bytes,
+            host_traffic=oracle.memories.traffic,
         )
 
 
 @contextmanager
 def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
-    """Yield the oracle that has counted a step of *rank*; its program still lives."""
-    check_torch()
-    import torch
+    """Yield the oracle that has counted a step of *rank*; its program still lives.
 
+    If the plan offloads, nothing may have run backward in this process before.
+    """
+    check_torch()
     from validate.counting.fake_cluster import fake_cluster
     from validate.counting.oracle import RankOracle
     from validate.program.build import build_program
     from validate.program.contract import ProgramRequest
 
+    device = _device(saved)
     with fake_cluster(rank, num_processes(saved.plan, saved.stack)):
         program = build_program(
             ProgramRequest(
@@ -84,16 +102,26 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
                 plan=saved.plan,
                 stack=saved.stack,
                 rank=rank,
-                device=torch.device("cpu"),
+                device=device,
                 initialise=False,
                 num_microbatches=saved.plan.num_microbatches(saved.job),
             )
         )
-        oracle = RankOracle(program.groups)
+        oracle = RankOracle(program.groups, device)
         with oracle:
             for _ in run_counted(program, oracle, NUM_STEPS):
                 pass  # the counts of the last are kept
         yield oracle
+
+
+def _device(saved: SavedPlan) -> "torch.device":
+    import torch
+
+    if saved.plan.offload is Offload.NONE:
+        return torch.device("cpu")
+    from validate.counting.accelerator import stand_in
+
+    return stand_in()
 
 
 def run_counted(

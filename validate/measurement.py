@@ -7,6 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from simulator.host_traffic import NO_TRAFFIC, HostTraffic
+
 
 class ByteKind(StrEnum):
     """What a live tensor is for; the kinds of memory that a prediction tells apart."""
@@ -47,13 +49,16 @@ class RankMeasurement:
         backend: "fake", "gloo" or "nccl".
         flops: FLOPs of matrix products and attention as PyTorch counts them.
         collectives: Communication calls, sorted.
-        peak_bytes: Most bytes of live tensors at one time in the step.
+        peak_bytes: Most bytes of live tensors on the device at one time in the step.
         bytes_at_peak: Of which kind they were then.
+        host_bytes: Most bytes on the host; 0 where it and the device are one place.
+        host_traffic: Bytes that went from the one to the other in the step, without token ids.
         losses: Mean loss of the rank's share of the batch in each step, from the first; empty
             where the rank does not report losses.
         step_times_s: Seconds of each timed step; empty in a fake run.
-        allocator_bytes: Peaks of the device's allocator in the timed steps, as PyTorch names
-            them: "allocated", "active", "reserved"; empty where there is none.
+        allocator_bytes: Peaks of the device's allocator in the last warm-up steps and the timed
+            ones: "allocated", "active" and "requested" of tensors, "reserved" of all, and what
+            "libraries" hold besides; empty where there is no allocator.
         collective_times_s: Seconds of kernels that communicate in one step, by kind; empty where
             no step was traced.
         staleness: Of an asynchronous server: by how many updates of others between its pull and its
@@ -68,6 +73,8 @@ class RankMeasurement:
     collectives: tuple[CollectiveCount, ...]
     peak_bytes: int
     bytes_at_peak: Mapping[ByteKind, int]
+    host_bytes: int = 0
+    host_traffic: HostTraffic = NO_TRAFFIC
     losses: tuple[float, ...] = ()
     step_times_s: tuple[float, ...] = ()
     allocator_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -89,5 +96,6 @@ def read_measurement(path: Path) -> RankMeasurement:
     calls = tuple(CollectiveCount(*call) for call in fields.pop("collectives"))
     for name in ("losses", "step_times_s"):
         fields[name] = tuple(fields[name])
+    fields["host_traffic"] = HostTraffic(*fields.get("host_traffic", NO_TRAFFIC))
     fields["staleness"] = tuple((late, count) for late, count in fields.get("staleness", ()))
     return RankMeasurement(bytes_at_peak=kinds, collectives=calls, **fields)

@@ -8,6 +8,7 @@ from hwprofiles import PS_PER_S, CollectiveOp
 from planner.plan_file import SavedPlan
 from simulator import ParallelPlan, StepResult, get_schedule, simulate
 from simulator.data_parallel import NORM_BYTES
+from simulator.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from simulator.memory import reserved_bytes
 from simulator.mesh import Axis
 from simulator.rank_counts import (
@@ -36,6 +37,8 @@ class RankPrediction:
     bytes_at_peak: dict[ByteKind, int]
     reserved_bytes: int
     step_time_s: float
+    host_bytes: int = 0
+    host_traffic: HostTraffic = NO_TRAFFIC
 
 
 def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
@@ -96,7 +99,9 @@ def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
 
 
 def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
-    """Return what the simulator says of some ranks; ranks of a stage differ in their number only.
+    """Return what the simulator says of some ranks.
+
+    Ranks of a stage differ in their number, and in what they send to their host.
 
     Raises:
         PlanError: If the plan cannot be simulated.
@@ -108,7 +113,8 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
         pp_rank = pipeline_rank(saved.plan, rank)
         if pp_rank not in of_stage:
             of_stage[pp_rank] = _predict(saved, result, rank)
-        predictions[rank] = replace(of_stage[pp_rank], rank=rank)
+        traffic = _host_traffic(saved, rank)
+        predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
     return predictions
 
 
@@ -130,7 +136,14 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
         },
         reserved_bytes=reserved_bytes(memory.peak_bytes, stack),
         step_time_s=result.step_ps / PS_PER_S,
+        host_bytes=memory.host_bytes,
     )
+
+
+def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
+    plan = saved.plan
+    shard = rank // plan.tp % plan.num_shards
+    return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
 
 
 def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[CollectiveCount, ...]:
@@ -149,7 +162,7 @@ def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[Col
             counted[each.axis.value, op, each.num_ranks, each.size_bytes] += each.num_calls
     norm = norm_ranks(plan)
     if norm > 1:
-        counted[norm_axis(plan, norm), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
+        counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
     return tuple(
         sorted(
             CollectiveCount(*key, count) for key, count in counted.items() if count and key[2] > 1
@@ -157,11 +170,11 @@ def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[Col
     )
 
 
-def norm_axis(plan: ParallelPlan, num_ranks: int) -> str:
+def norm_axis(plan: ParallelPlan) -> str:
     """Return the name of the group over which the gradient norm is summed."""
-    if plan.tp == plan.pp == 1:
-        return Axis.DP.value  # all data-parallel ranks, or one set of shards
-    for axis in (Axis.TP, Axis.DP, Axis.PP):
-        if getattr(plan, axis) == num_ranks:
-            return axis.value
-    return "world" if num_ranks == plan.world_size else "parts"
+    shards = plan.num_shards if plan.zero_stage else 1
+    degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
+    axes = [axis for axis, degree in degrees.items() if degree > 1]
+    if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
+        return axes[0].value
+    return "world" if norm_ranks(plan) == plan.world_size else "parts"

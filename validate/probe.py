@@ -5,14 +5,14 @@ Torch is imported late: whoever only reads results does not wait for it.
 # ruff: noqa: PLC0415
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from hwprofiles import GIBI, PS_PER_S, Strategy
+from hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
 from planner.plan_file import SavedPlan
 from simulator import (
     COMMUNICATION,
@@ -23,38 +23,17 @@ from simulator import (
     simulate,
 )
 from simulator.costs import PhaseCost
+from simulator.parameters import block_parameters
+from simulator.step_builder import rank_stages
 from validate.fake_run import check_torch, run_counted
 from validate.prediction import pipeline_rank
+from validate.spread import Spread
 
 if TYPE_CHECKING:
     import torch
 
     from validate.counting.stage_clock import StepTimes
     from validate.program.contract import RankProgram
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Seconds of something that ran several times: the median, the least and the most."""
-
-    median_s: float
-    least_s: float
-    most_s: float
-    num_samples: int
-
-    @classmethod
-    def of(cls, samples_s: Sequence[float]) -> "Spread":
-        """Return the spread of at least one sample.
-
-        >>> Spread.of([3.0, 1.0, 2.0])
-        Spread(median_s=2.0, least_s=1.0, most_s=3.0, num_samples=3)
-        """
-        return cls(
-            median_s=median(samples_s),
-            least_s=min(samples_s),
-            most_s=max(samples_s),
-            num_samples=len(samples_s),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +56,9 @@ class StageProbe:
         num_microbatches: Of each: no more than fill the rank's memory as the plan does.
         stages: The rank's virtual stages in model order.
         update: All after the last backward: sums and norm of gradients, the optimizer.
-        peak_bytes: Most bytes that were allocated at one time.
+        versions: Of software and device, by name.
+        peak_bytes: Most bytes that tensors had at one time; on a GPU those that the allocator was
+            asked for, kernels' own among them and libraries' workspaces not.
     """
 
     rank: int
@@ -88,6 +69,7 @@ class StageProbe:
     stages: tuple[PassTimes, ...]
     update: Spread
     peak_bytes: int
+    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,30 +140,59 @@ def probe_stage(saved: SavedPlan, rank: int, *, device: str, steps: int) -> Stag
     collectives leave their buffers as they are. Arguments as of `run_probe`.
 
     Raises:
-        PlanError: If the plan, the rank or the device cannot be probed.
+        PlanError: If the plan, the rank or the device cannot be probed, or its memory is too small.
     """
     check_torch()
+    import torch
+
+    from validate.counting.device_facts import device_facts
+
     if steps < 1:
         raise PlanError(f"steps={steps} is out of range; allowed: at least 1")
     saved = shortened(saved, rank)
     place = _checked_device(device)
-    _refuse_too_large(predict_stage(saved, rank).peak_bytes, rank, place)
-    times, peak_bytes = _run(saved, rank, place, steps)
+    _refuse_offload(saved, place)
+    needed_bytes = predict_stage(saved, rank).peak_bytes
+    _refuse_too_large(needed_bytes, rank, place)
+    _refuse_too_large(_built_on_host_bytes(saved, rank), rank, torch.device("cpu"))
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        try:
+            times, peak_bytes = _run(saved, rank, place, steps)
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                f"rank={rank} ran out of memory on device={place}, where {needed_bytes / GIBI:.1f} "
+                f"GiB by prediction must fit with what kernels need: {_first_line(error)}"
+            ) from None
     return StageProbe(
         rank=rank,
         world_size=saved.plan.world_size,
         device=_device_name(place),
         num_steps=steps,
         num_microbatches=saved.plan.num_microbatches(saved.job),
-        stages=tuple(
-            PassTimes(
-                forward=Spread.of([each for step in times for each in step.stages[i].forward_s]),
-                backward=Spread.of([each for step in times for each in step.stages[i].backward_s]),
-            )
-            for i in range(len(times[0].stages))
-        ),
+        stages=_pass_times(times),
         update=Spread.of([step.update_s for step in times]),
         peak_bytes=peak_bytes,
+        versions=device_facts(place),
+    )
+
+
+def _refuse_offload(saved: SavedPlan, place: "torch.device") -> None:
+    """Raise PlanError if a device with one memory cannot offload as the plan says."""
+    if saved.plan.offload is not Offload.NONE and place.type == "cpu":
+        raise PlanError(
+            f"device=cpu has one memory, where offload={saved.plan.offload} takes two; allowed: "
+            "cuda, or --backend fake"
+        )
+
+
+def _pass_times(times: Sequence["StepTimes"]) -> tuple[PassTimes, ...]:
+    """Return the spread of each stage's passes over the steps of *times*."""
+    return tuple(
+        PassTimes(
+            forward=Spread.of([each for step in times for each in step.stages[i].forward_s]),
+            backward=Spread.of([each for step in times for each in step.stages[i].backward_s]),
+        )
+        for i in range(len(times[0].stages))
     )
 
 
@@ -270,7 +281,10 @@ def _checked_device(name: str) -> "torch.device":
     here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     if name not in here:
         raise PlanError(f"device={name} is not here; allowed: {', '.join(here)}")
-    return torch.device(name)
+    # Programs and their tensors name the device by its number.
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )
 
 
 def _device_name(device: "torch.device") -> str:
@@ -294,19 +308,40 @@ def _refuse_too_large(peak_bytes: int, rank: int, device: "torch.device") -> Non
         )
 
 
+def _built_on_host_bytes(saved: SavedPlan, rank: int) -> int:
+    """Return what a stage that FSDP2 will shard needs before, whole and in fp32 on the host."""
+    from validate.program.build import PROGRAMS
+    from validate.program.pytorch_programs import build_fully_sharded
+
+    if PROGRAMS.get(saved.stack.name) is not build_fully_sharded:
+        return 0
+    model, fp32_bytes = saved.job.model, Precision.FP32.num_bytes
+    embedding, layer, head = (
+        block_parameters(model, block) for block in ("embedding", "layer", "head")
+    )
+    if model.tied_embeddings:  # a copy, until both are tied
+        head += model.vocab_size * model.hidden_size
+    return fp32_bytes * max(
+        stage.num_layers * layer + stage.has_embedding * embedding + stage.has_head * head
+        for stage in rank_stages(saved.plan, pipeline_rank(saved.plan, rank))
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def _run(
     saved: SavedPlan, rank: int, device: "torch.device", steps: int
 ) -> tuple[list["StepTimes"], int]:
     """Return the times of each step, and the most bytes in one."""
-    import torch
-
     from validate.counting.absent_ranks import fake_ranks
+    from validate.counting.device_memory import DeviceMemory
     from validate.counting.stage_clock import StageClock, stages_seen
     from validate.program.build import build_program
     from validate.program.contract import ProgramRequest
 
-    on_gpu = device.type == "cuda"
-    before_bytes = torch.cuda.memory_allocated(device) if on_gpu else 0
+    memory = DeviceMemory(device)
     with fake_ranks(rank, saved.plan.world_size):
         program = build_program(
             ProgramRequest(
@@ -321,16 +356,15 @@ def _run(
         )
         with stages_seen() as stages:
             program.run_step(0)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
+        memory.forget_peaks()
         clock = StageClock(device, stages)
         times = []
         with clock.running():
             for step in range(1, steps + 1):
                 program.run_step(step)
                 times.append(clock.end_step())
-        if on_gpu:
-            return times, torch.cuda.max_memory_allocated(device) - before_bytes
+        if memory.has_allocator:
+            return times, memory.peaks()["requested"]
         return times, _live_peak_bytes(program)
 
 

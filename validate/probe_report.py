@@ -12,7 +12,8 @@ from planner.output_folder import new_folder
 from planner.plan_file import Json, SavedPlan, job_fields, plan_document, plan_fields
 from validate.comparison import PEAK, Check, Unit, Verdict, has_failed
 from validate.options import Backend
-from validate.probe import ProbeReport, Spread, probe_table, timed_rows
+from validate.probe import ProbeReport, probe_table, timed_rows
+from validate.spread import Spread
 from validate.validation_report import check_fields
 
 # Shards are rounded up and norms keep statistics: of a small model that is some of a percent.
@@ -96,6 +97,7 @@ def probe_document(result: ProbeResult) -> dict[str, Json]:
         "rank": found.rank,
         "device": found.device,
         "predicted_device": result.probe.predicted.device,
+        "versions": dict(found.versions),
         "num_steps": found.num_steps,
         "num_microbatches": saved.plan.num_microbatches(saved.job),
         "num_microbatches_run": found.num_microbatches,

@@ -37,7 +37,8 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
     processes = num_processes(saved.plan, saved.stack)
     is_mesh = saved.stack.strategy is Strategy.MESH
     ranks_of_stage = saved.plan.tp * saved.plan.dp if is_mesh else 1
-    ranks_bytes = sum(stage.peak_bytes for stage in memory.by_stage) * ranks_of_stage
+    stages_bytes = sum(stage.peak_bytes + stage.host_bytes for stage in memory.by_stage)
+    ranks_bytes = stages_bytes * ranks_of_stage
     needs_bytes = max(
         ranks_bytes + processes * PROCESS_BYTES,
         reference_bytes(saved),

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hwprofiles import format_time
+from hwprofiles import Offload, format_time
 from planner.documents import json_text
 from planner.output_folder import new_folder
 from planner.plan_file import Json, job_fields, plan_document, plan_fields
-from validate.comparison import PEAK, PEAK_TOLERANCE, Check, Unit, Verdict
+from validate.comparison import ONE_MEMORY, PEAK, PEAK_TOLERANCE, Check, Unit, Verdict
 from validate.launch.diagnosis import RunFailure
 from validate.launch.records import rank_path
 from validate.measurement import write_measurement
@@ -245,6 +245,8 @@ def _notes(validation: Validation) -> list[str]:
 
 
 def _peak_words(validation: Validation) -> str:
+    if validation.backend == "gloo" and validation.saved.plan.offload is not Offload.NONE:
+        return f"{ONE_MEMORY}: peak live bytes are at most those of both"
     peaks = [check for kind in validation.kinds for check in kind.checks if check.quantity == PEAK]
     kept = " and what gloo may hold" if any(check.reason for check in peaks) else ""
     return f"peak live bytes within {PEAK_TOLERANCE:.1%}{kept}"

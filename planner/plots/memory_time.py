@@ -16,6 +16,7 @@ from planner.result import FrontierPoint, SearchResult, SimulatedPlan
 COLOURS: dict[Recompute, str] = {
     Recompute.NONE: canvas.GREEN,
     Recompute.SELECTIVE: canvas.PURPLE,
+    Recompute.SELECTIVE_OP: canvas.SKY,
     Recompute.FULL: canvas.BLUE,
 }
 # Beyond this ratio of largest to smallest a linear axis would press most layouts together.

@@ -20,11 +20,13 @@ from simulator.rank_streams import SpanKind, rank_streams
 
 MESSAGES = "pipeline messages"
 DATA_PARALLEL = "data-parallel wait"
+TENSOR_SUM = SpanKind.TENSOR_SUM.value
 OPTIMIZER = "optimizer"
 OVERHEAD = "step overhead"
 OTHER_COLOURS = {
     MESSAGES: canvas.YELLOW,
     DATA_PARALLEL: canvas.PURPLE,
+    TENSOR_SUM: canvas.VERMILION,
     OPTIMIZER: canvas.GREEN,
     OVERHEAD: canvas.GREY,
 }
@@ -121,8 +123,8 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     rank = step.times.ranks[pp_rank]
     streams = rank_streams(step.work, step.times, pp_rank)
     for span in streams.compute:
-        if span.kind is SpanKind.OPTIMIZER:
-            yield OPTIMIZER, span.start_ps, span.end_ps, -1
+        if span.kind in (SpanKind.OPTIMIZER, SpanKind.TENSOR_SUM):
+            yield span.kind.value, span.start_ps, span.end_ps, -1
         else:
             name = _pass_name(span.kind, span.chunk, step.plan.num_virtual_stages)
             yield name, span.start_ps, span.end_ps, span.microbatch
@@ -131,7 +133,10 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
             yield MESSAGES, span.start_ps, span.end_ps, -1
     shared_ps = _shared_embedding_ps(step.work, pp_rank)
     own_ps = rank.reduce_wait_ps - shared_ps
-    yield DATA_PARALLEL, rank.passes_end_ps, rank.passes_end_ps + own_ps, -1
+    start_ps = rank.passes_end_ps
+    if step.work.sums_first:
+        start_ps += step.work.ranks[pp_rank].sums_ps
+    yield DATA_PARALLEL, start_ps, start_ps + own_ps, -1
     yield DATA_PARALLEL, rank.reduce_end_ps - shared_ps, rank.reduce_end_ps, -1
     yield DATA_PARALLEL, rank.update_start_ps - step.work.norm_ps, rank.update_start_ps, -1
     gather_ps = step.work.ranks[pp_rank].gather_ps

@@ -15,7 +15,8 @@ from simpy import Environment, Event
 from simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from simulator.engine.program import Instruction, compile_rank
 from simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
-from simulator.schedules import Phase
+from simulator.schedules import Action, Phase
+from simulator.schedules.lookahead import refetched
 
 Process = Generator[Event, int, None]
 
@@ -64,6 +65,7 @@ class RankState:
     messages: Intervals = field(default_factory=list)
     port_free_ps: int = 0
     gather_wait_ps: int = 0
+    sums_start_ps: int = 0
     reduce_end_ps: int = 0
     reduce_wait_ps: int = 0
     passes_end_ps: int = 0
@@ -79,6 +81,10 @@ class Run:
         self.work = work
         self.env = env
         self.programs = [compile_rank(work, pp_rank) for pp_rank in range(work.pp)]
+        self.freed = [
+            refetched(actions, work.num_virtual_stages) if work.keeps_units else []
+            for actions in work.actions
+        ]
         slots = 2 * work.num_virtual_stages
         self.states = [RankState(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
         self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
@@ -94,16 +100,14 @@ class Run:
             slot = instruction.inbox
             if slot >= 0:
                 if microbatch not in inbox[slot]:
-                    yield self._message(state, slot, microbatch)
+                    yield _message(self.env, state, slot, microbatch)
                 now = max(now, inbox[slot].pop(microbatch))
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
             if instruction.units:
-                units = self._units_now(state, instruction, phase, chunk)
-                now = yield from self._sharded_pass(
-                    place, instruction._replace(units=units), microbatch, now
-                )
+                action = Action(phase, chunk, microbatch)
+                now = yield from self._sharded_pass(place, instruction, action, now)
             elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
             elif instruction.reductions and (instruction.reduces_always or microbatch == last):
@@ -116,24 +120,6 @@ class Run:
             if instruction.target_step:
                 now = self._send(place, instruction, microbatch, now)
         yield from self._finish(place, now)
-
-    def _units_now(
-        self, state: RankState, instruction: Instruction, phase: Phase, chunk: int
-    ) -> tuple[Unit, ...]:
-        """Return the units of a pass, without the gathers that an earlier pass has left."""
-        before = state.passed.get(chunk)
-        state.passed[chunk] = phase
-        if before is Phase.FORWARD:
-            return instruction.again_units
-        if before is Phase.BACKWARD and self.work.keeps_units:
-            return instruction.kept_units
-        return instruction.units
-
-    def _message(self, state: RankState, slot: int, microbatch: int) -> Event:
-        """Return the event of a message that has not been sent yet."""
-        state.waits_for = (slot, microbatch)
-        state.wake = Event(self.env)
-        return state.wake
 
     def _send(self, place: Place, instruction: Instruction, microbatch: int, now: int) -> int:
         """Put a message on the rank's port; return when the rank may go on."""
@@ -164,11 +150,14 @@ class Run:
         return now
 
     def _sharded_pass(
-        self, place: Place, instruction: Instruction, microbatch: int, now: int
+        self, place: Place, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
-        units = instruction.units
+        units = _units_now(
+            state, instruction, action, self.freed[place.pp_rank], keeps_units=self.work.keeps_units
+        )
+        microbatch = action.microbatch
         reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
@@ -176,10 +165,12 @@ class Run:
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
                 now = yield from self._wait_for_gather(place, now)
+                now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
                 state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
             now += unit.compute_ps
             if reduces and unit.reduce_ps:
+                now = _copied(state, unit.pack_ps, now)
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
                 state.queue.append(Queued(now, reduce_ps, UnitPart.REDUCTION))
                 if not prefetches:
@@ -203,15 +194,20 @@ class Run:
         return max(now, end_ps)
 
     def _finish(self, place: Place, now: int) -> Process:
-        """Reduce what is left, wait for the gradient norm, update the parameters."""
+        """Reduce and sum what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
+        if self.work.sums_first:
+            now = yield from self._sum(place, now)
         if rank.reduce_ps:
             state.queue.append(Queued(now, rank.reduce_ps))
+        before_ps = now
         if state.queue:
             reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
             now = max(now, reduced_ps)
-        state.reduce_wait_ps = now - state.passes_end_ps
+        state.reduce_wait_ps = now - before_ps
+        if not self.work.sums_first:
+            now = yield from self._sum(place, now)
         if place.embedding_group is not None:
             # The end that comes first is idle until the other one is there.
             now = (yield place.embedding_group.arrive(now)) + rank.shared_embedding_ps
@@ -219,6 +215,51 @@ class Run:
         state.reduce_end_ps = now
         state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
         state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
+
+    def _sum(self, place: Place, now: int) -> Generator[Event, int, int]:
+        """Sum gradients over tensor-parallel ranks."""
+        rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
+        if rank.sums_ps and place.tp_group is not None:
+            now = yield place.tp_group.arrive(now)
+        state.sums_start_ps = now
+        return now + rank.sums_ps
+
+
+def _message(env: Environment, state: RankState, slot: int, microbatch: int) -> Event:
+    """Return the event of a message that has not been sent yet."""
+    state.waits_for = (slot, microbatch)
+    state.wake = Event(env)
+    return state.wake
+
+
+def _units_now(
+    state: RankState,
+    instruction: Instruction,
+    action: Action,
+    freed: Sequence[bool],
+    *,
+    keeps_units: bool,
+) -> tuple[Unit, ...]:
+    """Return the units of a pass, without the gathers that an earlier pass has left.
+
+    What that pass left may have been freed for want of room.
+    """
+    chunk = action.chunk
+    if freed and freed[len(state.starts_ps) - 1]:
+        state.passed.pop(chunk)
+    before = state.passed.get(chunk)
+    state.passed[chunk] = action.phase
+    if before is Phase.FORWARD:
+        return instruction.again_units
+    if before is Phase.BACKWARD and keeps_units:
+        return instruction.kept_units
+    return instruction.units
+
+
+def _copied(state: RankState, copy_ps: int, now: int) -> int:
+    """Copy from or to the buffer of a collective; return when that is done."""
+    state.gather_wait_ps += copy_ps
+    return now + copy_ps
 
 
 def _reduced_backward(state: RankState, segments: tuple[Segment, ...], now: int) -> int:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from simulator.schedules import Action
+from simulator.schedules.lookahead import NO_REFETCHES, Refetches
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +27,45 @@ class Unit:
 
     The gather must end before the unit computes; the reduction may start when it has.  After the
     first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.  A
-    unit that ``stays`` is not freed between a forward pass and its backward.
+    unit that ``stays`` is not freed between a forward pass and its backward.  The rank itself
+    copies what was gathered out of the buffer (``unpack_ps``) before it computes, and gradients
+    into that of the reduction (``pack_ps``) after.
     """
 
     compute_ps: int
     gather_ps: int = 0
     reduce_ps: int = 0
     again_ps: int = 0
+    unpack_ps: int = 0
+    pack_ps: int = 0
     stays: bool = False
 
 
-def num_gathers(num_microbatches: int, *, stays: bool, keeps_units: bool) -> int:
+def num_gathers(
+    num_microbatches: int,
+    *,
+    stays: bool,
+    keeps_units: bool,
+    refetches: Refetches = NO_REFETCHES,
+) -> int:
     """Return how often a sharded unit is gathered in a step.
 
     Where units stay gathered after a backward pass, the first pass gathers, and each one that
-    follows a forward pass: once more than there are microbatches, whatever the schedule.
+    follows a forward pass: once more than there are microbatches, whatever the schedule, and again
+    where a unit that would have stayed was freed for other virtual stages.
 
     Args:
         num_microbatches: Microbatches of the step.
         stays: Whether the unit stays gathered from a forward pass to its backward.
         keeps_units: Whether units stay gathered from a backward pass to the next pass.
+        refetches: How often all units of its virtual stage are freed and gathered anew.
 
     >>> [num_gathers(8, stays=False, keeps_units=keeps) for keeps in (False, True)]
     [16, 9]
     """
     if keeps_units:
-        return 1 if stays else num_microbatches + 1
+        once = 1 + refetches.after_forward if stays else num_microbatches + 1
+        return once + refetches.after_backward
     return num_microbatches if stays else 2 * num_microbatches
 
 
@@ -98,6 +112,7 @@ class RankWork:
     Args:
         chunks: Virtual stages in model order.
         reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
+        sums_ps: Sums of gradients over tensor-parallel ranks that are left to the end.
         shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
         optimizer_ps: Parameter update.
         gather_ps: Parameter gather after the update, where nothing hides it.
@@ -105,6 +120,7 @@ class RankWork:
 
     chunks: tuple[ChunkWork, ...]
     reduce_ps: int = 0
+    sums_ps: int = 0
     shared_embedding_ps: int = 0
     optimizer_ps: int = 0
     gather_ps: int = 0
@@ -123,6 +139,7 @@ class StepWork:
         prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
             computation waits for each gather and each reduction.
         keeps_units: Gathered units stay from a backward pass to the next pass of their chunk.
+        sums_first: Sums over tensor-parallel ranks follow the last pass, not the reductions.
         norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
         overhead_per_million: Time outside the model of a step, per million of its time.
     """
@@ -134,6 +151,7 @@ class StepWork:
     shared_port: bool = False
     prefetches: bool = True
     keeps_units: bool = False
+    sums_first: bool = False
     norm_ps: int = 0
     overhead_per_million: int = 0
 
@@ -179,11 +197,13 @@ class RankTimes:
     Args:
         starts_ps: Start of each action, in the order of the rank's list.
         ends_ps: End of each action, before its message leaves.
-        gather_wait_ps: Time forward passes waited for parameters.
+        gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
+            and to the buffers of collectives.
         passes_end_ps: End of the last action, a blocking message included.
-        reduce_end_ps: When gradients are reduced, tied table included.
-        reduce_wait_ps: Time that its reductions kept the rank from going on; waiting for the
-            other end of the pipeline before a tied table's reduction is not in it.
+        sums_start_ps: Start of the sums over tensor-parallel ranks.
+        reduce_end_ps: When gradients are reduced, those sums and a tied table included.
+        reduce_wait_ps: Time that its reductions kept the rank from going on; neither the sums
+            nor waiting for the other end before a tied table's reduction are in it.
         update_start_ps: Start of the optimizer, the same on all ranks.
         end_ps: End of the rank's step.
         collectives: Collectives of sharded units that the rank took part in, in order.
@@ -193,6 +213,7 @@ class RankTimes:
     ends_ps: list[int]
     gather_wait_ps: int
     passes_end_ps: int
+    sums_start_ps: int
     reduce_end_ps: int
     reduce_wait_ps: int
     update_start_ps: int

@@ -99,6 +99,7 @@ def _rank_times(state: RankState, place: Place) -> RankTimes:
         ends_ps=state.ends_ps,
         gather_wait_ps=state.gather_wait_ps,
         passes_end_ps=state.passes_end_ps,
+        sums_start_ps=state.sums_start_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,
         update_start_ps=state.update_start_ps,

@@ -48,6 +48,7 @@ class Schedule:
             free communication.
         refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
         interleaves: Whether it takes more than one virtual stage a rank.
+        holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Schedule:
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
     interleaves: bool = False
+    holds_sent: bool = False
 
 
 def refuse_virtual_stages(_pp: int, _num_microbatches: int, vpp: int) -> str | None:

@@ -38,4 +38,5 @@ GPIPE = Schedule(
     in_flight=_in_flight,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
+    holds_sent=True,
 )

@@ -70,4 +70,5 @@ INTERLEAVED = Schedule(
     bubble_fraction=plain_bubble_fraction,
     refusal=_refusal,
     interleaves=True,
+    holds_sent=True,
 )

@@ -8,12 +8,11 @@ interpreter launches the kernels of all replicas, whose threads take turns a lay
 A pass ends when its gradients are added up.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from simulator.activations import saved_head_bytes, saved_layer_bytes, saved_tensors
+from simulator.activations import logits_tensor, saved_tensors
 from simulator.block_shape import BlockShape
 from simulator.costs import Category, PhaseCost
 from simulator.costs.compute import constant_cost
@@ -22,8 +21,7 @@ from simulator.end_liveness import head_workspace_bytes
 from simulator.end_operators import embedding_operators, head_operators
 from simulator.engine import TaskKind, simulate_tasks
 from simulator.errors import PlanError
-from simulator.liveness import backward_steps, highest
-from simulator.memory import RankMemory, Shards, StateBytes, chunk_memory, rank_memory
+from simulator.memory import RankMemory, Shards, StateBytes, rank_memory
 from simulator.operator_graph import layer_operators
 from simulator.operators import KernelLaunches, MemoryBound, Operator
 from simulator.result import StepResult
@@ -36,6 +34,11 @@ from simulator.strategies.graph_step import (
     TaskGraph,
     account_graph,
     transfer_cost,
+)
+from simulator.strategies.replica_memory import (
+    backward_workspace_bytes,
+    forward_workspace_bytes,
+    saved_bytes,
 )
 
 HOST = "host"
@@ -276,27 +279,17 @@ def _add_sum(graph: TaskGraph, replica: Replica, after: tuple[int, ...]) -> int:
     return graph.add(Label("gradient sum", TaskKind.SUM), total, (_device(0),), after)
 
 
-def _saved_bytes(replica: Replica) -> tuple[int, int]:
-    """Return what backward needs of a replica's blocks, and of its logits in the loss."""
+def _pass_holds(
+    replica: Replica, passes: list[PassTasks], index: int, slope_bytes: int
+) -> list[Hold]:
+    """Return what passes hold on a device whose part of the logits' gradient takes *slope_bytes*.
+
+    A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
+    """
     shape = replica.shape
-    num_layers = shape.model.num_layers
-    blocks = chunk_memory(shape, num_layers, has_embedding=True, has_head=False).saved_bytes
-    logits = replica.num_logits * (shape.element_bytes if shape.stack.fused_loss else 4)
-    return blocks + saved_head_bytes(shape) - logits, logits
-
-
-def _workspaces(replica: Replica) -> tuple[int, int]:
-    """Return what a replica needs for a moment: blocks, or its logits and their gradient."""
-    num_layers = replica.shape.model.num_layers
-    chunk = chunk_memory(replica.shape, num_layers, has_embedding=True, has_head=False)
-    return (
-        max(chunk.forward_workspace_bytes, replica.logit_bytes),
-        max(chunk.backward_workspace_bytes, replica.logit_bytes),
-    )
-
-
-def _pass_holds(replica: Replica, passes: list[PassTasks], index: int) -> list[Hold]:
-    saved, (forward, backward) = _saved_bytes(replica)[0], _workspaces(replica)
+    saved = saved_bytes(shape)
+    forward = forward_workspace_bytes(shape)
+    backward = backward_workspace_bytes(shape, slope_bytes)
     return [
         hold
         for each in passes
@@ -312,13 +305,14 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     case, dp = replica.case, replica.case.plan.dp
     state = StateBytes.of(case.costs.stack, case.job.precision)
     memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
-    saved, logits = _saved_bytes(replica)
+    saved, logits = saved_bytes(replica.shape), logits_tensor(replica.shape).size_bytes
     # Forward, or in the loss's backward the losses' gradient beside its own.
     workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
-    holds = _pass_holds(replica, passes, 0)
+    # Its part of the gradient is a view of the whole.
+    holds = _pass_holds(replica, passes, 0, dp * replica.logit_bytes)
     for each in passes:
         holds.append(Hold(each.loss, saved + dp * logits, workspace))
-        # The sum so far and the gradient that is added to it.
+        # The sums, beside the gradients of device 0's own replica.
         holds.extend(Hold(task, 0, 2 * replica.weight_bytes) for task in each.sums)
     holds.append(Hold(updated, 0, memory.update_temporary_bytes))
     return GraphDevice(
@@ -348,35 +342,9 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         links=_links(index),
         host=HOST,
         memory=memory,
-        holds=tuple(_other_holds(replica, passes, index)),
+        holds=tuple(_pass_holds(replica, passes, index, replica.logit_bytes)),
         largest_tensor=largest.name,
     )
-
-
-def _other_holds(replica: Replica, passes: list[PassTasks], index: int) -> Iterator[Hold]:
-    """Yield what passes hold where gradients appear in backward and leave after it."""
-    saved, (forward, _) = _saved_bytes(replica)[0], _workspaces(replica)
-    backward = max(_other_moments(replica))
-    for each in passes:
-        yield Hold(each.forward[index], saved, forward)
-        yield Hold(each.backward[index], saved, backward - saved)
-
-
-def _other_moments(replica: Replica) -> Iterator[int]:
-    """Yield the bytes of the fullest moments of a backward pass, gradients included."""
-    shape, saved = replica.shape, _saved_bytes(replica)[0]
-    element, num_layers = replica.wire.reduce_bytes, shape.model.num_layers
-    table = shape.local_vocab_size * shape.model.hidden_size * element
-    norm_input = shape.num_tokens * shape.model.hidden_size * shape.element_bytes
-    yield saved + replica.logit_bytes + norm_input + table
-    layer = shape.parameters.layer * element
-    work = highest(backward_steps(shape, keeps_weight_gradients=True))
-    blocks = chunk_memory(shape, num_layers, has_embedding=True, has_head=False).saved_bytes
-    for done in range(num_layers):
-        left = blocks - (done + 1) * saved_layer_bytes(shape)
-        yield left + work + table + done * layer
-    # A tied table has two gradients, which are added up into a third.
-    yield replica.weight_bytes + (2 * table if shape.model.tied_embeddings else norm_input)
 
 
 def _links(index: int) -> tuple[str, str]:

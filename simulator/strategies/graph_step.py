@@ -10,14 +10,8 @@ from simulator.costs import Category, Cost, CostModel, PhaseCost
 from simulator.engine import Task, TaskKind, TaskTimes, with_overhead
 from simulator.errors import TooManyTasksError
 from simulator.lanes import task_lanes
-from simulator.memory import (
-    MemoryEvent,
-    RankMemory,
-    device_bytes,
-    memory_peak,
-    reserved_bytes,
-    usable_bytes,
-)
+from simulator.memory import RankMemory, device_bytes, reserved_bytes, usable_bytes
+from simulator.memory_timeline import MemoryEvent, memory_peak
 from simulator.plan import ParallelPlan, TrainingJob
 from simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
 from simulator.step_builder import overhead_per_million

@@ -352,6 +352,12 @@ MISTAKES = [
         ": first_gradient_bucket_parameters: 0 is not allowed; it must",
     ),
     (
+        STACK,
+        "zero_stages = [0, 1]",
+        "zero_stages = [0, 1, 2]",
+        ": gradient_bucket_parameters_per_replica: does not go with zero_stages 0, 1, 2; allowed",
+    ),
+    (
         CLUSTER,
         'host_memory = "2 TiB"\n',
         "",
@@ -501,3 +507,24 @@ def test_fp8_needs_bf16_beside_it(tmp_path: Path) -> None:
     path.write_text(text.replace("[memory]", FP8_KERNELS + "[memory]"), encoding="utf-8")
     expected = ": peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs"
     assert complaint(load_device, path).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("stack", "old", "new"),
+    [
+        ("megatron-core", '"selective", "full"', '"selective", "selective-op", "full"'),
+        ("ddp", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
+        ("parameter-server", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
+        ("torchtitan", "fused_qkv = false", "fused_qkv = true"),
+        ("torchtitan", 'attention_kernels = ["flash"', 'attention_kernels = ["unfused", "flash"'),
+    ],
+)
+def test_operators_are_chosen_in_pytorchs_own_layers_alone(
+    stack: str, old: str, new: str, tmp_path: Path
+) -> None:
+    text = built_in_text(f"stacks/{stack}")
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    expected = ": recompute_modes: selective-op is of PyTorch's own layers; allowed: with strategy"
+    assert complaint(load_stack, path).startswith(expected)

@@ -68,7 +68,11 @@ def step(
 @cache
 def search_result() -> SearchResult:
     steps = sorted(
-        (step(pp=pp, recompute=recompute) for pp in (1, 2, 4) for recompute in Recompute),
+        (
+            step(pp=pp, recompute=recompute)
+            for pp in (1, 2, 4)
+            for recompute in load_stack("megatron-core").recompute_modes
+        ),
         key=lambda each: each.step_ps,
     )
     evaluated = [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hwprofiles import GIBI, Precision, load_cluster, load_stack
+from hwprofiles import GIBI, Precision, StackProfile, load_cluster, load_stack
 from planner import SpaceLimits, enumerate_space, search
 from planner.bounds import StepBounds
 from planner.footprint import device_bytes_column, peak_bytes
@@ -26,6 +26,7 @@ class Case(NamedTuple):
     memory_limit_bytes: int | None = None
     precision: Precision = Precision.BF16
     limits: SpaceLimits = SpaceLimits()
+    changes: tuple[tuple[str, object], ...] = ()
 
 
 def spec(name: str, **sizes: object) -> ModelSpec:
@@ -72,6 +73,15 @@ CASES = {
     "tight memory, no sharding": Case(WIDE, "dgx-a100-40", "megatron-lm-2021", 8, 16, 30 * GIBI),
     "embedding and head count as layers": Case(BETWEEN, "dgx-h100", "megatron-core", 12, 24),
     "sharded parameters in a pipeline": Case(GROUPED, "dgx-h100", "torchtitan", 16, 16),
+    "whole gradients between microbatches": Case(
+        GROUPED,
+        "dgx-h100",
+        "torchtitan",
+        8,
+        32,
+        limits=SpaceLimits(max_pp=2),
+        changes=(("reduces_each_microbatch", False),),
+    ),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
     "owners broadcast": Case(
         UNEVEN, "dgx-a100", "zero-broadcast", 16, 64, precision=Precision.FP16
@@ -99,6 +109,10 @@ def job_of(case: Case) -> TrainingJob:
     )
 
 
+def stack_of(case: Case) -> StackProfile:
+    return load_stack(case.stack).model_copy(update=dict(case.changes))
+
+
 class Brute(NamedTuple):
     """Every layout of a space that its stack can run, simulated."""
 
@@ -111,7 +125,7 @@ class Brute(NamedTuple):
 @cache
 def brute_force(name: str) -> Brute:
     case = CASES[name]
-    job, cluster, stack = job_of(case), load_cluster(case.cluster), load_stack(case.stack)
+    job, cluster, stack = job_of(case), load_cluster(case.cluster), stack_of(case)
     space = enumerate_space(job, stack, case.num_gpus, case.limits)
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, case.num_gpus)
@@ -159,7 +173,7 @@ def test_bounds_are_sharp_enough_to_be_useful(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_search_finds_what_brute_force_finds(name: str) -> None:
     case, brute = CASES[name], brute_force(name)
-    cluster, stack = load_cluster(case.cluster), load_stack(case.stack)
+    cluster, stack = load_cluster(case.cluster), stack_of(case)
     found = search(
         job_of(case),
         cluster,

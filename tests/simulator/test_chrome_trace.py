@@ -21,7 +21,7 @@ from simulator.chrome_trace import ChromeTrace, TraceEvent, chrome_trace, write_
 from simulator.rank_streams import Span, SpanKind, rank_streams
 
 # stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
-# collectives hidden and not, a pipeline of one.
+# collectives hidden and not, a pipeline of one. With a stack that can, tokens are split over tp.
 CASES = {
     "blocking": ("megatron-lm-2021", "dgx-a100", 2, 4, 4, 1, 0),
     "interleaved": ("megatron-lm-2021", "dgx-a100", 2, 4, 2, 2, 0),
@@ -29,6 +29,7 @@ CASES = {
     "overlapped": ("megatron-core", "dgx-h100", 2, 4, 16, 1, 1),
     "overlapped-interleaved": ("megatron-core", "dgx-h100", 8, 4, 4, 3, 1),
     "no-pipeline": ("megatron-core", "dgx-h100", 1, 1, 8, 1, 1),
+    "sums-first": ("megatron-lm-2022", "dgx-a100", 2, 2, 4, 1, 0),
 }
 
 
@@ -45,6 +46,7 @@ def step(case: str) -> StepResult:
         dp=dp,
         num_virtual_stages=vpp,
         zero_stage=zero_stage,
+        sequence_parallel=stack.sequence_parallel,
         recompute=Recompute.FULL,
         attention=stack.attention,
         schedule="interleaved" if vpp > 1 else "1f1b",
@@ -106,7 +108,24 @@ def test_replayed_collectives_end_when_the_engine_says(result: StepResult) -> No
         streams = rank_streams(result.work, result.times, pp_rank)
         reductions = (SpanKind.GRADIENT_REDUCTION, SpanKind.SHARED_EMBEDDING)
         ends = [span.end_ps for span in streams.data_parallel if span.kind in reductions]
+        ends += [span.end_ps for span in streams.compute if span.kind is SpanKind.TENSOR_SUM]
         assert max([rank.passes_end_ps, *ends]) == rank.reduce_end_ps
+
+
+def test_sums_over_tensor_ranks_stand_where_the_stack_does_them(result: StepResult) -> None:
+    """Megatron-Core sums after the reductions over replicas, the others before they end."""
+    for pp_rank, rank in enumerate(result.times.ranks):
+        streams = rank_streams(result.work, result.times, pp_rank)
+        sums = [span for span in streams.compute if span.kind is SpanKind.TENSOR_SUM]
+        assert len(sums) == (result.plan.sequence_parallel and result.plan.tp > 1)
+        for span in sums:
+            before = rank.reduce_wait_ps if result.stack.name == "megatron-core" else 0
+            shared = result.work.ranks[pp_rank].shared_embedding_ps
+            assert span.start_ps - rank.passes_end_ps >= before - shared
+            assert before or span.start_ps == rank.passes_end_ps
+    if result.plan.sequence_parallel and result.plan.tp > 1:
+        sums_ps = [rank.sums_ps for rank in result.work.ranks]
+        assert result.breakdown_ps[Category.TP_COMM] > sum(sums_ps) // len(sums_ps) > 0
 
 
 def test_replayed_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:
@@ -140,10 +159,11 @@ def test_memory_counter_peaks_at_the_reported_peak(result: StepResult) -> None:
 
 def test_every_pass_and_every_track_is_named(result: StepResult) -> None:
     trace = chrome_trace(result)
+    closing = (SpanKind.TENSOR_SUM.value, SpanKind.OPTIMIZER.value)
     passes = [
         (event["pid"], event["args"]["phase"], event["args"]["chunk"], event["args"]["microbatch"])
         for event in events(trace, "X")
-        if event["tid"] == 0 and event["args"]["phase"] != "optimizer"
+        if event["tid"] == 0 and event["args"]["phase"] not in closing
     ]
     plan = result.plan
     assert len(set(passes)) == len(passes) == 2 * plan.num_stages * result.num_microbatches

@@ -136,9 +136,17 @@ class RankPath:
 
     def add_reduction(self) -> None:
         rank, after = self.work.ranks[self.pp_rank], self.free()
-        if rank.reduce_ps or any(chunk.reductions for chunk in rank.chunks):
+        sums, reduced = (("sums", self.pp_rank, 0), ("reduced", self.pp_rank, 0))
+        under = any(chunk.reductions for chunk in rank.chunks)
+        if self.work.sums_first:
+            self.graph.add(sums, rank.sums_ps, after)
+            after = [(sums, 0)]
+        if rank.reduce_ps or under:
             after.append((self.wire, 0))
-        self.graph.add(("reduced", self.pp_rank, 0), rank.reduce_ps, after)
+        if not self.work.sums_first:
+            self.graph.add(sums, rank.reduce_ps, after)
+            after = [(sums, 0)]
+        self.graph.add(reduced, rank.reduce_ps if self.work.sums_first else rank.sums_ps, after)
 
 
 def reference(work: StepWork) -> tuple[int, list[tuple[list[int], list[int]]]]:
@@ -204,6 +212,7 @@ def works(draw: st.DrawFn, *, collectives: bool, shared_port: bool = False) -> S
                 chunk_works(draw, gathers=gathers, reductions=reductions) for _ in range(vpp)
             ),
             reduce_ps=0 if reductions else draw(TIMES),
+            sums_ps=draw(TIMES),
             shared_embedding_ps=tied_ps,
             optimizer_ps=draw(TIMES),
             gather_ps=0 if gathers else draw(TIMES),
@@ -216,6 +225,7 @@ def works(draw: st.DrawFn, *, collectives: bool, shared_port: bool = False) -> S
         num_microbatches=num_microbatches,
         blocking_messages=draw(st.booleans()),
         shared_port=shared_port and draw(st.booleans()),
+        sums_first=draw(st.booleans()),
         norm_ps=draw(TIMES),
         overhead_per_million=draw(st.integers(0, 500_000)),
     )
@@ -309,7 +319,7 @@ def test_512_ranks_with_everything_at_once_run_like_their_representatives(
         for c in range(2)
     )
     ranks = tuple(
-        RankWork(chunks=chunks, shared_embedding_ps=33, optimizer_ps=11 + r, gather_ps=0)
+        RankWork(chunks=chunks, sums_ps=9 - r, shared_embedding_ps=33, optimizer_ps=11 + r)
         for r in range(4)
     )
     work = StepWork(

@@ -25,7 +25,7 @@ from simulator.block_shape import BlockShape
 from simulator.costs import Category, CostModel
 from simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
 from simulator.end_operators import embedding_operators, head_operators
-from simulator.fp8_casts import step_cast_bytes, weight_copy_bytes
+from simulator.fp8_casts import num_linear_weights, step_cast_bytes, weight_copy_bytes
 from simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
 from simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
 from simulator.operator_graph import layer_operators
@@ -181,7 +181,7 @@ def test_a_cast_reads_two_bytes_and_writes_two(
 
 def test_weights_that_are_kept_are_cast_once_a_step() -> None:
     shape = block_shape(tp=4)
-    assert shape.num_linear_weights == WEIGHTS // 4
+    assert num_linear_weights(shape) == WEIGHTS // 4
     assert step_cast_bytes(shape, 32) == 4 * 32 * WEIGHTS // 4
     assert step_cast_bytes(block_shape("torchtitan"), 32) == 0
     cast_s = 4 * 32 * WEIGHTS / memory_rate_bytes_per_s(DEVICE)

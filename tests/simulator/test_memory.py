@@ -18,7 +18,7 @@ from simulator.activations import (
 )
 from simulator.block_shape import BlockShape
 from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
-from simulator.liveness import highest, layer_workspace_bytes
+from simulator.liveness import layer_workspace_bytes
 from simulator.memory import (
     ChunkMemory,
     Moment,
@@ -27,17 +27,17 @@ from simulator.memory import (
     StateBytes,
     chunk_memory,
     device_bytes,
-    memory_peak,
-    memory_timeline,
     rank_memory,
     rank_parameters,
     reserved_bytes,
     usable_bytes,
 )
+from simulator.memory_timeline import memory_peak, memory_timeline
 from simulator.model_catalog import load_model
 from simulator.model_spec import ModelSpec
 from simulator.parameters import count_parameters
 from simulator.plan import ParallelPlan, TrainingJob
+from simulator.product_liveness import highest
 from simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -430,3 +430,24 @@ def test_a_device_shows_the_allocators_rounding_and_the_context() -> None:
     capacity = 80 * 1024**3
     assert usable_bytes(cluster, stack, None) == int(capacity * (1 - stack.safety_fraction))
     assert usable_bytes(cluster, stack, 123) == 123
+
+
+def test_sums_of_gradients_leave_with_the_last_backward() -> None:
+    """Of 10 bytes of sums 8 go in the pass that reduces them, which holds less than others do."""
+    chunk = ChunkMemory(
+        saved_bytes=100,
+        forward_workspace_bytes=7,
+        backward_workspace_bytes=30,
+        late_gradients_bytes=10,
+        first_backward=Moment(25, absent_bytes=3),
+        last_backward=Moment(28, absent_bytes=1),
+        reduced_gradients_bytes=8,
+    )
+    actions = [Action(phase, 0, index) for index in range(3) for phase in Phase]
+    passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
+    events = memory_timeline(static_rank((chunk,), 1), passes, 99)
+    first = [(7, 10), (0, 10), (25, 3), (0, 0)]
+    later = [(7, 0), (0, 0), (30, 0), (0, 0)]
+    last = [(7, 0), (0, 0), (28, 1), (0, 8)]
+    shown = [(event.buffers_bytes, event.absent_bytes) for event in events]
+    assert shown == [*first, *later, *last, (1, 8)]

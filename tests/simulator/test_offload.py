@@ -33,7 +33,7 @@ from simulator import (
 )
 from simulator.block_shape import BlockShape
 from simulator.data_parallel import Replication, Stage, Wire, stage_parameters
-from simulator.gradient_buckets import StagePart, reduced_parts
+from simulator.gradient_buckets import StagePart, reduced_parts, unit_shards
 from simulator.host_traffic import HostTraffic, host_traffic
 from simulator.memory import StateBytes
 from simulator.mesh import GroupSpan
@@ -56,6 +56,7 @@ DEEPSPEED, TITAN, FSDP = (load_stack(name) for name in ("deepspeed", "torchtitan
 MODEL = ModelSpec(
     name="small", num_layers=6, hidden_size=512, num_heads=8, vocab_size=2048, seq_len=128
 )
+OFFLOADED = (Offload.NONE, Offload.PARAMETERS)
 OFFLOADS = {Offload.OPTIMIZER: (DEEPSPEED, 2), Offload.PARAMETERS: (TITAN, 3)}
 
 
@@ -253,6 +254,46 @@ def test_fsdp_keeps_no_state_on_the_device() -> None:
     (stage,) = result.memory.by_stage
     assert stage.parameters_bytes == stage.gradients_bytes == stage.optimizer_states_bytes == 0
     assert result.memory.host_bytes == 8 * 16 * -(-parameters // 8)
+
+
+def test_fsdp_computes_as_it_does_without_offloading() -> None:
+    """At the head of the first backward pass no gradient is there: only states are elsewhere."""
+    model = gpt(4, 512)
+    plain, moved = (run(each, stack=TITAN, zero_stage=3, model=model) for each in OFFLOADED)
+    shape = BlockShape.of(moved.job, moved.plan, TITAN)
+    parameters = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+    assert plain.memory.by_stage[0].gradients_bytes == 0
+    assert plain.memory.peak_bytes - moved.memory.peak_bytes == 12 * -(-parameters // 8)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_host_that_sums_holds_one_gradient_beside_the_sum(sync: bool) -> None:  # noqa: FBT001
+    once, more = (
+        run(Offload.PARAMETERS, batch=batch, sync_each_microbatch=sync) for batch in (8, 24)
+    )
+    largest = 4 * MODEL.hidden_size**2 // 8  # of an MLP's matrices, as large as the table
+    difference = more.memory.host_bytes - once.memory.host_bytes
+    assert difference == (8 * 4 * largest if sync else 0)
+
+
+@RELAXED
+@given(num_shards=st.integers(1, 40), tp=st.sampled_from([1, 2, 4]))
+def test_shards_make_up_their_weights(num_shards: int, tp: int) -> None:
+    plan = ParallelPlan(dp=num_shards, tp=tp, zero_stage=3, stages=(6,), attention=TITAN.attention)
+    batch = {"global_batch_size": num_shards, "seq_len": 128}
+    job = TrainingJob(model=MODEL, precision=Precision.BF16, **batch)
+    shape = BlockShape.of(job, plan, TITAN)
+    for unit in (Stage(6, True, True), Stage(1, False, False), Stage(0, True, False)):  # noqa: FBT003
+        each = [unit_shards(shape, unit, num_shards, shard) for shard in range(num_shards)]
+        filled = unit_shards(shape, unit, num_shards)
+        assert sum(map(sum, each)) == stage_parameters(shape, unit)
+        assert each[0] == filled
+        assert all(size <= most for sizes in each for size, most in zip(sizes, filled, strict=True))
+    moved = replace(plan, offload=Offload.PARAMETERS)
+    sent = [host_traffic(job, moved, TITAN, 0, shard) for shard in range(num_shards)]
+    whole = stage_parameters(shape, Stage(6, has_embedding=True, has_head=True))
+    assert sum(each.to_host_bytes for each in sent) == 4 * whole
+    assert len({each.to_device_bytes for each in sent}) == 1
 
 
 def test_in_a_pipeline_gradients_stay_until_the_last_microbatch() -> None:

@@ -6,15 +6,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import Attention, CollectiveOp, Precision, Recompute, load_stack
-from simulator import SCHEDULES, ModelSpec, ParallelPlan, Phase, TrainingJob, load_model
+from hwprofiles import (
+    Attention,
+    CollectiveOp,
+    Precision,
+    Recompute,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
+from simulator import (
+    SCHEDULES,
+    CostModel,
+    ModelSpec,
+    ParallelPlan,
+    Phase,
+    TrainingJob,
+    load_model,
+)
 from simulator.block_shape import BlockShape
 from simulator.end_operators import embedding_operators, head_operators
-from simulator.mesh import Axis
+from simulator.mesh import Axis, GroupSpan
 from simulator.model_flops import hardware_flops, model_flops
 from simulator.operators import Collective, Operator
 from simulator.parameters import padded_vocab_size
 from simulator.rank_counts import closing_traffic, message_traffic, norm_ranks, rank_flops
+from simulator.step_builder import build_step
 from simulator.traffic import Traffic
 
 CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
@@ -191,6 +208,54 @@ def test_dtensor_sums_norms_in_every_microbatch_but_at_the_end_of_a_pipeline() -
     for pp_rank in range(2):
         (sums,) = closing_traffic(job, replace(plan, pp=2, stages=(4, 4)), TITAN, pp_rank)
         assert sums == Traffic(Axis.TP, ALL_REDUCE, 4 * 4096, 2, 2 * 4 + pp_rank)
+
+
+def test_norms_of_gradients_that_stay_whole_are_summed_in_the_last_microbatch() -> None:
+    """As in a pipeline, in the format of the wire; a single microbatch sums them at once."""
+    titan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
+    plan = replace(titan, sync_each_microbatch=False, reduce_precision=Precision.BF16)
+    job = job_of("llama2-7b", 2)
+    norm = ("tp norm reduce", ALL_REDUCE, 2 * 4096)
+    assert norm not in collectives(head_operators(BlockShape.of(job, plan, TITAN)).backward)
+    sums = Traffic(Axis.TP, ALL_REDUCE, 2 * 4096, 2, 2 * 8 + 1)
+    assert closing_traffic(job, plan, TITAN, 0) == (sums,)
+    one = job_of("llama2-7b", 1)
+    assert norm in collectives(head_operators(BlockShape.of(one, plan, TITAN)).backward)
+    assert closing_traffic(one, plan, TITAN, 0) == ()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("stack", "zero_stage"), [(CORE, 1), (TITAN, 3)])
+def test_what_is_summed_at_the_end_takes_the_time_of_its_calls(
+    stack: StackProfile, zero_stage: int, *, sequence_parallel: bool
+) -> None:
+    cluster, job = load_cluster("dgx-a100"), job_of("llama2-7b", 4, tp=2)
+    plan = plan_of(
+        tp=2,
+        pp=2,
+        dp=2,
+        sequence_parallel=sequence_parallel,
+        zero_stage=zero_stage,
+        attention=Attention.FLASH,
+    )
+    costs = CostModel(cluster, stack, plan.world_size)
+    work = build_step(job, plan, costs).work
+    for pp_rank, rank in enumerate(work.ranks):
+        calls = closing_traffic(job, plan, stack, pp_rank)
+        assert len(calls) == sequence_parallel
+        assert rank.sums_ps == sum(
+            each.num_calls
+            * costs.collective(each.op, each.size_bytes, GroupSpan(2, 1, 2), Axis.TP).time_ps
+            for each in calls
+        )
+
+
+@pytest.mark.parametrize("reduced", [None, Precision.BF16])
+def test_units_sum_a_tied_table_as_they_keep_it(reduced: Precision | None) -> None:
+    """Each rank has fp32 rows of it once it is reduced, in whatever format."""
+    plan = plan_of(pp=2, dp=4, zero_stage=3, reduce_precision=reduced)
+    (table,) = closing_traffic(job_of("gpt2", 4), plan, TITAN, 1)
+    assert table == Traffic(Axis.PP, ALL_REDUCE, 4 * 768 * 50_304 // 4, 2, 1)
 
 
 def test_learned_positions_are_scattered_and_their_gradient_summed() -> None:

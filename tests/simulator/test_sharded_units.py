@@ -1,7 +1,9 @@
 """Passes whose parameters are gathered unit by unit (ZeRO-3, FSDP): closed forms and folding."""
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
@@ -60,6 +62,30 @@ def test_a_gather_one_ahead_costs_what_computation_does_not_hide(
     work = work_of(forward, (Unit(1),))
     end_ps = simulate_folded(work).ranks[0].ends_ps[0]
     assert end_ps == gather + (units - 1) * max(compute, gather) + compute
+
+
+@settings(deadline=None)
+@given(units=st.integers(1, 8), compute=TIMES, gather=TIMES, unpack=TIMES, pack=TIMES)
+def test_copies_from_and_to_buffers_hide_under_nothing(
+    units: int, compute: int, gather: int, unpack: int, pack: int
+) -> None:
+    """The next gather starts when the buffer of the one before is free."""
+    forward = (Unit(compute, gather, unpack_ps=unpack),) * units
+    backward = (Unit(compute, reduce_ps=1, pack_ps=pack),) * units
+    work = work_of(forward, backward)
+    rank = simulate_folded(work).ranks[0]
+    end_ps = gather + unpack + (units - 1) * (max(compute, gather) + unpack) + compute
+    assert rank.ends_ps == [end_ps, end_ps + units * (compute + pack)]
+    assert rank.gather_wait_ps == rank.ends_ps[1] - 2 * units * compute
+
+
+def test_units_that_are_not_gathered_or_reduced_are_not_copied() -> None:
+    stays = Unit(5, 3, unpack_ps=2, stays=True)
+    last = replace(stays, reduce_ps=1, pack_ps=4)
+    rank = simulate_folded(
+        work_of((stays,), (last,), num_microbatches=2, reduces_each_pass=False)
+    ).ranks[0]
+    assert rank.ends_ps == [10, 15, 25, 34]
 
 
 def test_a_backward_unit_gathers_ahead_of_the_reduction_behind_it() -> None:

@@ -126,7 +126,7 @@ def idle_ps(result: StepResult, pp_rank: int) -> int:
         total += start_ps - free_ps
         free_ps = end_ps + sending_ps(result, pp_rank, action)
     assert rank.passes_end_ps == free_ps
-    total += rank.reduce_end_ps - free_ps - rank.reduce_wait_ps
+    total += rank.reduce_end_ps - free_ps - rank.reduce_wait_ps - work.ranks[pp_rank].sums_ps
     assert rank.update_start_ps >= rank.reduce_end_ps + work.norm_ps
     total += rank.update_start_ps - work.norm_ps - rank.reduce_end_ps
     held = work.ranks[pp_rank]

@@ -205,3 +205,29 @@ def test_traffic_of_a_pipeline_of_units() -> None:
         kept = rank_traffic(job, replace(plan, reshard_after_forward=False), TITAN, pp_rank)
         gathers = [each for each in kept if each.op is CollectiveOp.ALL_GATHER]
         assert [each.num_calls for each in gathers] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("batch", "each", "gradient"), [(8, True, 2), (16, True, 2), (16, False, 4)]
+)
+def test_a_unit_is_copied_from_its_gathers_buffer_and_into_its_reductions(
+    batch: int, gradient: int, *, each: bool
+) -> None:
+    """Read and written in bf16, then read as the gradient is kept and written in fp32."""
+    cluster = load_cluster("dgx-a100")
+    job = TrainingJob(model=LLAMA, global_batch_size=batch, seq_len=1024)
+    plan = ParallelPlan(
+        dp=8, zero_stage=3, attention=Attention.FLASH, stages=(32,), sync_each_microbatch=each
+    )
+    rate = cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory.bandwidth_fraction
+    work = build_step(job, plan, CostModel(cluster, TITAN, 8)).work.ranks[0].chunks[0]
+    for unit in (work.forward_units[1], work.backward_units[1]):
+        assert unit.unpack_ps == pytest.approx(LAYER * (2 + 2) / rate * 1e12, rel=1e-9)
+    packed = work.backward_units[1]
+    assert packed.pack_ps == pytest.approx(LAYER * (gradient + 4) / rate * 1e12, rel=1e-9)
+    assert work.forward_units[0].unpack_ps > 0  # the root, which stays for its backward pass
+    flat = TITAN.model_copy(update={"copies_units": False})
+    for unit in (
+        build_step(job, plan, CostModel(cluster, flat, 8)).work.ranks[0].chunks[0].backward_units
+    ):
+        assert (unit.unpack_ps, unit.pack_ps) == (0, 0)

@@ -11,7 +11,7 @@ import multiprocessing
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -67,9 +67,12 @@ def train(case: Case, rank: int) -> Shown:
     return Shown(means, norms, spread_of_copies(program, case, rank))
 
 
-def noted(compute: Callable[[], torch.Tensor], norms: list[float]) -> Callable[[], torch.Tensor]:
-    def compute_and_note() -> torch.Tensor:
-        norm = compute()
+Norm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def noted(compute: Norm, norms: list[float]) -> Norm:
+    def compute_and_note(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        norm = compute(gradients)
         norms.append(norm.item())
         return norm
 

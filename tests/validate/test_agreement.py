@@ -7,11 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import Attention, Precision, Recompute  # noqa: E402
+from hwprofiles import Attention, Offload, Precision, Recompute  # noqa: E402
 from planner.plan_file import SavedPlan  # noqa: E402
 from simulator import PlanError  # noqa: E402
 from validate.agreement import (  # noqa: E402
     CLUSTER,
+    HOST_HEAD,
     PLAN_HEAD,
     RANK_HEAD,
     AgreementPlan,
@@ -22,9 +23,10 @@ from validate.agreement import (  # noqa: E402
     table_head,
     table_row,
 )
-from validate.prediction import default_ranks  # noqa: E402
+from validate.strategy_prediction import usual_members  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agreement.md").read_text(encoding="utf-8")
+RANKS, ON_HOSTS = PAGE.split("\n## On the host\n")
 PLANS = {plan.name: plan for plan in load_agreement_plans()}
 SMALL = [name for name, plan in PLANS.items() if plan.size == "small"]
 # Of the large ones: first, a middle of each number of layers, last; and one rank of another stack.
@@ -34,6 +36,10 @@ LARGE = {"gpt3 on 3072": (), "titan gpt3 on 3072": (3024,)}
 def check_rows(name: str, ranks: tuple[int, ...] = ()) -> None:
     for found in compare_plan(PLANS[name], ranks):
         assert table_row(found.cells()) in PAGE.splitlines()
+        if PLANS[name].saved().plan.offload is not Offload.NONE:
+            assert table_row(found.host_cells()) in ON_HOSTS.splitlines()
+        else:
+            assert found.host_cells() == ()
         assert bool(found.failures()) <= bool(PLANS[name].note)
 
 
@@ -50,13 +56,16 @@ def test_the_page_says_what_ranks_of_3072_show(name: str) -> None:
 
 def test_the_page_has_every_plan_and_rank() -> None:
     lines = PAGE.splitlines()
-    for head in (PLAN_HEAD, RANK_HEAD):
+    for head in (PLAN_HEAD, RANK_HEAD, HOST_HEAD):
         assert table_head(head) in PAGE
     for plan in PLANS.values():
         assert table_row(plan_cells(plan)) in lines
-        wanted = plan.ranks or default_ranks(plan.saved().plan)
-        shown = re.findall(rf"^\| {re.escape(plan.name)} \| (\d+) \|", PAGE, re.MULTILINE)
-        assert tuple(int(rank) for rank in shown) == wanted
+        saved = plan.saved()
+        wanted = plan.ranks or usual_members(saved)
+        on_hosts = wanted if saved.plan.offload is not Offload.NONE else ()
+        for section, expected in ((RANKS, wanted), (ON_HOSTS, on_hosts)):
+            shown = re.findall(rf"^\| {re.escape(plan.name)} \| (\d+) \|", section, re.MULTILINE)
+            assert tuple(int(rank) for rank in shown) == expected
 
 
 def test_commands_of_the_page_are_those_of_plans() -> None:
@@ -70,6 +79,7 @@ def test_plans_span_what_programs_can_express() -> None:
     assert len(plans) >= 24
     assert {saved.stack.name for saved in plans} == {
         "ddp",
+        "dataparallel",
         "fsdp",
         "torchtitan",
         "megatron-core",
@@ -83,6 +93,9 @@ def test_plans_span_what_programs_can_express() -> None:
     assert {saved.job.precision for saved in plans} >= {Precision.FP32, Precision.BF16}
     assert {saved.job.model.tied_embeddings for saved in plans} == {True, False}
     assert any(saved.plan.dp_shard for saved in plans)
+    offloading = [saved for saved in plans if saved.plan.offload is Offload.PARAMETERS]
+    assert {saved.stack.name for saved in offloading} == {"fsdp", "torchtitan"}
+    assert any(saved.plan.reduce_precision for saved in plans)
     # 64 pipeline stages x 6 data-parallel hosts x 8 tensor-parallel GPUs, on two stacks.
     large = [saved for saved in plans if saved.plan.world_size == 3072]
     assert {(saved.plan.pp, saved.plan.dp, saved.plan.tp) for saved in large} == {(64, 6, 8)}

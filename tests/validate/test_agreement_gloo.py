@@ -13,10 +13,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack  # noqa: E402
+from hwprofiles import (  # noqa: E402
+    Attention,
+    Offload,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
 from planner.plan_file import SavedPlan  # noqa: E402
 from simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from validate.comparison import Verdict, compare_rank  # noqa: E402
+from validate.comparison import PEAK, Verdict, compare_rank  # noqa: E402
 from validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
 from validate.measurement import RankMeasurement  # noqa: E402
 from validate.prediction import default_ranks, predict_ranks  # noqa: E402
@@ -46,7 +53,7 @@ LLAMA = ModelSpec(
     mlp_bias=False,
     **SIZES,
 )
-FULL, SELECTIVE = Recompute.FULL, Recompute.SELECTIVE
+FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
 def saved(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
@@ -71,14 +78,20 @@ INTERLEAVED: dict[str, Any] = {
     "schedule": "interleaved",
 }
 SP: dict[str, Any] = {"sequence_parallel": True}
+OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 CASES = {
     "ddp accumulates": saved(GPT, "ddp", dp=2),
     "ddp full, microbatch of 2": saved(LLAMA, "ddp", dp=2, recompute=FULL, microbatch_size=2),
     "fsdp": saved(GPT, "fsdp", dp=2),
     "fsdp keeps": saved(LLAMA, "fsdp", dp=2, reshard_after_forward=False),
     "hsdp": saved(GPT, "fsdp", dp=4, dp_shard=2),
+    "fsdp offloads": saved(GPT, "fsdp", dp=2, microbatch_size=4, **OFFLOADS),
+    "titan offloads, accumulates": saved(LLAMA, "torchtitan", dp=2, recompute=FULL, **OFFLOADS),
+    "titan offloads, hybrid": saved(GPT, "torchtitan", tp=2, pp=2, dp=2, **OFFLOADS, **SP),
     "titan tp": saved(GPT, "torchtitan", tp=2),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
+    "titan tp operators": saved(GPT, "torchtitan", tp=2, recompute=OPERATORS),
+    "titan tp sp operators": saved(LLAMA, "torchtitan", tp=2, dp=2, recompute=OPERATORS, **SP),
     "titan tp sp fsdp": saved(GPT, "torchtitan", tp=2, dp=2, **SP),
     "titan 1f1b": saved(LLAMA, "torchtitan", pp=2),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
@@ -151,6 +164,8 @@ def test_every_process_counts_what_the_simulator_says(
         exact = [check for check in checks if check.is_exact]
         assert len(exact) > 1
         assert [check for check in exact if check.verdict is Verdict.FAILED] == []
+        if CASES[name].plan.offload is not Offload.NONE:  # one memory for device and host
+            assert next(check for check in checks if check.quantity == PEAK).verdict == "pass"
 
 
 @pytest.mark.slow

@@ -170,6 +170,27 @@ def test_a_label_reaches_back_to_the_peak_but_not_to_what_came_later() -> None:
         }
 
 
+def test_autograd_adds_gradients_up_in_place_though_a_mode_looks_on() -> None:
+    """Without the oracle it does so; under any dispatch mode it makes a third tensor."""
+    size = 1 << 20
+
+    def peak(*, of_sum: bool) -> int:
+        weight = torch.ones(size, requires_grad=True)
+        oracle = RankOracle({})
+        oracle.mark(weight, ByteKind.PARAMETERS)
+        with oracle:
+            used = weight * 2.0
+            if of_sum:  # of one tensor, whose two gradients meet
+                used = used + weight * 3.0
+            used.backward(torch.ones(size))
+            weight.grad = None
+        return oracle.peak_bytes
+
+    # Weight, its product, the gradient given and that of the weight; forward sums are not in place.
+    assert peak(of_sum=False) == 4 * 4 * size
+    assert peak(of_sum=True) == 5 * 4 * size
+
+
 def test_an_operator_with_a_formula_of_its_own_counts() -> None:
     @torch.library.custom_op("meshwright_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -338,20 +359,20 @@ def test_a_middle_stage_sends_and_receives_each_microbatch_both_ways() -> None:
         )
         schedule = Schedule1F1B(stage, 8, loss_fn=lambda y, target: (y - target).sum())
         with oracle:
-            for _ in range(2):
+            for _ in range(3):  # to 2.11 the first step begins with messages of one number
                 oracle.start_step()
                 schedule.step()
-                assert oracle.collectives == tuple(
-                    CollectiveCount("world", op, 2, 3 * WIDTH * FP32, 2 * 8)
-                    for op in ("recv", "send")
-                )
                 assert oracle.flops == 8 * 3 * 2 * 3 * WIDTH * WIDTH
+        assert oracle.collectives == tuple(
+            CollectiveCount("world", op, 2, 3 * WIDTH * FP32, 2 * 8) for op in ("recv", "send")
+        )
 
 
 def test_a_stage_must_know_its_shapes() -> None:
     with fake_cluster(1, 4):
         stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 1, 4, torch.device("cpu"))
-        with pytest.raises((ValueError, RuntimeError), match="input_args"):
+        # To 2.11 PyTorch asks the stage before, and reads numbers that are not there.
+        with pytest.raises((ValueError, RuntimeError), match=r"input_args|_local_scalar_dense"):
             Schedule1F1B(stage, 8, loss_fn=lambda y, target: (y - target).sum()).step()
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hwprofiles import Precision, load_cluster, load_stack
-from planner.documents import json_text
-from planner.plan_file import SavedPlan, plan_document
+from planner.plan_file import SavedPlan
 from simulator import ModelSpec, ParallelPlan, TrainingJob
 from validate.comparison import (
     PEAK,
@@ -244,25 +243,3 @@ def test_real_runs_train_without_dropout() -> None:
 
 def test_bytes_are_of_every_kind() -> None:
     assert set(predict_rank(saved(), 0).bytes_at_peak) == set(ByteKind)
-
-
-@pytest.mark.gpu
-def test_one_gpu_counts_times_and_traces_its_steps(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from validate.launch import RunSpec, run_local
-
-    plan = tmp_path / "plan.json"
-    one = replace(LAYOUT, pp=1, stages=(4,))
-    plan.write_text(json_text(plan_document(saved(one, Precision.BF16))), encoding="utf-8")
-    outcome = run_local(
-        RunSpec(plans=(plan,), backend="nccl", results=tmp_path / "results", num_steps=2), 1
-    )
-    assert outcome.failure is None
-    measured = outcome.measurements[0][0]
-    assert len(measured.step_times_s) == 2
-    assert set(measured.allocator_bytes) == {"allocated", "active", "reserved"}
-    assert (tmp_path / "results" / "plan-00" / "rank-00000.trace.json").is_file()
-    said = without_dropout(saved(one, Precision.BF16))
-    assert not has_failed(compare_rank(predict_rank(said, 0), measured))

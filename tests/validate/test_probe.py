@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hwprofiles import Precision, load_cluster, load_stack
+from hwprofiles import Offload, Precision, load_cluster, load_stack
 from planner.plan_file import SavedPlan
 from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
 from validate.counting.absent_ranks import fake_ranks
@@ -156,6 +156,10 @@ def test_what_cannot_be_probed_is_refused() -> None:
         run_probe(saved, 64, device="cpu", steps=1)
     with pytest.raises(PlanError, match=r"^steps=0 is out of range; allowed: at least 1$"):
         run_probe(saved, rank, device="cpu", steps=0)
+    sharded, _ = CASES["fsdp"]
+    moved = replace(sharded, plan=replace(sharded.plan, offload=Offload.PARAMETERS))
+    with pytest.raises(PlanError, match=r"^device=cpu has one memory, where offload=parameters"):
+        probe_stage(moved, rank, device="cpu", steps=1)
     with pytest.raises(PlanError, match=r"^device=tpu is not here; allowed: cpu"):
         run_probe(saved, rank, device="tpu", steps=1)
     module = replace(saved, stack=load_stack("dataparallel"))

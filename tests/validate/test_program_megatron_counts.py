@@ -214,9 +214,14 @@ def replica_calls(oracle: RankOracle) -> list[tuple[str, int, int]]:
     ]
 
 
+def buckets_of(limit: int) -> dict[str, int]:
+    keys = ("gradient_bucket_parameters", "gradient_bucket_parameters_per_replica")
+    return dict(zip(keys, (limit, 0), strict=True))
+
+
 def test_buckets_close_when_full_from_the_back_of_each_chunk() -> None:
     h, limit = 32, 4288
-    stack = load_stack("megatron-core").model_copy(update={"gradient_bucket_parameters": limit})
+    stack = load_stack("megatron-core").model_copy(update=buckets_of(limit))
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
     plan = ParallelPlan(pp=2, dp=2, stages=(1, 3), zero_stage=0, attention=FLASH)
     program, oracle = second_step(request(job, plan, stack))
@@ -241,8 +246,7 @@ def test_a_table_on_two_stages_has_a_bucket_of_its_own(zero_stage: int) -> None:
 
 
 def test_only_the_first_stage_is_reduced_in_buckets() -> None:
-    small = {"gradient_bucket_parameters": 4288}
-    stack = load_stack("megatron-core").model_copy(update=small)
+    stack = load_stack("megatron-core").model_copy(update=buckets_of(4288))
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
     plan = ParallelPlan(pp=2, dp=2, stages=(2, 2), zero_stage=1, attention=FLASH)
     counts = []

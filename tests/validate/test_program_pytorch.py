@@ -64,6 +64,7 @@ def plan(**fields: Any) -> ParallelPlan:
     return ParallelPlan(**(usual | fields))
 
 
+OPERATORS = Recompute.SELECTIVE_OP
 PIPELINE = {"pp": 2, "stages": (2, 2)}
 INTERLEAVED = {
     "pp": 2,
@@ -80,6 +81,14 @@ ON_TWO = {
     "fsdp microbatch of two": Case(LLAMA, "fsdp", plan(dp=2, microbatch_size=2)),
     "titan selective recompute": Case(
         LLAMA, "torchtitan", plan(dp=2, recompute=Recompute.SELECTIVE)
+    ),
+    "titan operators": Case(LLAMA, "torchtitan", plan(dp=2, recompute=OPERATORS)),
+    "tp operators": Case(GPT, "torchtitan", plan(tp=2, recompute=OPERATORS)),
+    "tp sp operators llama": Case(
+        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=OPERATORS)
+    ),
+    "1f1b operators llama": Case(
+        LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
     ),
     "tp": Case(GPT, "torchtitan", plan(tp=2)),
     "tp llama": Case(LLAMA, "torchtitan", plan(tp=2)),

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from hwprofiles import Attention, Precision, Recompute, load_stack
 from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
@@ -14,6 +16,7 @@ from validate.counting.internals import tensors_in
 from validate.counting.oracle import RankOracle
 from validate.measurement import ByteKind
 from validate.program.contract import ProgramRequest, RankProgram
+from validate.program.kept_operators import operator_contexts
 from validate.program.plain_parts import initial_parameter, plain_parts
 from validate.program.pytorch_layout import build_stage, make_layout
 from validate.program.pytorch_programs import build_ddp, build_fully_sharded
@@ -185,6 +188,57 @@ def test_recomputation_trades_memory_for_flops() -> None:
         peaks[mode], flops[mode] = oracle.peak_bytes, oracle.flops
     assert peaks[Recompute.FULL] < peaks[Recompute.NONE]
     assert flops[Recompute.NONE] < flops[Recompute.SELECTIVE] < flops[Recompute.FULL]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_chosen_operators_run_again_and_others_do_not(
+    sequence: bool,  # noqa: FBT001 - a parameter of pytest
+) -> None:
+    """Keys, attention output, the MLP's value; gathers, and a sum that is not scattered."""
+    usual = {"tp": 2, "sequence_parallel": sequence}
+    model = LLAMA.model_copy(update={"dropout": False})
+    none, chosen, full = (
+        counted(request("torchtitan", plan(recompute=mode, **usual), model=model))[0]
+        for mode in (Recompute.NONE, Recompute.SELECTIVE_OP, Recompute.FULL)
+    )
+    weights = WIDTH * (8 + WIDTH + 48)
+    assert chosen.flops - none.flops == 2 * LAYERS * 2 * PER_TOKEN * weights // 2
+    assert none.flops < chosen.flops < full.flops
+    more = Counter(calls(chosen))
+    more.subtract(calls(none))
+    expected = {("tp", "all_gather", 2 * MESSAGE): 2 * 2 * LAYERS}
+    if not sequence:
+        expected = {("tp", "all_reduce", 2 * MESSAGE): 2 * LAYERS}
+    assert {call: num for call, num in more.items() if num} == expected
+
+
+def test_every_second_product_is_kept() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    calls: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def products(values: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            values = (values @ weight).exp()
+        return values
+
+    with Watch():
+        out = checkpoint(
+            products, torch.ones(2, 2), use_reentrant=False, context_fn=operator_contexts
+        )
+        forward = len(calls)
+        out.sum().backward()
+    assert calls[:forward].count(torch.ops.aten.mm.default) == 4
+    again = calls[forward:]
+    # Up to the output of the last exponential; then two products a step of the backward pass.
+    assert again.count(torch.ops.aten.exp.default) == 4
+    assert again.count(torch.ops.aten.mm.default) == 2 + 4 + 3
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

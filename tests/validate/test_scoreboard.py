@@ -55,8 +55,15 @@ FP8_LIMITS = {
     "torchtitan": 0.08,
     "MosaicML": 0.05,
 }
-# nvidia-smi figures are whole gigabytes of 30 to 80; the others depend on gradient formats.
-MEMORY_LIMITS = {"BigScience": 0.05, "Zero Bubble": 0.05, "NVIDIA dgxc": 0.10, "SimuMax": 0.03}
+# nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what its allocator reserves
+# of compiled layers; the others depend on gradient formats.
+MEMORY_LIMITS = {
+    "BigScience": 0.05,
+    "Zero Bubble": 0.05,
+    "NVIDIA dgxc": 0.10,
+    "SimuMax": 0.03,
+    "torchtitan": 0.06,
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 20
+    assert len(errors) == 21
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 

@@ -1,14 +1,16 @@
 """Profiles made of rows: constants with a source that says what they rest on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from hwprofiles import CollectiveFact, CollectiveOp, Device, FlashKernels, Link, Precision, Source
 from simulator.costs.links import ring_steps
 from simulator.operators import MemoryBound
 from validate.calibration.cost_fit import (
-    FLASH_KERNEL,
+    ENDINGS,
     Floor,
+    attention_rows,
     by_operation,
     fit_collective,
     fit_flash,
@@ -102,12 +104,15 @@ def _with_flash(
         for kernel, facts in known.flash.items():
             origin = f"from {known.name}: {facts.source}"
             flash[kernel] = facts.model_copy(update={"source": origin})
-    measured = fit_flash(rows, device, floor)
-    if measured is not None:
-        used = [row for row in rows if row.case.group is Group.ATTENTION]
-        fitted = device.model_copy(update={"flash": {FLASH_KERNEL: measured}})
-        errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-        flash[FLASH_KERNEL] = measured.model_copy(
+    for kernel in ENDINGS:
+        measured = fit_flash(rows, device, floor, kernel)
+        if measured is None:
+            continue
+        fitted = device.model_copy(update={"flash": {kernel: measured}})
+        errors = misfit_of(
+            attention_rows(rows, kernel), partial(modelled_s, device=fitted, floor=floor)
+        )
+        flash[kernel] = measured.model_copy(
             update={"kind": Source.FITTED, "source": f"{seen}; {errors}"}
         )
     return device.model_copy(update={"flash": flash})

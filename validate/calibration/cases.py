@@ -46,6 +46,8 @@ class Range:
     batched_products: tuple[tuple[int, int, int, int], ...]
     max_flops: float
     attention: tuple[tuple[int, int, int], ...]
+    attention_ops: tuple[str, ...]
+    without_attention: Precision | None
     memory: tuple[tuple[int, int], ...]
     parameters: tuple[int, ...]
     copies: tuple[int, ...]
@@ -64,6 +66,8 @@ RANGES: dict[Accelerator, Range] = {
             for seq_len, heads in ((512, 256), (1024, 128), (2048, 64), (4096, 32), (8192, 16))
             for head_dim in (64, 128)
         ),
+        attention_ops=("forward", "backward", "forward cudnn", "backward cudnn"),
+        without_attention=Precision.FP32,  # these kernels have 16-bit formats alone
         memory=tuple((rows, width) for rows in (1024, 8192, 32768) for width in (2048, 8192)),
         parameters=tuple(MEBI * 4**power for power in range(1, 5)),
         copies=tuple(MEBI * 4**power for power in range(6)),
@@ -80,6 +84,8 @@ RANGES: dict[Accelerator, Range] = {
             for seq_len, heads in ((128, 24), (256, 24), (512, 12), (1024, 8))
             for head_dim in (64, 128)
         ),
+        attention_ops=("forward", "backward"),
+        without_attention=None,
         memory=tuple((rows, width) for rows in (256, 1024, 4096) for width in (768, 3072)),
         parameters=(4 * MEBI, 16 * MEBI, 32 * MEBI),
         copies=(MEBI, 4 * MEBI, 16 * MEBI, 64 * MEBI),
@@ -107,7 +113,7 @@ def device_cases(
         _memory_bound(span, precision),
         *(
             [Case(Group.ATTENTION, op, precision, shape) for shape in span.attention]
-            for op in ("forward", "backward")
+            for op in (span.attention_ops if precision is not span.without_attention else ())
         ),
         [
             Case(Group.OPTIMIZER, op, Precision.FP32, (count,))

@@ -26,8 +26,10 @@ from validate.calibration.minimum import Bound, Point, minimum
 from validate.calibration.options import Accelerator
 from validate.calibration.rows import Case, Group, Row, median
 
-# The attention kernel that PyTorch's own function runs, under the name that stacks give it.
-FLASH_KERNEL = "sdpa-fa2"
+# The attention kernels that are measured, under the names that stacks give them: PyTorch's own,
+# and that of cuDNN, which Transformer Engine runs, too; and what their operations end in.
+FLASH_KERNEL, CUDNN_KERNEL = "sdpa-fa2", "te-cudnn"
+ENDINGS = {FLASH_KERNEL: "", CUDNN_KERNEL: " cudnn"}
 # Errors beyond this count by their size, not its square: a few disturbed rows must not decide.
 SOFT_ERROR = 0.1
 # A pull towards the start, as much as one row of a 1 % error: it settles what no row tells.
@@ -68,9 +70,10 @@ def modelled_s(case: Case, device: Device, floor: Floor) -> float | None:
         case Gemm():
             cost = gemm_cost(operator, device, case.precision)
         case FlashAttention():
-            if FLASH_KERNEL not in device.flash:
+            kernel = CUDNN_KERNEL if case.op.endswith(ENDINGS[CUDNN_KERNEL]) else FLASH_KERNEL
+            if kernel not in device.flash:
                 return None
-            cost = flash_attention_cost(operator, device, case.precision, FLASH_KERNEL)
+            cost = flash_attention_cost(operator, device, case.precision, kernel)
         case MemoryBound():
             cost = memory_bound_cost(operator, device)
     return floor.apply(cost.time_ps / PS_PER_S)
@@ -177,21 +180,29 @@ def _shows_misalignment(case: Case) -> bool:
     return case.precision is not Precision.FP32 and any(size % ALIGNED_ELEMENTS for size in sizes)
 
 
-def fit_flash(rows: list[Row], device: Device, floor: Floor) -> FlashKernels | None:
-    """Return the shares of the peak that attention reaches, or None unless both were measured."""
-    used = [row for row in rows if row.case.group is Group.ATTENTION]
-    if {row.case.op for row in used} != {"forward", "backward"}:
+def attention_rows(rows: Iterable[Row], kernel: str) -> list[Row]:
+    """Return the rows of one attention kernel."""
+    ops = {f"{way}{ENDINGS[kernel]}" for way in ("forward", "backward")}
+    return [row for row in rows if row.case.group is Group.ATTENTION and row.case.op in ops]
+
+
+def fit_flash(
+    rows: list[Row], device: Device, floor: Floor, kernel: str = FLASH_KERNEL
+) -> FlashKernels | None:
+    """Return the shares of the peak that a kernel reaches, or None unless both were measured."""
+    used = attention_rows(rows, kernel)
+    if len({row.case.op for row in used}) != 2:
         return None
     kernels = FlashKernels(forward_fraction=0.3, backward_fraction=0.3, kind="fitted", source="-")
 
     def model(chosen: dict[str, float], case: Case) -> float:
-        flash = {FLASH_KERNEL: kernels.model_copy(update=chosen)}
+        flash = {kernel: kernels.model_copy(update=chosen)}
         return modelled_s(case, _with(device, flash=flash), floor) or 0.0
 
     found: dict[str, float] = {}
     for op in ("forward", "backward"):
         name = f"{op}_fraction"
-        of_op = [row for row in used if row.case.op == op]
+        of_op = [row for row in used if row.case.op.startswith(op)]
         found |= _search({name: Choice.fraction(0.3)}, of_op, model)
     return kernels.model_copy(update=found)
 

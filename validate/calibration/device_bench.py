@@ -8,7 +8,7 @@ from hwprofiles import GIBI, MEBI, Precision
 from validate.calibration.cases import Coverage, Progress, device_cases, in_chunks
 from validate.calibration.options import Accelerator
 from validate.calibration.row_file import RowFile
-from validate.calibration.stopwatch import measure_chunk
+from validate.calibration.stopwatch import awaken, measure_chunk
 
 CHUNK_CASES = 8
 # Tensors of a chunk, each case's up to `kernels.FOOTPRINT_BYTES` of copies besides.
@@ -34,11 +34,14 @@ def measure_device(
     missing = [case for case in cases if case not in file.cases]
     chunks = in_chunks(missing, most=CHUNK_CASES, limit_bytes=CHUNK_BYTES[machine.accelerator])
     done = len(cases) - len(missing)
+    if chunks:
+        awaken(device)
     for seed, chunk in enumerate(chunks):
         if time.monotonic() >= deadline_s:
             break
-        file.append(measure_chunk(chunk, device, seed, deadline_s))
-        done += len(chunk)
+        rows = measure_chunk(chunk, device, seed, deadline_s)
+        file.append(rows)
+        done += len(rows)
         if progress is not None:
             progress("kernels", done, len(cases))
     return Coverage(done, len(cases))

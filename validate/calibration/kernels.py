@@ -1,15 +1,18 @@
 """The calls that are timed: one function a case, its tensors made before the clock starts."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import cycle
 from typing import cast
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles import MEBI, Precision
 from validate.calibration.cases import held_bytes
 from validate.calibration.rows import Case, Group
+from validate.program.attention_kernels import Attended, flash_backward, flash_forward
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -65,11 +68,15 @@ def _product(case: Case, device: torch.device) -> Call:
 
 def _attention(case: Case, device: torch.device) -> Call:
     query, key, value = (_random(case, device, 1, *case.sizes) for _ in range(3))
+    way, _, library = case.op.partition(" ")
+    if device.type == "cuda" and not library:
+        return _flash(way, query, key, value)
 
     def forward() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if library else nullcontext():
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    if case.op == "forward":
+    if way == "forward":
         return forward
     inputs = (query, key, value)
     for tensor in inputs:
@@ -77,6 +84,16 @@ def _attention(case: Case, device: torch.device) -> Call:
     out = forward()
     gradient = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def _flash(way: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call:
+    """Return FlashAttention-2 by name: asked for attention, PyTorch may choose another kernel."""
+    if way == "forward":
+        return lambda: flash_forward(query, key, value, causal=True)
+    out, log_sum_exp = flash_forward(query, key, value, causal=True)
+    seen = Attended(query, key, value, out, log_sum_exp)
+    gradient = torch.randn_like(out)
+    return lambda: flash_backward(gradient, seen, causal=True)
 
 
 def _element_wise(case: Case, device: torch.device) -> Call:

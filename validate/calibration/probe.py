@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from simulator import PlanError
+from validate.calibration.driver import driver_version
 from validate.calibration.machine import Machine
 from validate.calibration.options import Accelerator
 
@@ -46,22 +47,12 @@ def _gpu(num_ranks: int) -> Machine:
     return Machine(
         accelerator=Accelerator.CUDA,
         device=torch.cuda.get_device_name(0),
-        driver=_driver_version(),
+        driver=driver_version(),
         versions=", ".join(versions),
         threads=1,
         num_sms=facts.multi_processor_count,
         memory_bytes=facts.total_memory,
     )
-
-
-def _driver_version() -> str:
-    """Return the version of the kernel driver, as Linux shows it."""
-    path = Path("/proc/driver/nvidia/version")
-    if not path.is_file():
-        return "unknown"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    words = lines[0].split() if lines else []
-    return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 
 
 def _processor_name() -> str:

@@ -67,7 +67,7 @@ class Case:
                 return Gemm(self.op, m=m, n=n, k=k, batch=batch)
             case Group.ATTENTION:
                 heads, seq_len, head_dim = self.sizes
-                backward = self.op == "backward"
+                backward = self.op.startswith("backward")
                 return FlashAttention(self.op, heads, seq_len, head_dim, backward=backward)
             case Group.MEMORY:
                 elements = self.sizes[0] * self.sizes[1]

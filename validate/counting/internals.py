@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from validate.counting.errors import UnsupportedTorchError
+from validate.counting.finished_work import finished_work
 from validate.counting.sharding_cache import clear_sharding_cache
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -69,10 +71,6 @@ _MESH_METHODS = (
     "_unflatten",
     "from_group",
 )
-
-
-class UnsupportedTorchError(RuntimeError):
-    """This release of PyTorch lacks an interface that counting needs."""
 
 
 class Communication(NamedTuple):
@@ -346,16 +344,6 @@ class _Outputs(list[torch.Tensor]):
     """What a future holds; `buffers` are kept alive with it."""
 
     buffers: Sequence[torch.Tensor] = ()
-
-
-def finished_work(outputs: list[torch.Tensor]) -> dist.Work:
-    """Return a Work that is done and whose future holds *outputs*."""
-    create = getattr(torch._C._distributed_c10d, "_create_work_from_future", None)
-    if create is None:
-        raise UnsupportedTorchError(f"torch {torch.__version__} cannot make a completed Work")
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(outputs)
-    return cast("dist.Work", create(future))
 
 
 def _completed(

@@ -1,17 +1,16 @@
 """What one rank computes, holds and sends, counted operator by operator."""
 
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hwprofiles.kinds import CollectiveOp
+from validate.counting.gradient_sums import GradientSums
 from validate.counting.internals import (
     FROM_VALUES,
     WAIT,
@@ -25,6 +24,7 @@ from validate.counting.internals import (
     storage_identity,
     tensors_in,
 )
+from validate.counting.storages import CPU, Memories, TensorGroup
 from validate.measurement import ByteKind, CollectiveCount
 
 UNKNOWN_GROUP = "other"
@@ -44,112 +44,9 @@ COLLECTIVES: dict[str, str] = {
     "reduce": "reduce",
     **MESSAGES,
 }
+# Operators that copy from place to place, and which of their arguments is the source.
+COPIES = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
 NOT_COUNTED = ("barrier", "monitoredbarrier", "meshgetprocessgroup")
-
-
-class TensorGroup(NamedTuple):
-    """Storages of one kind and size, made by one operator."""
-
-    kind: ByteKind
-    size_bytes: int
-    num_storages: int
-    where_made: str
-
-
-class _Label(NamedTuple):
-    kind: ByteKind
-    size_bytes: int
-    where_made: str
-
-
-class _Storages:
-    """The live storages, and which of them lived when they took most bytes.
-
-    The storages at the peak are the live ones less what has changed since: a peak costs nothing
-    to note, and there are many before the last.
-    """
-
-    def __init__(self) -> None:
-        self._labels: dict[int, _Label] = {}
-        self._changed: dict[int, int] = {}  # when a storage got its present size
-        self._live: Counter[_Label] = Counter()
-        self._since_peak: Counter[_Label] = Counter()
-        self._clock = 0
-        self._peak_clock = 0
-        self._lock = threading.RLock()  # backends free tensors in threads of their own
-        self.live_bytes = 0
-        self.peak_bytes = 0
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return storage_identity(tensor.untyped_storage()) in self._labels
-
-    def add(self, tensor: torch.Tensor, kind: ByteKind, where: str) -> None:
-        """Count the storage of *tensor* from now on, unless it is counted."""
-        storage = tensor.untyped_storage()
-        key = storage_identity(storage)
-        with self._lock:
-            if key in self._labels:
-                return
-            self._set(key, _Label(kind, storage.nbytes(), f"{where} {tuple(tensor.shape)}"))
-        # Its address may belong to another storage as soon as this one has died.
-        weakref.finalize(storage, self._set, key, None).atexit = False
-
-    def mark(self, tensor: torch.Tensor, kind: ByteKind) -> None:
-        """Say what the storage of *tensor* is for, now and at a peak that it was part of."""
-        key = storage_identity(tensor.untyped_storage())
-        with self._lock:
-            old = self._labels.get(key)
-            if old is None:
-                self.add(tensor, kind, "mark")
-                return
-            new = old._replace(kind=kind)
-            self._labels[key] = new
-            self._live.update({new: 1})
-            self._live.subtract({old: 1})
-            if self._changed[key] > self._peak_clock:
-                self._since_peak.update({new: 1})
-                self._since_peak.subtract({old: 1})
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Follow a storage, if it is counted, to its new size."""
-        key = storage_identity(storage)
-        with self._lock:
-            label = self._labels.get(key)
-            if label is not None:
-                self._set(key, label._replace(size_bytes=storage.nbytes()))
-
-    def note_peak(self, *, afresh: bool = False) -> None:
-        """Note whether more is live now than ever since the peak was begun afresh."""
-        with self._lock:
-            if afresh or self.live_bytes > self.peak_bytes:
-                self.peak_bytes = self.live_bytes
-                self._peak_clock = self._clock
-                self._since_peak.clear()
-
-    def at_peak(self) -> Counter[_Label]:
-        """Return the storages of the peak by label; none has size 0."""
-        with self._lock:
-            counts = self._live.copy()
-            counts.subtract(self._since_peak)
-        return Counter({label: n for label, n in counts.items() if n and label.size_bytes})
-
-    def _set(self, key: int, new: _Label | None) -> None:
-        """Give a storage a label, or with None take it away."""
-        with self._lock:
-            self._clock += 1
-            old = self._labels.pop(key, None)
-            for label, sign in ((old, -1), (new, 1)):
-                if label is not None:
-                    self._live[label] += sign
-                    self._since_peak[label] += sign
-                    self.live_bytes += sign * label.size_bytes
-                    if not self._live[label]:
-                        del self._live[label]
-            if new is None:
-                self._changed.pop(key, None)
-            else:
-                self._labels[key] = new
-                self._changed[key] = self._clock
 
 
 class RankOracle(TorchDispatchMode):
@@ -164,28 +61,33 @@ class RankOracle(TorchDispatchMode):
 
     Args:
         groups: Name of each process group that has one, by the global ranks in it.
+        device: Where the rank computes. What lies on a CPU beside it is the host's, and counts
+            apart.
+
+    Attributes:
+        memories: What is live on the device and on the host; the properties are of the device.
     """
 
-    def __init__(self, groups: Mapping[tuple[int, ...], str]) -> None:
+    def __init__(self, groups: Mapping[tuple[int, ...], str], device: torch.device = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self._axes = {tuple(sorted(ranks)): axis for ranks, axis in groups.items()}
-        self._storages = _Storages()
+        self.memories = Memories(device)
         self._flops: Counter[str] = Counter()
         self._calls: Counter[tuple[str, str, int, int]] = Counter()
         self._fake_mode: object | None = None
+        self._sums = GradientSums()
         self._patches = ExitStack()
 
     def mark(self, tensor: torch.Tensor, kind: ByteKind) -> None:
         """Say what a tensor's storage is for; one that is not marked is an activation."""
         for local in tensors_in(tensor):
-            self._storages.mark(local, kind)
-        self._storages.note_peak()
+            self.memories.mark(local, kind)
 
     def start_step(self) -> None:
-        """Forget FLOPs and communication; the peak starts at what is live now."""
+        """Forget FLOPs, communication and copies; the peaks start at what is live now."""
         self._flops.clear()
         self._calls.clear()
-        self._storages.note_peak(afresh=True)
+        self.memories.start_step()
 
     @property
     def flops(self) -> int:
@@ -206,33 +108,25 @@ class RankOracle(TorchDispatchMode):
     @property
     def live_bytes(self) -> int:
         """Bytes of the tensors that are live now."""
-        return self._storages.live_bytes
+        return self.memories.device.live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes that were live at one time since the step started."""
-        return self._storages.peak_bytes
+        return self.memories.device.peak_bytes
 
     @property
     def bytes_at_peak(self) -> dict[ByteKind, int]:
         """Of which kind they were; the kinds sum to `peak_bytes`."""
-        sizes = dict.fromkeys(ByteKind, 0)
-        for label, count in self._storages.at_peak().items():
-            sizes[label.kind] += label.size_bytes * count
-        return sizes
+        return self.memories.device.bytes_at_peak()
 
     def largest_at_peak(self, n: int) -> list[TensorGroup]:
         """Return the *n* groups of storages that took most bytes at the peak, largest first."""
-        groups = [
-            TensorGroup(label.kind, label.size_bytes, count, label.where_made)
-            for label, count in self._storages.at_peak().items()
-        ]
-        groups.sort(key=lambda group: (-group.size_bytes * group.num_storages, group))
-        return groups[:n]
+        return self.memories.device.largest_at_peak(n)
 
     def __enter__(self) -> Self:
         self._fake_mode = current_fake_mode()
-        self._patches.enter_context(patch_resize(self._follow_resize))
+        self._patches.enter_context(patch_resize(self.memories.follow_resize))
         super().__enter__()  # type: ignore[no-untyped-call] # untyped in torch
         return self
 
@@ -249,6 +143,7 @@ class RankOracle(TorchDispatchMode):
     ) -> object:
         """Run one operator and count it; what wraps tensors unwraps them first."""
         if any(map(is_wrapper, types)):
+            self._sums.wrap(func)
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace in WITHOUT_WORK or current_fake_mode() is not self._fake_mode:
@@ -263,22 +158,22 @@ class RankOracle(TorchDispatchMode):
         communication = communication_of(func)
         if communication is not None:
             self._count_call(communication, args, kwargs, result)
+        name = str(func)
+        if name in COPIES:
+            self.memories.count_copy(args[COPIES[name]], tensors_in(result)[0])
         given = () if func is FROM_VALUES else (args, kwargs)
-        self._count_storages(result, given, str(func))
+        self._count_storages(result, given, name)
+        if not self._sums.is_in_place(func):
+            self.memories.note_peaks()
         return result
 
     def _count_storages(self, result: object, given: object, where: str) -> None:
-        new = [tensor for tensor in tensors_in(result) if tensor not in self._storages]
+        new = [tensor for tensor in tensors_in(result) if tensor not in self.memories]
         if new:
             old = {storage_identity(tensor.untyped_storage()) for tensor in tensors_in(given)}
             for tensor in new:
                 if storage_identity(tensor.untyped_storage()) not in old:
-                    self._storages.add(tensor, ByteKind.ACTIVATIONS, where)
-            self._storages.note_peak()
-
-    def _follow_resize(self, storage: torch.UntypedStorage) -> None:
-        self._storages.resized(storage)
-        self._storages.note_peak()
+                    self.memories.add(tensor, where)
 
     def _count_call(
         self,

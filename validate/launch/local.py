@@ -180,9 +180,9 @@ def _free_port() -> int:
 
 
 def _loopback() -> Mapping[str, str]:
-    """Return the variable that keeps gloo off networks which may not know this host's name."""
+    """Return the variables that keep ranks off networks which may not know this host's name."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), names[0]) if names else {}
 
 
 def _tail(path: Path) -> str:

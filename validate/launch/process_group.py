@@ -31,8 +31,17 @@ class MissingRanksError(RuntimeError):
         self.ranks = ranks
 
 
-def join(backend: str, place: Place, *, timeout_s: float) -> dist.ProcessGroup | None:
+def join(
+    backend: str, place: Place, *, timeout_s: float, offloads: bool = False
+) -> dist.ProcessGroup | None:
     """Join the group of all ranks; return the one to use barriers on, None for the default.
+
+    Args:
+        backend: "gloo" or "nccl".
+        place: Of this rank.
+        timeout_s: Longest wait for another rank.
+        offloads: Whether tensors of the host are reduced, too: the norm of gradients that are
+            kept there.
 
     Raises:
         PlanError: If this PyTorch or this machine cannot run *backend*.
@@ -44,7 +53,7 @@ def join(backend: str, place: Place, *, timeout_s: float) -> dist.ProcessGroup |
     store = _meeting_point(place, timeout)
     _wait_for_all(store, place, timeout)
     dist.init_process_group(
-        backend,
+        group_backend(backend, offloads=offloads),
         store=PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
@@ -54,6 +63,15 @@ def join(backend: str, place: Place, *, timeout_s: float) -> dist.ProcessGroup |
     control = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     barrier(control, timeout_s=timeout_s)
     return control
+
+
+def group_backend(backend: str, *, offloads: bool) -> str:
+    """Return what PyTorch is told of a group, by kind of device where it has tensors on two.
+
+    >>> group_backend("nccl", offloads=True)
+    'cpu:gloo,cuda:nccl'
+    """
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" and offloads else backend
 
 
 def barrier(group: dist.ProcessGroup | None, *, timeout_s: float) -> None:

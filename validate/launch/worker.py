@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from hwprofiles import ProfileError
+from hwprofiles import Offload, ProfileError
 from planner.plan_file import SavedPlan, read_plan
 from simulator import PlanError
 from validate.launch.last_words import failures_kept, watch_for_end
@@ -74,7 +74,8 @@ def run_rank(spec: RunSpec, place: Place, plans: Sequence[SavedPlan]) -> None:
     torch.set_num_threads(spec.threads_per_rank)
     measure = measure_function(spec.measure)
     enter_phase(spec, place.rank, Phase.INIT)  # its clock starts once torch has been imported
-    control = join(spec.backend, place, timeout_s=spec.init_timeout_s)
+    offloads = any(saved.plan.offload is not Offload.NONE for saved in plans)
+    control = join(spec.backend, place, timeout_s=spec.init_timeout_s, offloads=offloads)
     for index, saved in enumerate(plans):
         enter_phase(spec, place.rank, Phase.BUILD, plan=index)
         barrier(control, timeout_s=spec.init_timeout_s)

@@ -63,7 +63,8 @@ class RankProgram(Protocol):
         """Yield tensors that live between and through steps: weights, gradients, states."""
 
 
-def refuse_offload(plan: ParallelPlan) -> None:
-    """Raise PlanError for a plan that keeps something on the host: no count tells it apart."""
-    if plan.offload is not Offload.NONE:
-        raise PlanError(f"offload={plan.offload} has no PyTorch program; allowed: {Offload.NONE}")
+def refuse_offload(plan: ParallelPlan, *allowed: Offload) -> None:
+    """Raise PlanError for a plan that keeps on the host what no program of its stack does."""
+    if plan.offload not in (Offload.NONE, *allowed):
+        names = ", ".join((Offload.NONE, *allowed))
+        raise PlanError(f"offload={plan.offload} has no PyTorch program; allowed: {names}")

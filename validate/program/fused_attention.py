@@ -1,11 +1,10 @@
 """FlashAttention as an operator: it keeps its inputs, its output and one number a row."""
 
-from math import sqrt
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from validate.program.attention_kernels import Attended, attention_backward, attention_forward
 from validate.program.autograd_function import AutogradFunction, Context
 
 
@@ -24,14 +23,6 @@ def _log_sum_exp_like(query: Tensor, seq_dim: int) -> Tensor:
     return query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-def _sum_heads(tensor: Tensor, groups: int) -> Tensor:
-    return tensor.unflatten(1, (groups, -1)).sum(2)
-
-
-def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
-
-
 @torch.library.custom_op("meshwright::flash_attention", mutates_args=())
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, seq_dim: int, *, causal: bool
@@ -45,16 +36,9 @@ def flash_attention(
         seq_dim: Which dim counts tokens, 0 or 1.
         causal: Whether tokens see only those before them.
     """
-    heads = query.shape[2]
-    q = _to_heads_first(query, seq_dim)
-    k, v = (_repeat_heads(_to_heads_first(each, seq_dim), heads) for each in (key, value))
-    # These are the operators with which PyTorch itself runs the kernel and learns the sums.
-    if query.is_cuda:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-    else:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-    out, log_sum_exp = kernel(q, k, v, is_causal=causal)[:2]
-    return _from_heads_first(out, seq_dim), log_sum_exp.float().contiguous()
+    q, k, v = (_to_heads_first(each, seq_dim) for each in (query, key, value))
+    out, log_sum_exp = attention_forward(q, k, v, causal=causal)
+    return _from_heads_first(out, seq_dim), log_sum_exp.contiguous()
 
 
 @flash_attention.register_fake
@@ -80,22 +64,9 @@ def flash_attention_backward(
         seq_dim: As in `flash_attention`.
         causal: As in `flash_attention`.
     """
-    heads, groups = saved[0].shape[2], saved[1].shape[2]
-    query, key, value, out = (_to_heads_first(each, seq_dim).float() for each in saved[:4])
-    wide_key, wide_value = _repeat_heads(key, heads), _repeat_heads(value, heads)
-    incoming = _to_heads_first(gradient, seq_dim).float()
-    scale = 1 / sqrt(query.shape[-1])
-    scores = query @ wide_key.transpose(-1, -2) * scale
-    if causal:
-        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
-    probabilities = torch.exp(scores - saved[4].unsqueeze(-1))
-    row_totals = (incoming * out).sum(-1, keepdim=True)
-    slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * scale
-    gradients = (
-        slope @ wide_key,
-        _sum_heads(slope.transpose(-1, -2) @ query, groups),
-        _sum_heads(probabilities.transpose(-1, -2) @ incoming, groups),
-    )
+    query, key, value, out = (_to_heads_first(each, seq_dim) for each in saved[:4])
+    seen = Attended(query, key, value, out, saved[4])
+    gradients = attention_backward(_to_heads_first(gradient, seq_dim), seen, causal=causal)
     first, second, third = (
         _from_heads_first(each, seq_dim).to(gradient.dtype) for each in gradients
     )

@@ -12,10 +12,12 @@ def bias_dropout_add(
 ) -> tuple[Tensor, Tensor]:
     """Return ``residual + dropout(values + bias)`` and the one-byte mask of what stayed."""
     biased = values if bias is None else values + bias
-    if probability == 0:
-        return residual + biased, values.new_empty(0, dtype=torch.bool)
-    mask = torch.rand(values.shape, device=values.device) >= probability
-    return residual + biased * mask / (1 - probability), mask
+    mask = values.new_empty(0, dtype=torch.bool)
+    if probability:
+        biased, mask = torch.native_dropout(biased, probability, train=True)
+    if biased is values or biased.dtype is not residual.dtype:
+        return residual + biased, mask
+    return biased.add_(residual), mask
 
 
 @bias_dropout_add.register_fake

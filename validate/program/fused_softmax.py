@@ -9,10 +9,15 @@ from validate.program.autograd_function import AutogradFunction, Context
 @torch.library.custom_op("meshwright::causal_softmax", mutates_args=())
 def causal_softmax(scores: Tensor, scale: float, *, causal: bool) -> Tensor:
     """Return the probabilities of ``scale * scores``, ``[batch * heads, tokens, tokens]``."""
-    scaled = scores.float() * scale
+    scaled = scores * scale
     if causal:
-        scaled = scaled + torch.full_like(scaled[0], float("-inf")).triu(1)
-    return torch.softmax(scaled, -1).to(scores.dtype)
+        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
+        scaled.masked_fill_(later, float("-inf"))
+    # By its public name autocast on GPUs would give fp32.
+    probabilities: Tensor = torch.ops.aten._softmax(  # noqa: SLF001
+        scaled, -1, half_to_float=False
+    )
+    return probabilities
 
 
 @causal_softmax.register_fake
@@ -23,9 +28,10 @@ def _(scores: Tensor, _scale: float, **_: bool) -> Tensor:
 @torch.library.custom_op("meshwright::softmax_backward", mutates_args=())
 def softmax_backward(gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
     """Return the gradient of the scores."""
-    product = gradient.float() * probabilities.float()
-    total = product.sum(-1, keepdim=True)
-    return (scale * (product - probabilities.float() * total)).to(gradient.dtype)
+    slope: Tensor = torch.ops.aten._softmax_backward_data(  # noqa: SLF001
+        gradient, probabilities, -1, probabilities.dtype
+    )
+    return slope.mul_(scale)
 
 
 @softmax_backward.register_fake

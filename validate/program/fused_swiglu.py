@@ -9,7 +9,7 @@ from validate.program.autograd_function import AutogradFunction, Context
 @torch.library.custom_op("meshwright::swiglu", mutates_args=())
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """Return ``silu(gate) * value``."""
-    return (torch.nn.functional.silu(gate.float()) * value.float()).to(gate.dtype)
+    return torch.nn.functional.silu(gate).mul_(value)
 
 
 @swiglu.register_fake
@@ -17,18 +17,23 @@ def _(gate: Tensor, _value: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _swiglu_gradients(gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    wide = gate.float()
-    sigmoid = torch.sigmoid(wide)
-    slope = sigmoid * (1 + wide * (1 - sigmoid))
-    gate_gradient = (gradient.float() * value.float() * slope).to(gate.dtype)
-    return gate_gradient, (gradient.float() * wide * sigmoid).to(value.dtype)
+def _write_gradients(
+    gradient: Tensor, given: tuple[Tensor, Tensor], slopes: tuple[Tensor, Tensor]
+) -> None:
+    """Fill *slopes* with the gradients of gate and value, with nothing else in memory."""
+    (gate, value), (gate_slope, value_slope) = given, slopes
+    torch.mul(gradient, value, out=value_slope)
+    torch.ops.aten.silu_backward.grad_input(value_slope, gate, grad_input=gate_slope)
+    torch.ops.aten.silu.out(gate, out=value_slope)
+    value_slope.mul_(gradient)
 
 
 @torch.library.custom_op("meshwright::swiglu_backward", mutates_args=())
 def swiglu_backward(gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and value."""
-    return _swiglu_gradients(gradient, gate, value)
+    slopes = gate.new_empty(gate.shape), value.new_empty(value.shape)
+    _write_gradients(gradient, (gate, value), slopes)
+    return slopes
 
 
 @swiglu_backward.register_fake
@@ -39,7 +44,11 @@ def _(_gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("meshwright::packed_swiglu_backward", mutates_args=())
 def packed_swiglu_backward(gradient: Tensor, packed: Tensor) -> Tensor:
     """Return the gradient of gate and value in one tensor, packed as they are."""
-    return torch.cat(_swiglu_gradients(gradient, *packed.chunk(2, dim=-1)), dim=-1)
+    slope = packed.new_empty(packed.shape)
+    gate, value = packed.chunk(2, dim=-1)
+    gate_slope, value_slope = slope.chunk(2, dim=-1)
+    _write_gradients(gradient, (gate, value), (gate_slope, value_slope))
+    return slope
 
 
 @packed_swiglu_backward.register_fake

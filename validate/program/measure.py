@@ -1,11 +1,12 @@
 """What a worker does with a plan: build its rank's program, count its steps, then time them."""
 
+import logging
 import os
-import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from hwprofiles import KILO
 from planner.plan_file import SavedPlan
-from validate.calibration.job_trace import read_job_trace
+from simulator import PlanError
+from validate.calibration.job_trace import COMMUNICATION, read_job_trace
+from validate.counting.device_facts import device_facts
+from validate.counting.device_memory import DeviceMemory
 from validate.counting.oracle import RankOracle
 from validate.fake_run import NUM_STEPS, run_counted
 from validate.launch.progress import enter_phase
@@ -32,8 +36,8 @@ from validate.program.replicas_servers import num_processes
 
 # Threads of a backend may free a buffer a moment late: the smallest peak is the program's.
 COUNTED_STEPS = 3
+_LOG = logging.getLogger(__name__)
 Clock: TypeAlias = Callable[[Callable[[], None]], float]  # runs a step, returns its seconds
-PEAKS = ("allocated", "active", "reserved")
 
 
 def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
@@ -52,6 +56,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     """
     saved = without_dropout(saved)
     device = _device(spec)
+    memory = DeviceMemory(device)
     program = build_program(
         ProgramRequest(
             job=saved.job,
@@ -67,9 +72,10 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     enter_phase(spec, rank, Phase.WARM_UP)
     steps = _Steps(program, device)
     counts = _count(steps)
+    memory.give_back()
+    memory.forget_peaks()
     for _ in range(spec.warmup_steps):
         steps.run()
-    _forget_peaks(device)
     times_s = tuple(_timed_step(steps, spec, rank, number) for number in range(spec.num_steps))
     return RankMeasurement(
         rank=rank,
@@ -79,12 +85,14 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
         collectives=counts.collectives,
         peak_bytes=counts.peak_bytes,
         bytes_at_peak=counts.bytes_at_peak,
+        host_bytes=counts.oracle.memories.host.peak_bytes,
+        host_traffic=counts.oracle.memories.traffic,
         step_times_s=times_s,
-        allocator_bytes=_allocator_bytes(device),
+        allocator_bytes=memory.peaks(),
         collective_times_s=_traced_step(steps, saved, spec, rank),
         losses=tuple(steps.losses),
         staleness=_staleness(program),
-        versions=_versions(device),
+        versions=device_facts(device),
     )
 
 
@@ -133,7 +141,7 @@ def _device(spec: RunSpec) -> torch.device:
 def _count(steps: _Steps) -> _Counts:
     """Run the first steps under the oracle; keep what the last show, and their smallest peak."""
     program, number = steps.program, NUM_STEPS - 1 + COUNTED_STEPS
-    oracle = RankOracle(program.groups)
+    oracle = RankOracle(program.groups, steps.device)
     peaks = []
     with ExitStack() as counting:
         if isinstance(program, ReplicasProgram):  # device 0 has all that one device can have
@@ -187,18 +195,6 @@ def _by_events(step: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / KILO  # PyTorch counts milliseconds
 
 
-def _forget_peaks(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _allocator_bytes(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    return {name: int(stats[f"{name}_bytes.all.peak"]) for name in PEAKS}
-
-
 def _traced_step(steps: _Steps, saved: SavedPlan, spec: RunSpec, rank: int) -> dict[str, float]:
     """Run one more step on GPUs; on a rank of each kind trace it and return its communication.
 
@@ -218,15 +214,18 @@ def _traced_step(steps: _Steps, saved: SavedPlan, spec: RunSpec, rank: int) -> d
     path = measurement_path(spec.results, rank, index).with_suffix(".trace.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
-    kinds = read_job_trace(path).kinds
-    return {each.kind: each.time_s for each in kinds if each.kind.startswith("nccl")}
+    return communication_times(path)
 
 
-def _versions(device: torch.device) -> dict[str, str]:
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": name,
-    }
+def communication_times(path: Path) -> dict[str, float]:
+    """Return the seconds of each kind of communication in a step's trace.
+
+    Where a process may not look at its device (in a container without the right to) a trace has
+    no kernels: what was measured before must not be lost with it.
+    """
+    try:
+        kinds = read_job_trace(path).kinds
+    except PlanError as error:
+        _LOG.warning("no times of communication: %s", error)
+        return {}
+    return {each.kind: each.time_s for each in kinds if each.kind.startswith(COMMUNICATION)}

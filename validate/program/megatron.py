@@ -102,19 +102,24 @@ class MegatronProgram:
     def _sum_gradients(self) -> None:
         """Sum what is left to sum after the last backward pass.
 
-        The distributed optimizer of 2022 scatters last, so that all ranks still have all sums
-        (`reduce_model_grads` of Megatron-LM 3.0, 2022); the others reduce over replicas first.
+        Megatron-Core reduces over replicas, then sums over tensor ranks, then over both ends
+        (`finalize_model_grads`, core r0.8). Before, tensor ranks came first, and the distributed
+        optimizer scattered last (`reduce_model_grads` of Megatron-LM 3.0, 2022).
         """
-        scatters_last = self.chunks[0].shards and not self.request.stack.overlap_gradient_reduce
+        is_core = self.request.stack.overlap_gradient_reduce
+        scatters_last = self.chunks[0].shards and not is_core
+        if not is_core:
+            sum_replicated(self.chunks, self._replicated, self._talks.tp)
         if scatters_last:
-            self._sum_shared()
+            self._sum_table()
         for chunk in self.chunks:
             chunk.finish()
+        if is_core:
+            sum_replicated(self.chunks, self._replicated, self._talks.tp)
         if not scatters_last:
-            self._sum_shared()
+            self._sum_table()
 
-    def _sum_shared(self) -> None:
-        sum_replicated(self.chunks, self._replicated, self._talks.tp)
+    def _sum_table(self) -> None:
         if self._table is not None and self._talks.ends is not None:
             sum_tied_table(self.chunks, self._table, self._talks.ends)
 
@@ -137,8 +142,9 @@ class MegatronProgram:
             return StageInput(tokens=ids, targets=ids)
         per_replica = request.plan.num_microbatches(request.job) * size
         first = self._talks.replicas.rank * per_replica + index * size
-        tokens, targets = token_batch(request.job, step, range(first, first + size))
-        return StageInput(tokens=tokens.to(request.device), targets=targets.to(request.device))
+        sequences = range(first, first + size)
+        tokens, targets = token_batch(request.job, step, sequences, request.device)
+        return StageInput(tokens=tokens, targets=targets)
 
 
 def check_megatron(request: ProgramRequest) -> None:
@@ -186,17 +192,14 @@ def _chunks(
             )
         if request.initialise:
             fill_weights(stage, model, talks.tp)
+        far_table = _tied_table([stage], request)
         buffers = ChunkBuffers(
             stage,
             stack,
             talks.replicas,
             shards=plan.zero_stage > 0 and plan.dp > 1,
             is_duplicate=_duplicates(stage, request, talks),
-            rule=BucketRule.of(
-                request.stack,
-                is_first=held.has_embedding,
-                far_table=_tied_table([stage], request),
-            ),
+            rule=BucketRule.of(stack, plan.dp, is_first=held.has_embedding, far_table=far_table),
         )
         if held.has_embedding and held.has_head and model.tied_embeddings:
             buffers.shared.update(_tables(stage, request))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hwprofiles import StackProfile
+from simulator.gradient_buckets import bucket_limit
 from validate.program.collectives import all_gather, reduce_scatter
 from validate.program.fused_ops import accumulate_weight_gradient
 
@@ -61,12 +62,13 @@ class BucketRule(NamedTuple):
 
     @classmethod
     def of(
-        cls, stack: StackProfile, *, is_first: bool, far_table: nn.Parameter | None
+        cls, stack: StackProfile, dp: int, *, is_first: bool, far_table: nn.Parameter | None
     ) -> "BucketRule":
         """Return the rule of a chunk.
 
         Args:
             stack: Whose rule.
+            dp: Data-parallel ranks.
             is_first: Whether the chunk is the model's first.
             far_table: A table whose other copy is on another stage. It has a bucket of its own,
                 so that the same replica owns the same part of both copies.
@@ -74,7 +76,7 @@ class BucketRule(NamedTuple):
         if not stack.overlap_gradient_reduce:
             return cls(sys.maxsize, None)
         in_one = stack.buckets_first_stage_only and not is_first
-        return cls(sys.maxsize if in_one else stack.gradient_bucket_parameters, far_table)
+        return cls(sys.maxsize if in_one else bucket_limit(stack, dp), far_table)
 
 
 class ChunkBuffers:

@@ -33,10 +33,16 @@ class ShardedAdam:
         )
 
     def step(self) -> None:
-        """Clip, update, and hand the new weights out."""
-        self._clip()
-        for master, gradient in zip(self.masters, self._gradients(), strict=True):
-            master.grad = gradient.to(master.dtype)
+        """Clip, update, and hand the new weights out.
+
+        Gradients kept in 16 bits are copied to fp32 first, and the copies clipped
+        (`MixedPrecisionOptimizer` of megatron/core/optimizer/optimizer.py, core r0.8).
+        """
+        gradients = [gradient.float() for gradient in self._gradients()]
+        self._clip(gradients)
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        del gradients
         self.adam.step()
         for master, (chunk, bucket) in zip(self.masters, self.shards, strict=True):
             master.grad = None
@@ -63,20 +69,19 @@ class ShardedAdam:
         weights = bucket.weights[_own(chunk, bucket)]
         return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, each counted once."""
         total = self.masters[0].new_zeros((), dtype=torch.float32)
-        for chunk, bucket in self.shards:
+        for gradient, (chunk, bucket) in zip(gradients, self.shards, strict=True):
             for part in _counted_once(bucket, _own(chunk, bucket)):
-                norm = torch.linalg.vector_norm(part, dtype=torch.float32)
-                total += norm.square()
+                total += torch.linalg.vector_norm(gradient[part]).square()
         if self.norm is not None:
             dist.all_reduce(total, group=self.norm)
         return total.sqrt()
 
-    def _clip(self) -> None:
-        factor = (CLIP_NORM / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
-        for gradient in self._gradients():
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        factor = (CLIP_NORM / (self.gradient_norm(gradients) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
             gradient.mul_(factor)
 
 
@@ -84,9 +89,9 @@ def _own(chunk: ChunkBuffers, bucket: Bucket) -> slice:
     return bucket.shard(chunk.replicas) if chunk.shards else slice(0, bucket.weights.numel())
 
 
-def _counted_once(bucket: Bucket, own: slice) -> Iterator[Tensor]:
-    """Yield the gradients of *own* that no other rank counts."""
+def _counted_once(bucket: Bucket, own: slice) -> Iterator[slice]:
+    """Yield the parts of *own* that no other rank counts."""
     for held in bucket.held:
         start, end = max(held.start, own.start), min(held.end, own.stop)
         if start < end and not held.is_duplicate:
-            yield bucket.gradients[start:end]
+            yield slice(start - own.start, end - own.start)

@@ -59,7 +59,8 @@ def _weight_name(path: str) -> str:
 def fill_weights(stage: nn.Module, model: ModelSpec, tp: TensorGroup) -> None:
     """Give every parameter its part of the model's initial weights."""
     for part in weight_parts(stage, model, tp.size):
-        whole = initial_weight(part.name, part.whole.shape)
+        with part.parameter.device:
+            whole = initial_weight(part.name, part.whole.shape)
         part.parameter.data.copy_(_own_part(whole, part.whole, model, tp))
 
 

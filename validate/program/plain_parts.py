@@ -145,7 +145,8 @@ def tie_embeddings(stage: Stage) -> None:
 def initialise_whole(stage: Stage, model: ModelSpec) -> None:
     """Give each parameter of a stage that is not split yet its part of `initial_weight`."""
     for name, parameter in stage.named_parameters():
-        values = initial_parameter(model, name)
+        with parameter.device:
+            values = initial_parameter(model, name)
         if values.shape != parameter.shape:  # a padded vocabulary: rows that no token has
             parameter.zero_()
         parameter[: values.shape[0]] = values

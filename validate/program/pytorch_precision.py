@@ -13,8 +13,16 @@ DTYPES = {
 }
 
 
-def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """Return the context in which fp32 weights compute in a 16-bit *precision*."""
+def autocast(
+    precision: Precision, device_type: str, *, caches: bool = True
+) -> AbstractContextManager[object]:
+    """Return the context in which fp32 weights compute in a 16-bit *precision*.
+
+    Args:
+        precision: Of the products.
+        device_type: Of the device.
+        caches: Whether what is cast of a weight is kept for its next use, as of a leaf it is.
+    """
     if precision is Precision.FP32:
         return nullcontext()
-    return torch.autocast(device_type, DTYPES[precision])
+    return torch.autocast(device_type, DTYPES[precision], cache_enabled=caches)

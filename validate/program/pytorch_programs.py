@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hwprofiles import MEBI, Precision
+from hwprofiles import MEBI, Offload, Precision
 from simulator import PlanError
 from simulator.gradient_formats import chosen_formats
 from simulator.plan import syncs_by_default
@@ -63,7 +63,7 @@ def build_fully_sharded(request: ProgramRequest) -> "FullyShardedProgram":
 def refuse_unsupported(request: ProgramRequest) -> None:
     """Raise PlanError for what the PyTorch programs cannot express, by its name."""
     model, plan = request.job.model, request.plan
-    refuse_offload(plan)
+    refuse_offload(plan, Offload.PARAMETERS)
     formats = f"allowed: {', '.join(DTYPES)}"
     refusals = [
         (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
@@ -262,13 +262,20 @@ def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> S
 def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> Stage:
     plan = request.plan
     # Sharding a layer moves it to its device: whole, one layer at a time is there.
-    stage = _whole_stage(request, index, torch.device("cpu"))
+    first = torch.device("cpu") if request.initialise else request.device
+    stage = _whole_stage(request, index, first)
     if plan.tp > 1:
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.model.tied_embeddings:
         tie_embeddings(stage)
     policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
-    shard_stage(stage, layout.data_mesh, policy, reshards=plan.reshard_after_forward)
+    shard_stage(
+        stage,
+        layout.data_mesh,
+        policy,
+        reshards=plan.reshard_after_forward,
+        offloads=plan.offload is Offload.PARAMETERS,
+    )
     return stage
 
 
@@ -277,5 +284,4 @@ def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tens
     plan, job = request.plan, request.job
     first = layout.dp_rank * (job.global_batch_size // plan.dp)
     sequences = range(first, first + request.num_microbatches * plan.microbatch_size)
-    tokens, targets = token_batch(job, step, sequences)
-    return tokens.to(request.device), targets.to(request.device)
+    return token_batch(job, step, sequences, request.device)

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining import _utils as pipelining_parts
 
 from simulator import PlanError
 from simulator.parameters import padded_vocab_size
@@ -23,6 +24,9 @@ from validate.program.pytorch_precision import DTYPES
 SINGLE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTIPLE_STAGES = {"interleaved": ScheduleInterleaved1F1B}
 SCHEDULES = (*SINGLE_STAGE, *MULTIPLE_STAGES)
+# What a stage gives is checked against its example. Of logits that are split over tensor-parallel
+# ranks releases with this class compare the rank's part, those before it (to 2.11) the whole.
+CHECKS_PARTS = hasattr(pipelining_parts, "InferenceMode")
 
 
 class Runner(Protocol):
@@ -110,7 +114,7 @@ def _pipeline_stage(
     size, tokens = plan.microbatch_size, job.seq_len
     dtype = DTYPES[job.precision]
     local_tokens = tokens // plan.tp if plan.sequence_parallel else tokens
-    vocabulary = padded_vocab_size(job.model, plan.tp) // plan.tp
+    vocabulary = padded_vocab_size(job.model, plan.tp) // (plan.tp if CHECKS_PARTS else 1)
     hidden = _example((size, local_tokens, job.model.hidden_size), dtype)
     ids = torch.empty((size, tokens), dtype=torch.long, device="meta")
     logits = _example((size, tokens, vocabulary), dtype)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from simulator import PlanError
 from simulator.engine import TaskKind
@@ -96,9 +97,10 @@ class ReplicasProgram:
             self._optimizer.zero_grad(set_to_none=False)
         for index in range(request.num_microbatches):
             with self.devices.at(0):
-                batch = token_batch(request.job, step, range(index * size, (index + 1) * size))
-                tokens, targets = (each.to(request.device) for each in batch)
-            self._pass(tokens, targets)
+                sequences = range(index * size, (index + 1) * size)
+                tokens, targets = token_batch(request.job, step, sequences, request.device)
+            with set_checkpoint_early_stop(request.stack.recompute_stops_early):
+                self._pass(tokens, targets)
         with self.devices.at(0):
             clip_gradients(local_gradients(self.stage.parameters()), [], None)
             self._optimizer.step()
@@ -176,8 +178,9 @@ class _Waiting(AutogradFunction):
 class CopiedReplicas:
     """The same on one device, step by step.
 
-    Gradients are added up as `torch.nn.parallel.comm.reduce_add` does: into new tensors, while
-    those of device 0's own replica are alive, and only then to what earlier passes left.
+    Gradients are added up as `torch.nn.parallel.comm.reduce_add` does with NCCL: into new tensors,
+    straight from where they are, while those of device 0's own replica are alive, and only then
+    to what earlier passes left.
 
     Args:
         request: How many replicas, and in which precision.
@@ -206,7 +209,6 @@ class CopiedReplicas:
         slopes: list[Tensor] = []
         with self._devices.at(0):
             loss = self._loss(self._gathered(outputs, slopes), targets)
-            outputs.clear()
             loss.backward()
         arrived.extend(reversed(self._scattered(slopes.pop())))
         self._reduce([self._backward(*each) for each in enumerate(roots)])
@@ -224,12 +226,17 @@ class CopiedReplicas:
         outputs: list[Tensor] = []
         precision, device_type = self._request.job.precision, self._request.device.type
         for device, (replica, part) in enumerate(zip(self.replicas, ids, strict=True)):
-            with self._devices.at(device), autocast(precision, device_type):
+            # Of a replica's weights, which are no leaves, autocast would keep no casts.
+            context = autocast(precision, device_type, caches=False)
+            with self._devices.at(device), context:
                 outputs.append(replica(part))
         return outputs
 
-    def _gathered(self, outputs: Sequence[Tensor], slopes: list[Tensor]) -> Tensor:
-        """Return the logits of all on device 0; their gradient will be put into *slopes*."""
+    def _gathered(self, outputs: list[Tensor], slopes: list[Tensor]) -> Tensor:
+        """Return the logits of all on device 0, and drop *outputs*.
+
+        Their gradient will be put into *slopes*.
+        """
         rows = [output.shape[0] for output in outputs]
         whole = outputs[0].new_empty((sum(rows), *outputs[0].shape[1:]))
         places = whole.split(rows)
@@ -238,6 +245,7 @@ class CopiedReplicas:
         for device in self._devices.others:
             route = (TaskKind.GATHER, device, 0)
             self._devices.copy_into(route, [outputs[device].detach()], [places[device]])
+        outputs.clear()
         start = torch.zeros((), device=whole.device, requires_grad=True)
         gathered: Tensor = _Gathered.apply(whole, start, slopes.append)
         return gathered
@@ -256,7 +264,7 @@ class CopiedReplicas:
         with self._devices.at(0):
             for index, own in enumerate(gradients[0]):
                 for device in self._devices.others:
-                    arrived = gradients[device][index].clone()
+                    arrived = gradients[device][index]
                     sums[index] = own + arrived if device == 1 else sums[index].add_(arrived)
             for weight, total in zip(self.replicas[0].parameters(), sums, strict=True):
                 weight.grad = total if weight.grad is None else weight.grad.add_(total)

@@ -86,8 +86,8 @@ class Worker:
         losses = []
         for index in range(request.num_microbatches):
             first = self._worker * share + index * size
-            batch = token_batch(request.job, step, range(first, first + size))
-            tokens, targets = (each.to(request.device) for each in batch)
+            sequences = range(first, first + size)
+            tokens, targets = token_batch(request.job, step, sequences, request.device)
             losses.append(self._pass(tokens, targets.t().contiguous()))
         if request.initialise and self._slowdown > 1:
             time.sleep((self._slowdown - 1) * (time.perf_counter() - started_s))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hwprofiles import Attention, Recompute
 from simulator import ModelSpec
 from validate.program.fused_ops import CausalSoftmax, FlashAttention, Rotary, Swiglu
+from validate.program.kept_operators import operator_contexts
 
 ROTARY_BASE = 10_000.0
 DROPOUT = 0.1
@@ -195,9 +196,18 @@ class Layer(nn.Module):
         self.mlp = Mlp(model, parts)
         self.add_attention = parts.residual_add(self.attention.output, dropout=options.dropout)
         self.add_mlp = parts.residual_add(self.mlp.contract, dropout=options.dropout)
+        self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the activations after the layer."""
+        if not (self.keeps_operators and self.training):
+            return self._run(inputs)
+        out: Tensor = checkpoint(
+            self._run, inputs, use_reentrant=False, context_fn=operator_contexts
+        )
+        return out
+
+    def _run(self, inputs: Tensor) -> Tensor:
         middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
         return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
 

@@ -1,12 +1,16 @@
 """Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from hwprofiles import MEBI
 from validate.program.autograd_function import AutogradFunction, Context
 from validate.program.tensor_parallel import TensorGroup
 
 NUM_STATISTICS = 3
+PART_BYTES = 64 * MEBI
 
 
 class _EagerLoss(AutogradFunction):
@@ -52,14 +56,23 @@ def _subtract_targets(probabilities: Tensor, local: Tensor, outside: Tensor) -> 
     probabilities.scatter_add_(-1, local.unsqueeze(-1), -ones)
 
 
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of tokens whose fp32 copies are small: the fused kernel makes none at all."""
+    token_bytes = logits[0].numel() * torch.float32.itemsize
+    step = max(1, PART_BYTES // token_bytes)
+    yield from (slice(start, start + step) for start in range(0, logits.shape[0], step))
+
+
 @torch.library.custom_op("meshwright::softmax_statistics", mutates_args=())
 def softmax_statistics(logits: Tensor, local: Tensor, outside: Tensor) -> Tensor:
     """Return ``[3, tokens, batch]`` fp32: maximum, sum of exponents, target's logit."""
-    wide = logits.float()
-    maximum = wide.max(dim=-1).values
-    total = (wide - maximum.unsqueeze(-1)).exp().sum(dim=-1)
-    target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-    return torch.stack([maximum, total, target.masked_fill(outside, 0.0)])
+    maximum = logits.amax(dim=-1).float()
+    total = torch.empty_like(maximum)
+    for part in _parts(logits):
+        exponents = (logits[part].float() - maximum[part].unsqueeze(-1)).exp_()
+        torch.sum(exponents, dim=-1, out=total[part])
+    target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).float()
+    return torch.stack([maximum, total, target.masked_fill_(outside, 0.0)])
 
 
 @softmax_statistics.register_fake
@@ -82,9 +95,11 @@ def logits_to_gradient(
     maximum = statistics[:, 0].max(dim=0).values
     total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(dim=0)
     target = statistics[:, 2].sum(dim=0)
-    probabilities = (logits.float() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
-    _subtract_targets(probabilities, local, outside)
-    logits.copy_(probabilities)
+    for part in _parts(logits):
+        probabilities = (logits[part].float() - maximum[part].unsqueeze(-1)).exp_()
+        probabilities.div_(total[part].unsqueeze(-1))
+        _subtract_targets(probabilities, local[part], outside[part])
+        logits[part] = probabilities
     return total.log() + maximum - target
 
 
