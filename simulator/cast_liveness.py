@@ -25,8 +25,8 @@ def bucket_cast_bytes(
 
     A bucket is cast once its last gradient has come, when the loss is long done, and its copy
     goes when it has been reduced and cast back (PyTorch, torch/distributed/algorithms/
-    ddp_comm_hooks/default_hooks.py, `_compress_hook`).  It is counted where it is made: copies
-    that wait for a slow network come on top, while more than they is freed.
+    ddp_comm_hooks/default_hooks.py, `_compress_hook`).  It is counted alone, where it is made:
+    copies that a slow network keeps waiting come on top.
 
     Args:
         shape: Sizes of the blocks.

@@ -116,8 +116,10 @@ class UnitBytes:
         kept = 0 if on_host and to.reduces_each_microbatch else state.gradient
         others = (shape.tp - 1) * matrix * stays_whole  # rows of the other tensor ranks
         has_end = stage.has_embedding or stage.has_head
-        # Where positions follow the table, their first copy in the other format is made later.
-        positions = (root - matrix) * state.gathered_parameter * stage.has_embedding
+        is_copied = reduce_bytes != state.gathered_parameter
+        # Positions follow the table: their first copy in the other format is made later.
+        positions = shape.parameters.embedding - matrix
+        positions *= stage.has_embedding * state.gathered_parameter
         return cls(
             layer=layer * state.gathered_parameter,
             buffer=layer * state.gathered_parameter * (to.span.num_ranks > 1),
@@ -125,7 +127,8 @@ class UnitBytes:
             layer_wire=layer * reduce_bytes,
             root_wire=root * reduce_bytes,
             positions=positions,
-            root_gradient=(matrix * has_end + others) * shape.element_bytes - positions,
+            root_gradient=is_copied
+            * ((matrix * has_end + others) * shape.element_bytes - positions),
             layer_kept=-(-layer // to.shards.gradients) * kept,
             head_gradient=matrix * shape.element_bytes * stage.has_head,
             gradients=-(-total // to.shards.gradients) * kept,
