@@ -21,7 +21,7 @@ from meshwright import (
     main,
     simulate,
 )
-from simulator import SCHEDULES
+from meshwright.simulator import SCHEDULES
 
 STEP = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--global-batch", "32"]
 LAYOUT = ["--tp", "2", "--pp", "2"]
@@ -351,7 +351,7 @@ def test_failure_while_writing_leaves_nothing_behind(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("planner.result_files.plans_csv", fail)
+    monkeypatch.setattr("meshwright.planner.result_files.plans_csv", fail)
     error = run(*STEP, *LAYOUT, "--out", str(tmp_path / "out"), status=2)
     assert error == "error: No space left on device\n"
     assert list(tmp_path.iterdir()) == []
@@ -394,7 +394,7 @@ def test_interrupt_is_one_line_and_status_130(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("simulator.simulate", interrupt)
+    monkeypatch.setattr("meshwright.simulator.simulate", interrupt)
     assert main([*STEP, *LAYOUT]) == 130
     assert capsys.readouterr() == ("", "error: interrupted\n")
 

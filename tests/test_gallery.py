@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from hwprofiles import GIBI
+from meshwright.hwprofiles import GIBI
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "gallery.md").read_text(encoding="utf-8")

@@ -17,13 +17,16 @@ BINARY_OR_DECIMAL_GIANTS = {10**9, 10**12, 2**30, 2**40}
 Value = int | float
 
 
+HOUSE = ROOT / FRONT_DOOR
+SOURCES = sorted(HOUSE.rglob("*.py"))
+
+
 def layer_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """Return the package a file is in, or the front door's name for what lies beside them."""
+    first = path.relative_to(HOUSE).parts[0]
+    return first if first in LAYERS else FRONT_DOOR
 
 
-SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")) + [
-    path for path in [ROOT / f"{FRONT_DOOR}.py"] if path.exists()
-]
 PACKAGES = [path.parent for path in SOURCES if path.name == "__init__.py"]
 
 
@@ -56,12 +59,27 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imported_packages(path: Path) -> set[str]:
-    return {module.partition(".")[0] for module in imported_modules(path)}
+    """Return the packages that a file imports: other distributions, or those of the house."""
+    modules = imported_modules(path)
+    return {module.removeprefix(f"{FRONT_DOOR}.").partition(".")[0] for module in modules}
 
 
 def test_all_four_packages_are_looked_at() -> None:
-    assert {layer_of(path) for path in SOURCES} >= {"hwprofiles", "simulator"}
-    assert set(LAYERS) == {path.name for path in ROOT.iterdir() if (path / "py.typed").exists()}
+    assert {layer_of(path) for path in SOURCES} == {*LAYERS, FRONT_DOOR}
+    assert set(LAYERS) == {path.name for path in PACKAGES if path.parent == HOUSE}
+    assert [path.relative_to(HOUSE) for path in HOUSE.rglob("py.typed")] == [Path("py.typed")]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_links_at_the_top_lead_into_the_one_package(layer: str) -> None:
+    assert (ROOT / layer).is_symlink()
+    assert (ROOT / layer).resolve() == HOUSE / layer
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=shown)
+def test_nothing_is_imported_by_the_short_name_of_a_package(path: Path) -> None:
+    firsts = {module.partition(".")[0] for module in imported_modules(path)}
+    assert firsts & set(LAYERS) == set()
 
 
 @every_source()
@@ -75,7 +93,7 @@ def test_imports_point_down_only(path: Path) -> None:
 
 @every_source()
 def test_only_the_engine_knows_simpy(path: Path) -> None:
-    in_engine = path.is_relative_to(ROOT / "simulator" / "engine")
+    in_engine = path.is_relative_to(HOUSE / "simulator" / "engine")
     assert in_engine or "simpy" not in imported_packages(path)
 
 
@@ -101,6 +119,12 @@ def exported_names(path: Path) -> list[str] | None:
     return None
 
 
+def top_statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, those for type checkers alone included."""
+    for node in tree.body:
+        yield from node.body if isinstance(node, ast.If) else [node]
+
+
 def export_order(name: str) -> tuple[int, str]:
     """Return the order of a list of exports: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
@@ -112,8 +136,8 @@ def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     names = exported_names(path)
     bound = {
         alias.asname or alias.name
-        for node in tree_of(path).body
-        if isinstance(node, ast.ImportFrom)
+        for node in top_statements(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FRONT_DOOR)
         for alias in node.names
     }
     if names is None:
@@ -168,7 +192,7 @@ def words_of_code(path: Path) -> Iterator[str]:
 
 
 def device_names() -> list[str]:
-    folder = ROOT / "hwprofiles" / "data" / "devices"
+    folder = HOUSE / "hwprofiles" / "data" / "devices"
     return sorted(path.stem.lower() for path in folder.glob("*.toml"))
 
 
@@ -217,7 +241,7 @@ def unit_conversions(tree: ast.Module) -> Iterator[ast.AST]:
 @every_source()
 def test_only_units_knows_what_a_giga_is(path: Path) -> None:
     found = [f"{node.lineno}: {ast.unparse(node)}" for node in unit_conversions(tree_of(path))]
-    if shown(path) == "hwprofiles/units.py":
+    if shown(path) == "meshwright/hwprofiles/units.py":
         assert found != []
     else:
         assert found == []

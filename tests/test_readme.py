@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from hwprofiles import Precision, Recompute, StageSplit, load_cluster, load_stack
-from simulator import ParallelPlan, TrainingJob, load_model, resolve_stages, simulate
-from validate import scoreboard
+from meshwright.hwprofiles import Precision, Recompute, StageSplit, load_cluster, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob, load_model, resolve_stages, simulate
+from meshwright.validate import scoreboard
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SESSIONS = re.findall(r"```\n\$ meshwright (.*)\n((?:.*\n)*?)```", README)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import ProfileError, load_stack
 from meshwright import main
+from meshwright.hwprofiles import ProfileError, load_stack
 
 JOB = ["gpt2", "--cluster", "dgx-a100", "--gpus", "4", "--global-batch", "16"]
 MODULE = ["simulate", *JOB, "--stack", "dataparallel"]
@@ -107,7 +107,9 @@ def test_mistakes_are_one_line(case: str, capsys: pytest.CaptureFixture[str]) ->
 def test_a_stack_file_cannot_say_what_its_strategy_ignores(
     name: str, old: str, new: str, said: str, tmp_path: Path
 ) -> None:
-    source = Path(__file__).parents[1] / "hwprofiles" / "data" / "stacks" / f"{name}.toml"
+    source = (
+        Path(__file__).parents[1] / "meshwright" / "hwprofiles" / "data" / "stacks" / f"{name}.toml"
+    )
     text = source.read_text()
     assert old in text
     path = tmp_path / "mine.toml"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hwprofiles import MEBI, Precision, Recompute, load_cluster, load_stack
-from simulator import (
+from meshwright.hwprofiles import MEBI, Precision, Recompute, load_cluster, load_stack
+from meshwright.simulator import (
     SCHEDULES,
     BuiltStep,
     CostModel,
@@ -19,7 +19,7 @@ from simulator import (
     simulate_folded,
     simulate_unfolded,
 )
-from simulator.engine import ChunkWork, Message, RankWork
+from meshwright.simulator.engine import ChunkWork, Message, RankWork
 
 pytestmark = pytest.mark.bench
 

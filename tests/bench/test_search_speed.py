@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hwprofiles import load_cluster, load_stack
-from planner import search
-from simulator import TrainingJob, load_model
+from meshwright.hwprofiles import load_cluster, load_stack
+from meshwright.planner import search
+from meshwright.simulator import TrainingJob, load_model
 
 pytestmark = pytest.mark.bench
 

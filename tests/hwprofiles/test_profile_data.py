@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import hwprofiles
-from hwprofiles import (
+from meshwright import hwprofiles
+from meshwright.hwprofiles import (
     Attention,
     CollectiveOp,
     Link,
@@ -214,7 +214,9 @@ def test_the_public_names_are_the_listed_ones() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, hwprofiles; print(*sorted(m for m in sys.modules if '.' not in m))"
+    code = (
+        "import sys, meshwright.hwprofiles; print(*sorted(m for m in sys.modules if '.' not in m))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "pandas", "simpy", "torch", "matplotlib", "typer"} & set(
         done.stdout.split()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Cluster,
     CollectiveFact,
     CollectiveOp,
@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 
 def built_in_text(name: str) -> str:
-    return (files("hwprofiles") / "data" / f"{name}.toml").read_text(encoding="utf-8")
+    return (files("meshwright.hwprofiles") / "data" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", sorted(LOADERS))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import ProfileError, load_cluster, load_device, load_link, load_stack
+from meshwright.hwprofiles import ProfileError, load_cluster, load_device, load_link, load_stack
 
 Load = Callable[[str | Path], object]
 LOADERS: dict[str, Load] = {
@@ -22,7 +22,7 @@ LOADERS: dict[str, Load] = {
 
 
 def built_in_text(name: str) -> str:
-    return (files("hwprofiles") / "data" / f"{name}.toml").read_text(encoding="utf-8")
+    return (files("meshwright.hwprofiles") / "data" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def complaint(load: Load, path: Path) -> str:

@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import PS_PER_S, Attention, Precision, Recompute, load_cluster, load_stack
-from planner import SearchResult, SpaceLimits, search
-from planner.documents import json_text, search_document, step_document
-from planner.money import Budget, training_run
-from planner.output_folder import new_file, new_folder
-from planner.plan_file import SavedPlan, plan_document, read_plan
-from planner.result_files import saved_plan
-from planner.tables_csv import plans_csv, stages_csv
-from simulator import ParallelPlan, StepResult, TrainingJob, load_model, simulate
+from meshwright.hwprofiles import (
+    PS_PER_S,
+    Attention,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
+from meshwright.planner import SearchResult, SpaceLimits, search
+from meshwright.planner.documents import json_text, search_document, step_document
+from meshwright.planner.money import Budget, training_run
+from meshwright.planner.output_folder import new_file, new_folder
+from meshwright.planner.plan_file import SavedPlan, plan_document, read_plan
+from meshwright.planner.result_files import saved_plan
+from meshwright.planner.tables_csv import plans_csv, stages_csv
+from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, load_model, simulate
 
 CLUSTER = load_cluster("dgx-a100")
 STACK = load_stack("megatron-core")

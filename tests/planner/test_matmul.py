@@ -15,9 +15,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
 from meshwright import main
-from planner.matmul_study import (
+from meshwright.hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
+from meshwright.planner.matmul_study import (
     MatmulStudy,
     ProductRow,
     Refusal,
@@ -25,13 +25,13 @@ from planner.matmul_study import (
     parse_matrices,
     study_matmul,
 )
-from planner.matmul_wording import boxing_text, format_sent, product_text
-from planner.plots import plot_matmul_split, save_figure
-from planner.plots.matmul_split import COLOURS, panels_of
-from simulator.costs.collectives import p2p_cost
-from simulator.costs.compute import gemm_cost
-from simulator.operators import Gemm
-from simulator.signatures import Shape
+from meshwright.planner.matmul_wording import boxing_text, format_sent, product_text
+from meshwright.planner.plots import plot_matmul_split, save_figure
+from meshwright.planner.plots.matmul_split import COLOURS, panels_of
+from meshwright.simulator.costs.collectives import p2p_cost
+from meshwright.simulator.costs.compute import gemm_cost
+from meshwright.simulator.operators import Gemm
+from meshwright.simulator.signatures import Shape
 
 Document = dict[str, Any]
 PAIR = ["matmul", "4x5", "5x8", "--devices", "2"]

@@ -1,8 +1,8 @@
 """When nothing fits: what it lacks, and changes that a user could make."""
 
-from hwprofiles import load_cluster, load_stack
-from planner import SpaceLimits, search
-from simulator import TrainingJob, load_model
+from meshwright.hwprofiles import load_cluster, load_stack
+from meshwright.planner import SpaceLimits, search
+from meshwright.simulator import TrainingJob, load_model
 
 MODEL = load_model("gpt3-175b")
 JOB = TrainingJob(model=MODEL, global_batch_size=512, seq_len=MODEL.seq_len)

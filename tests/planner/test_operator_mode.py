@@ -1,8 +1,8 @@
 """A mode of recomputation that one framework has alone, in the space of others."""
 
-from hwprofiles import Precision, Recompute, load_cluster, load_stack
-from planner import SpaceLimits, enumerate_space, search
-from simulator import TrainingJob, load_model
+from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
+from meshwright.planner import SpaceLimits, enumerate_space, search
+from meshwright.simulator import TrainingJob, load_model
 
 JOB = TrainingJob(
     model=load_model("gpt2"), global_batch_size=8, seq_len=512, precision=Precision.BF16

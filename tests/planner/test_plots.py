@@ -16,17 +16,17 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hwprofiles import GIBI, PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
-from planner.plots import (
+from meshwright.hwprofiles import GIBI, PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
+from meshwright.planner.plots import (
     plot_breakdown,
     plot_memory_time,
     plot_stage_memory,
     plot_timeline,
     save_figure,
 )
-from planner.plots.timeline import Window, column_shares, timeline_layers
-from planner.result import FrontierPoint, SearchResult, SimulatedPlan
-from simulator import (
+from meshwright.planner.plots.timeline import Window, column_shares, timeline_layers
+from meshwright.planner.result import FrontierPoint, SearchResult, SimulatedPlan
+from meshwright.simulator import (
     Category,
     ParallelPlan,
     StepResult,
@@ -35,7 +35,7 @@ from simulator import (
     resolve_stages,
     simulate,
 )
-from simulator.memory import device_bytes
+from meshwright.simulator.memory import device_bytes
 
 
 @cache
@@ -292,13 +292,13 @@ def test_memory_time_shows_every_layout_and_tells_proven_points_apart() -> None:
 
 
 def test_only_the_plots_import_matplotlib() -> None:
-    code = "import sys, planner; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, meshwright.planner; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_plots_leave_no_figure_behind_in_pyplot() -> None:
     code = (
-        "import sys, planner.plots, planner.plots.timeline; "
+        "import sys, meshwright.planner.plots, meshwright.planner.plots.timeline; "
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hwprofiles import GIBI, Precision, StackProfile, load_cluster, load_stack
-from planner import SpaceLimits, enumerate_space, search
-from planner.bounds import StepBounds
-from planner.footprint import device_bytes_column, peak_bytes
-from planner.shapes import ShapeTable
-from simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
-from simulator.memory import device_bytes
+from meshwright.hwprofiles import GIBI, Precision, StackProfile, load_cluster, load_stack
+from meshwright.planner import SpaceLimits, enumerate_space, search
+from meshwright.planner.bounds import StepBounds
+from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.shapes import ShapeTable
+from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
+from meshwright.simulator.memory import device_bytes
 
 
 class Case(NamedTuple):
@@ -144,7 +144,7 @@ def brute_force(name: str) -> Brute:
 
 
 def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
-    from simulator.plan import stack_refusal
+    from meshwright.simulator.plan import stack_refusal
 
     return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
 
@@ -201,7 +201,7 @@ def test_layouts_too_long_to_simulate_stay_in_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the optimum out of reach the search finds the next and admits the gap."""
-    from planner import finalists
+    from meshwright.planner import finalists
 
     case, brute = CASES["many microbatches"], brute_force("many microbatches")
     stack = load_stack(case.stack)

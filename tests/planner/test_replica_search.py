@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import pytest
 
-from hwprofiles import GIBI, Precision, Recompute, load_cluster, load_stack
 from meshwright import main
-from planner import SearchResult, SpaceLimits, search
-from planner.replica_search import computing_ps, enumerate_replicas, replica_field
-from simulator import (
+from meshwright.hwprofiles import GIBI, Precision, Recompute, load_cluster, load_stack
+from meshwright.planner import SearchResult, SpaceLimits, search
+from meshwright.planner.replica_search import computing_ps, enumerate_replicas, replica_field
+from meshwright.simulator import (
     CostModel,
     PlanError,
     StepResult,
@@ -20,7 +20,7 @@ from simulator import (
     load_model,
     simulate,
 )
-from simulator.strategies import graph_step
+from meshwright.simulator.strategies import graph_step
 
 MODULE, SERVER = "dataparallel", "parameter-server"
 

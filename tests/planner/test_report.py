@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from hwprofiles import Attention, Precision, load_cluster, load_stack
-from planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
-from planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
-from planner.money import Budget
-from planner.report import WIDTH, format_stages, step_report
-from planner.search_report import MAX_FRONTIER_LINES, proof_text, search_report
-from simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
+from meshwright.hwprofiles import Attention, Precision, load_cluster, load_stack
+from meshwright.planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
+from meshwright.planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
+from meshwright.planner.money import Budget
+from meshwright.planner.report import WIDTH, format_stages, step_report
+from meshwright.planner.search_report import MAX_FRONTIER_LINES, proof_text, search_report
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
 
 CLUSTER = load_cluster("dgx-a100")
 STACK = load_stack("megatron-core")

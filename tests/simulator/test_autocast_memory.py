@@ -4,20 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
-from simulator import ModelSpec, ParallelPlan, TrainingJob
-from simulator.activations import (
+from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator.activations import (
     cached_layer_bytes,
     saved_head_bytes,
     saved_layer_bytes,
     saved_tensors,
 )
-from simulator.block_shape import BlockShape
-from simulator.costs import CostModel
-from simulator.gradient_buckets import gradient_buckets
-from simulator.memory import chunk_memory, pass_workspace_bytes
-from simulator.product_liveness import Product, cast_column_steps, cast_row_steps, highest
-from simulator.step_builder import build_step, rank_stages
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import CostModel
+from meshwright.simulator.gradient_buckets import gradient_buckets
+from meshwright.simulator.memory import chunk_memory, pass_workspace_bytes
+from meshwright.simulator.product_liveness import (
+    Product,
+    cast_column_steps,
+    cast_row_steps,
+    highest,
+)
+from meshwright.simulator.step_builder import build_step, rank_stages
 
 DDP = load_stack("ddp")
 GPT = ModelSpec(

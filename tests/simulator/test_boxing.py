@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import Cluster, CollectiveOp, Source, load_cluster
-from simulator.boxing import (
+from meshwright.hwprofiles import Cluster, CollectiveOp, Source, load_cluster
+from meshwright.simulator.boxing import (
     Boxing,
     BoxingStep,
     DeviceMesh,
@@ -20,11 +20,11 @@ from simulator.boxing import (
     boxings_from,
     change_cost,
 )
-from simulator.costs import Cost
-from simulator.costs.collectives import CollectiveCall, collective_cost
-from simulator.errors import PlanError
-from simulator.mesh import GroupSpan
-from simulator.placement import (
+from meshwright.simulator.costs import Cost
+from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.placement import (
     Partial,
     Placement,
     Placements,

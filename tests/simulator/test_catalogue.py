@@ -2,7 +2,7 @@
 
 import pytest
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     Cluster,
     Precision,
@@ -11,10 +11,10 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import ParallelPlan, StepResult, TrainingJob, simulate
-from simulator.model_catalog import list_models, load_model
-from simulator.model_spec import ModelSpec
-from simulator.partition import resolve_stages
+from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, simulate
+from meshwright.simulator.model_catalog import list_models, load_model
+from meshwright.simulator.model_spec import ModelSpec
+from meshwright.simulator.partition import resolve_stages
 
 MODERN, OLD = "megatron-core", "megatron-lm-2021"
 

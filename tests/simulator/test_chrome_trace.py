@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
-from simulator import (
+from meshwright.hwprofiles import PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
+from meshwright.simulator import (
     Category,
     ParallelPlan,
     StepResult,
@@ -17,8 +17,13 @@ from simulator import (
     resolve_stages,
     simulate,
 )
-from simulator.chrome_trace import ChromeTrace, TraceEvent, chrome_trace, write_chrome_trace
-from simulator.rank_streams import Span, SpanKind, rank_streams
+from meshwright.simulator.chrome_trace import (
+    ChromeTrace,
+    TraceEvent,
+    chrome_trace,
+    write_chrome_trace,
+)
+from meshwright.simulator.rank_streams import Span, SpanKind, rank_streams
 
 # stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
 # collectives hidden and not, a pipeline of one. With a stack that can, tokens are split over tp.

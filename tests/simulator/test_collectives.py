@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import Cluster, CollectiveOp, Link, Source, load_cluster, to_ps
-from simulator.costs.collectives import (
+from meshwright.hwprofiles import Cluster, CollectiveOp, Link, Source, load_cluster, to_ps
+from meshwright.simulator.costs.collectives import (
     ALGORITHMS,
     CollectiveCall,
     collective_cost,
@@ -16,15 +16,15 @@ from simulator.costs.collectives import (
     ring_s,
     tree_s,
 )
-from simulator.costs.links import (
+from meshwright.simulator.costs.links import (
     bus_factor,
     intra_node_performance,
     network_rate_bytes_per_s,
     nic_share_bytes_per_s,
     ring_steps,
 )
-from simulator.mesh import GroupSpan
-from simulator.placement import Partial, Replicate, Split, redistribute
+from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.placement import Partial, Replicate, Split, redistribute
 
 RELAXED = settings(deadline=None, max_examples=100)
 COLLECTIVES = [op for op in CollectiveOp if op is not CollectiveOp.P2P]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     PS_PER_S,
     CollectiveOp,
     Device,
@@ -15,9 +15,9 @@ from hwprofiles import (
     load_stack,
     to_ps,
 )
-from simulator.block_shape import BlockShape
-from simulator.costs import Category, Cost, CostModel, PhaseCost
-from simulator.costs.compute import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.costs.compute import (
     constant_cost,
     flash_attention_cost,
     gemm_cost,
@@ -25,10 +25,10 @@ from simulator.costs.compute import (
     memory_rate_bytes_per_s,
     peak_flops_per_s,
 )
-from simulator.errors import PlanError
-from simulator.mesh import Axis, GroupSpan
-from simulator.model_catalog import load_model
-from simulator.operators import (
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.mesh import Axis, GroupSpan
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.operators import (
     Collective,
     FlashAttention,
     Gemm,
@@ -38,7 +38,7 @@ from simulator.operators import (
     Operator,
     gemm_backward,
 )
-from simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
 
 RELAXED = settings(deadline=None, max_examples=100)
 DEVICE = load_device("a100-sxm4-80gb")

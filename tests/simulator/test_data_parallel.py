@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     CollectiveOp,
     Precision,
     StackProfile,
     load_cluster,
     load_stack,
 )
-from simulator.block_shape import BlockShape
-from simulator.costs import Category, CostModel
-from simulator.data_parallel import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, CostModel
+from meshwright.simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
@@ -25,9 +25,9 @@ from simulator.data_parallel import (
     sum_parameters,
     update_cost,
 )
-from simulator.mesh import Axis, GroupSpan
-from simulator.model_catalog import load_model
-from simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.mesh import Axis, GroupSpan
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
 
 RELAXED = settings(deadline=None, max_examples=60)
 CLUSTER = load_cluster("dgx-a100")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.engine import (
+from meshwright.simulator.engine import (
     ChunkWork,
     Message,
     RankTimes,
@@ -21,10 +21,10 @@ from simulator.engine import (
     simulate_unfolded,
     with_overhead,
 )
-from simulator.engine.groups import busy_end_ps
-from simulator.errors import DeadlockError
-from simulator.mesh import Mesh
-from simulator.schedules import Action, Phase, get_schedule
+from meshwright.simulator.engine.groups import busy_end_ps
+from meshwright.simulator.errors import DeadlockError
+from meshwright.simulator.mesh import Mesh
+from meshwright.simulator.schedules import Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=60)  # shared machines stall now and then
 TIMES = st.integers(0, 50)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     CollectiveOp,
     Device,
@@ -19,19 +19,30 @@ from hwprofiles import (
     load_stack,
     to_ps,
 )
-from simulator import ParallelPlan, PlanError, StepResult, TrainingJob, load_model, simulate
-from simulator.activations import attention_core_tensors, layer_tensors, saved_layer_bytes
-from simulator.block_shape import BlockShape
-from simulator.costs import Category, CostModel
-from simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
-from simulator.end_operators import embedding_operators, head_operators
-from simulator.fp8_casts import num_linear_weights, step_cast_bytes, weight_copy_bytes
-from simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
-from simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
-from simulator.operator_graph import layer_operators
-from simulator.operators import Collective, Gemm, KernelLaunches, MemoryBound, Operator
-from simulator.parameters import count_parameters
-from simulator.step_builder import build_step
+from meshwright.simulator import (
+    ParallelPlan,
+    PlanError,
+    StepResult,
+    TrainingJob,
+    load_model,
+    simulate,
+)
+from meshwright.simulator.activations import (
+    attention_core_tensors,
+    layer_tensors,
+    saved_layer_bytes,
+)
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, CostModel
+from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.fp8_casts import num_linear_weights, step_cast_bytes, weight_copy_bytes
+from meshwright.simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
+from meshwright.simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operators import Collective, Gemm, KernelLaunches, MemoryBound, Operator
+from meshwright.simulator.parameters import count_parameters
+from meshwright.simulator.step_builder import build_step
 
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")

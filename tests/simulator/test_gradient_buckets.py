@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     MEBI,
     Attention,
     CollectiveOp,
@@ -18,7 +18,7 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import (
+from meshwright.simulator import (
     CostModel,
     ModelSpec,
     ParallelPlan,
@@ -28,16 +28,16 @@ from simulator import (
     load_model,
     simulate,
 )
-from simulator.block_shape import BlockShape
-from simulator.data_parallel import Stage, stage_parameters, sum_parameters
-from simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
-from simulator.gradient_buckets import Bucket, StagePart, bucket_parts, gradient_buckets
-from simulator.memory import StateBytes
-from simulator.mesh import Axis, Mesh
-from simulator.parameters import local_shape, padded_vocab_size, parameter_tensors
-from simulator.rank_streams import SpanKind, rank_streams
-from simulator.step_builder import build_step, rank_stages
-from simulator.traffic import Traffic, rank_traffic
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.data_parallel import Stage, stage_parameters, sum_parameters
+from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
+from meshwright.simulator.gradient_buckets import Bucket, StagePart, bucket_parts, gradient_buckets
+from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.mesh import Axis, Mesh
+from meshwright.simulator.parameters import local_shape, padded_vocab_size, parameter_tensors
+from meshwright.simulator.rank_streams import SpanKind, rank_streams
+from meshwright.simulator.step_builder import build_step, rank_stages
+from meshwright.simulator.traffic import Traffic, rank_traffic
 
 RELAXED = settings(deadline=None, max_examples=80)
 CLUSTER = load_cluster("dgx-a100")

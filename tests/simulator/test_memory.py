@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import Attention, Precision, Recompute, StackProfile, load_cluster, load_stack
-from simulator.activations import (
+from meshwright.hwprofiles import (
+    Attention,
+    Precision,
+    Recompute,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator.activations import (
     SavedTensor,
     attention_core_tensors,
     layer_tensors,
@@ -16,10 +23,10 @@ from simulator.activations import (
     saved_layer_bytes,
     saved_tensors,
 )
-from simulator.block_shape import BlockShape
-from simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
-from simulator.liveness import layer_workspace_bytes
-from simulator.memory import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
+from meshwright.simulator.liveness import layer_workspace_bytes
+from meshwright.simulator.memory import (
     ChunkMemory,
     Moment,
     RankMemory,
@@ -32,13 +39,13 @@ from simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
-from simulator.memory_timeline import memory_peak, memory_timeline
-from simulator.model_catalog import load_model
-from simulator.model_spec import ModelSpec
-from simulator.parameters import count_parameters
-from simulator.plan import ParallelPlan, TrainingJob
-from simulator.product_liveness import highest
-from simulator.schedules import SCHEDULES, Action, Phase, get_schedule
+from meshwright.simulator.memory_timeline import memory_peak, memory_timeline
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.model_spec import ModelSpec
+from meshwright.simulator.parameters import count_parameters
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.product_liveness import highest
+from meshwright.simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)
 STACK = load_stack("megatron-lm-2022")

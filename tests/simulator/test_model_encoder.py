@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hwprofiles import Attention, load_stack
-from simulator.activations import saved_embedding_bytes, saved_head_bytes
-from simulator.block_shape import BlockShape
-from simulator.end_liveness import head_workspace_bytes
-from simulator.end_operators import embedding_operators, head_operators
-from simulator.model_catalog import load_model
-from simulator.model_flops import model_flops
-from simulator.model_spec import ModelSpec
-from simulator.operator_graph import layer_operators
-from simulator.operators import FlashAttention, MemoryBound, Operator, sum_flops
-from simulator.parameters import block_parameters, count_parameters, parameter_tensors
-from simulator.plan import ParallelPlan, TrainingJob
+from meshwright.hwprofiles import Attention, load_stack
+from meshwright.simulator.activations import saved_embedding_bytes, saved_head_bytes
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.end_liveness import head_workspace_bytes
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.model_flops import model_flops
+from meshwright.simulator.model_spec import ModelSpec
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operators import FlashAttention, MemoryBound, Operator, sum_flops
+from meshwright.simulator.parameters import block_parameters, count_parameters, parameter_tensors
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
 
 BERT = load_model("bert-large")
 KERNELS = st.sampled_from(Attention)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from simulator.errors import PlanError
-from simulator.huggingface import ARCHITECTURES
-from simulator.model_catalog import DATA_FOLDER, list_models, load_model, read_models
-from simulator.model_spec import ModelSpec, parse_model
-from simulator.parameters import count_parameters
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.huggingface import ARCHITECTURES
+from meshwright.simulator.model_catalog import DATA_FOLDER, list_models, load_model, read_models
+from meshwright.simulator.model_spec import ModelSpec, parse_model
+from meshwright.simulator.parameters import count_parameters
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

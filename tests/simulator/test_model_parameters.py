@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simulator.errors import PlanError
-from simulator.model_catalog import list_models, load_model
-from simulator.model_spec import ModelSpec
-from simulator.parameters import (
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model_catalog import list_models, load_model
+from meshwright.simulator.model_spec import ModelSpec
+from meshwright.simulator.parameters import (
     Block,
     block_parameters,
     count_parameters,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     PS_PER_S,
     Cluster,
     Offload,
@@ -19,7 +19,7 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import (
+from meshwright.simulator import (
     Category,
     CostModel,
     Mesh,
@@ -31,13 +31,13 @@ from simulator import (
     count_parameters,
     simulate,
 )
-from simulator.block_shape import BlockShape
-from simulator.data_parallel import Replication, Stage, Wire, stage_parameters
-from simulator.gradient_buckets import StagePart, reduced_parts, unit_shards
-from simulator.host_traffic import HostTraffic, host_traffic
-from simulator.memory import StateBytes
-from simulator.mesh import GroupSpan
-from simulator.offload import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.data_parallel import Replication, Stage, Wire, stage_parameters
+from meshwright.simulator.gradient_buckets import StagePart, reduced_parts, unit_shards
+from meshwright.simulator.host_traffic import HostTraffic, host_traffic
+from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.offload import (
     TILE_PARAMETERS,
     HostSide,
     copy_back_ps,

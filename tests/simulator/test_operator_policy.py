@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     CollectiveOp,
     Precision,
@@ -15,22 +15,22 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, simulate
-from simulator.activations import (
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator.activations import (
     SavedTensor,
     layer_tensors,
     saved_layer_bytes,
     saved_tensors,
     unread_tensors,
 )
-from simulator.block_shape import BlockShape
-from simulator.liveness import backward_steps, layer_workspace_bytes
-from simulator.mesh import Axis
-from simulator.model_flops import hardware_flops, model_flops
-from simulator.operator_graph import layer_operators
-from simulator.operator_policy import layer_products, repeated_products
-from simulator.operators import Collective, Gemm, MemoryBound, sum_flops
-from simulator.product_liveness import highest
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.liveness import backward_steps, layer_workspace_bytes
+from meshwright.simulator.mesh import Axis
+from meshwright.simulator.model_flops import hardware_flops, model_flops
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operator_policy import layer_products, repeated_products
+from meshwright.simulator.operators import Collective, Gemm, MemoryBound, sum_flops
+from meshwright.simulator.product_liveness import highest
 
 RELAXED = settings(deadline=None, max_examples=40)
 TITAN = load_stack("torchtitan")

@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import StageSplit
-from simulator.errors import PlanError
-from simulator.model_catalog import load_model
-from simulator.partition import head_cost_layers, parse_stages, resolve_stages, split_layers
+from meshwright.hwprofiles import StageSplit
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.partition import (
+    head_cost_layers,
+    parse_stages,
+    resolve_stages,
+    split_layers,
+)
 
 RELAXED = settings(deadline=None, max_examples=100)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import CollectiveOp
-from simulator.errors import PlanError
-from simulator.placement import (
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.placement import (
     MatmulSignature,
     PairCommunication,
     Partial,

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import Precision, load_cluster
-from simulator.boxing import DeviceMesh, TensorSize, boxing
-from simulator.errors import PlanError
-from simulator.placement import Partial, Placement, Placements, Replicate, Split, shard_shape
-from simulator.placement_chain import Chain, LocalRun, best_chain, legal_runs
-from simulator.signatures import (
+from meshwright.hwprofiles import Precision, load_cluster
+from meshwright.simulator.boxing import DeviceMesh, TensorSize, boxing
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.placement import (
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Split,
+    shard_shape,
+)
+from meshwright.simulator.placement_chain import Chain, LocalRun, best_chain, legal_runs
+from meshwright.simulator.signatures import (
     Linearity,
     PlacedOperator,
     Reduction,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     CollectiveOp,
     Precision,
@@ -15,7 +15,7 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import (
+from meshwright.simulator import (
     SCHEDULES,
     CostModel,
     ModelSpec,
@@ -24,15 +24,20 @@ from simulator import (
     TrainingJob,
     load_model,
 )
-from simulator.block_shape import BlockShape
-from simulator.end_operators import embedding_operators, head_operators
-from simulator.mesh import Axis, GroupSpan
-from simulator.model_flops import hardware_flops, model_flops
-from simulator.operators import Collective, Operator
-from simulator.parameters import padded_vocab_size
-from simulator.rank_counts import closing_traffic, message_traffic, norm_ranks, rank_flops
-from simulator.step_builder import build_step
-from simulator.traffic import Traffic
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.mesh import Axis, GroupSpan
+from meshwright.simulator.model_flops import hardware_flops, model_flops
+from meshwright.simulator.operators import Collective, Operator
+from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.rank_counts import (
+    closing_traffic,
+    message_traffic,
+    norm_ranks,
+    rank_flops,
+)
+from meshwright.simulator.step_builder import build_step
+from meshwright.simulator.traffic import Traffic
 
 CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
 RELAXED = settings(deadline=None, max_examples=30)

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from simulator.engine import ChunkWork, RankWork, StepWork, simulate_folded
-from simulator.errors import PlanError
-from simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
+from meshwright.simulator.engine import ChunkWork, RankWork, StepWork, simulate_folded
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
 
 NAMES = sorted(SCHEDULES)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
-from simulator.engine import ChunkWork, RankWork, Unit, UnitPart
+from meshwright.simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
+from meshwright.simulator.engine import ChunkWork, RankWork, Unit, UnitPart
 
 TIMES = st.integers(1, 50)
 

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hwprofiles import Precision, load_cluster
-from simulator.boxing import DeviceMesh
-from simulator.errors import PlanError
-from simulator.operators import MemoryBound, sum_flops
-from simulator.placement import (
+from meshwright.hwprofiles import Precision, load_cluster
+from meshwright.simulator.boxing import DeviceMesh
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.operators import MemoryBound, sum_flops
+from meshwright.simulator.placement import (
     Partial,
     Placement,
     Placements,
@@ -25,8 +25,8 @@ from simulator.placement import (
     matmul_signatures,
     shard_shape,
 )
-from simulator.placement_chain import legal_runs, local_run
-from simulator.signatures import (
+from meshwright.simulator.placement_chain import legal_runs, local_run
+from meshwright.simulator.signatures import (
     Linearity,
     LocalShapes,
     PlacedOperator,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     Cluster,
     Precision,
@@ -19,7 +19,7 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator import (
+from meshwright.simulator import (
     COMMUNICATION,
     Category,
     CostModel,
@@ -38,9 +38,9 @@ from simulator import (
     simulate,
     simulate_folded,
 )
-from simulator.accounting import time_breakdown
-from simulator.engine import ChunkWork, RankWork
-from simulator.schedules import Action, Phase
+from meshwright.simulator.accounting import time_breakdown
+from meshwright.simulator.engine import ChunkWork, RankWork
+from meshwright.simulator.schedules import Action, Phase
 
 RELAXED = settings(deadline=None, max_examples=25)
 CLUSTER = load_cluster("dgx-a100")
@@ -228,8 +228,8 @@ def test_the_same_plan_gives_the_same_bytes_with_a_fresh_or_a_shared_cost_model(
 
 
 PRINT_A_STEP = """
-from hwprofiles import Attention, load_cluster, load_stack
-from simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.hwprofiles import Attention, load_cluster, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
 
 plan = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
 job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles import (
+from meshwright.hwprofiles import (
     Attention,
     Cluster,
     CollectiveOp,
@@ -18,29 +18,29 @@ from hwprofiles import (
     load_cluster,
     load_stack,
 )
-from simulator.block_shape import BlockShape
-from simulator.costs import Category, CostModel, PhaseCost
-from simulator.data_parallel import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, CostModel, PhaseCost
+from meshwright.simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
     gather_cost,
     reduce_cost,
 )
-from simulator.end_operators import embedding_operators, head_operators
-from simulator.engine import Message, Segment
-from simulator.gradient_buckets import bucket_parts
-from simulator.mesh import Axis, GroupSpan, Mesh
-from simulator.model_catalog import load_model
-from simulator.model_flops import hardware_flops, model_flops
-from simulator.model_spec import ModelSpec
-from simulator.operator_graph import layer_operators
-from simulator.operators import Collective, Gemm, Operator, sum_flops
-from simulator.parameters import padded_vocab_size
-from simulator.partition import resolve_stages
-from simulator.plan import ParallelPlan, TrainingJob
-from simulator.rank_work import chunk_cost, message_between, shared_embedding_ps
-from simulator.step_builder import (
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.engine import Message, Segment
+from meshwright.simulator.gradient_buckets import bucket_parts
+from meshwright.simulator.mesh import Axis, GroupSpan, Mesh
+from meshwright.simulator.model_catalog import load_model
+from meshwright.simulator.model_flops import hardware_flops, model_flops
+from meshwright.simulator.model_spec import ModelSpec
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operators import Collective, Gemm, Operator, sum_flops
+from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.partition import resolve_stages
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.rank_work import chunk_cost, message_between, shared_embedding_ps
+from meshwright.simulator.step_builder import (
     BuiltStep,
     build_step,
     rank_stages,

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from hwprofiles import CollectiveOp, Precision, Strategy, load_cluster, load_stack
-from simulator import (
+from meshwright.hwprofiles import CollectiveOp, Precision, Strategy, load_cluster, load_stack
+from meshwright.simulator import (
     Category,
     ParallelPlan,
     ParameterServer,
@@ -17,15 +17,15 @@ from simulator import (
     load_model,
     simulate,
 )
-from simulator.block_shape import BlockShape
-from simulator.data_parallel import Stage, stage_parameters
-from simulator.end_operators import head_operators
-from simulator.engine import TaskKind
-from simulator.lanes import Lane
-from simulator.mesh import Axis
-from simulator.strategies import STRATEGIES, graph_step
-from simulator.strategies.data_parallel_module import LOSS_OPERATORS
-from simulator.traffic import (
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.data_parallel import Stage, stage_parameters
+from meshwright.simulator.end_operators import head_operators
+from meshwright.simulator.engine import TaskKind
+from meshwright.simulator.lanes import Lane
+from meshwright.simulator.mesh import Axis
+from meshwright.simulator.strategies import STRATEGIES, graph_step
+from meshwright.simulator.strategies.data_parallel_module import LOSS_OPERATORS
+from meshwright.simulator.traffic import (
     Traffic,
     module_link_bytes,
     server_link_bytes,

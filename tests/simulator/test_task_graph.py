@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator import DeadlockError
-from simulator.engine import Task, TaskKind, TaskTimes, simulate_tasks
-from simulator.lanes import task_lanes
+from meshwright.simulator import DeadlockError
+from meshwright.simulator.engine import Task, TaskKind, TaskTimes, simulate_tasks
+from meshwright.simulator.lanes import task_lanes
 
 WORK = TaskKind.FORWARD
 

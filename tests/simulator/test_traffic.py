@@ -5,8 +5,15 @@ from fractions import Fraction
 
 import pytest
 
-from hwprofiles import Attention, CollectiveOp, Precision, Recompute, load_cluster, load_stack
-from simulator import (
+from meshwright.hwprofiles import (
+    Attention,
+    CollectiveOp,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator import (
     Axis,
     ModelSpec,
     ParallelPlan,
@@ -15,9 +22,9 @@ from simulator import (
     load_model,
     simulate,
 )
-from simulator.block_shape import BlockShape
-from simulator.data_parallel import Stage, stage_parameters
-from simulator.traffic import Traffic, rank_traffic, sent_bytes
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.data_parallel import Stage, stage_parameters
+from meshwright.simulator.traffic import Traffic, rank_traffic, sent_bytes
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, num_heads=8, vocab_size=1024, seq_len=128

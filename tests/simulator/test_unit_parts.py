@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import Attention, CollectiveOp, Precision, load_cluster, load_stack
-from simulator import (
+from meshwright.hwprofiles import Attention, CollectiveOp, Precision, load_cluster, load_stack
+from meshwright.simulator import (
     SCHEDULES,
     Action,
     CostModel,
@@ -18,14 +18,14 @@ from simulator import (
     TrainingJob,
     load_model,
 )
-from simulator.block_shape import BlockShape
-from simulator.data_parallel import Replication, Stage
-from simulator.engine import UnitPart, simulate_folded
-from simulator.engine.work import num_gathers
-from simulator.gradient_buckets import StagePart, part_gathers, unit_parts
-from simulator.mesh import Axis, GroupSpan
-from simulator.step_builder import build_step, rank_stages
-from simulator.traffic import rank_traffic
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.data_parallel import Replication, Stage
+from meshwright.simulator.engine import UnitPart, simulate_folded
+from meshwright.simulator.engine.work import num_gathers
+from meshwright.simulator.gradient_buckets import StagePart, part_gathers, unit_parts
+from meshwright.simulator.mesh import Axis, GroupSpan
+from meshwright.simulator.step_builder import build_step, rank_stages
+from meshwright.simulator.traffic import rank_traffic
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")

@@ -9,11 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles import CollectiveOp, Precision, ProfileError, StackProfile, load_cluster, load_stack
-from simulator import Axis, CostModel, ModelSpec, ParallelPlan, PlanError, TrainingJob, simulate
-from simulator.block_shape import BlockShape
-from simulator.costs.links import bus_ratio, sent_ratio
-from simulator.data_parallel import (
+from meshwright.hwprofiles import (
+    CollectiveOp,
+    Precision,
+    ProfileError,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator import (
+    Axis,
+    CostModel,
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    simulate,
+)
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs.links import bus_ratio, sent_ratio
+from meshwright.simulator.data_parallel import (
     Replication,
     Stage,
     Wire,
@@ -21,10 +36,10 @@ from simulator.data_parallel import (
     reduce_cost,
     stage_parameters,
 )
-from simulator.gradient_buckets import owned_parts, reduced_parts
-from simulator.mesh import GroupSpan
-from simulator.result import StepResult
-from simulator.traffic import rank_traffic, sent_bytes
+from meshwright.simulator.gradient_buckets import owned_parts, reduced_parts
+from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.result import StepResult
+from meshwright.simulator.traffic import rank_traffic, sent_bytes
 
 OWNERS, SHARDS = load_stack("zero-broadcast"), load_stack("deepspeed")
 WIRE = Wire.of(OWNERS, Precision.FP16)
@@ -149,7 +164,7 @@ def test_other_stages_are_not_offered(zero_stage: int) -> None:
 
 @pytest.mark.parametrize("stages", ["[0, 1, 3]", "[0]"])
 def test_a_stack_cannot_broadcast_what_is_not_sharded(stages: str, tmp_path: Path) -> None:
-    data = files("hwprofiles") / "data" / "stacks" / "zero-broadcast.toml"
+    data = files("meshwright.hwprofiles") / "data" / "stacks" / "zero-broadcast.toml"
     text = data.read_text(encoding="utf-8").replace("zero_stage = 3", "zero_stage = 0")
     path = tmp_path / "mine.toml"
     path.write_text(text.replace("zero_stages = [0, 3]", f"zero_stages = {stages}"))
@@ -158,7 +173,7 @@ def test_a_stack_cannot_broadcast_what_is_not_sharded(stages: str, tmp_path: Pat
 
 
 def test_a_stack_cannot_broadcast_from_the_host(tmp_path: Path) -> None:
-    data = files("hwprofiles") / "data" / "stacks" / "zero-broadcast.toml"
+    data = files("meshwright.hwprofiles") / "data" / "stacks" / "zero-broadcast.toml"
     path = tmp_path / "mine.toml"
     modes = 'zero_stages = [0, 3]\noffload_modes = ["none", "parameters"]'
     text = data.read_text(encoding="utf-8").replace("zero_stages = [0, 3]", modes)

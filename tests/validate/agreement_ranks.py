@@ -16,12 +16,12 @@ import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import, too
 
-from planner.plan_file import SavedPlan
-from validate.counting.oracle import RankOracle
-from validate.fake_run import NUM_STEPS, run_counted
-from validate.measurement import RankMeasurement
-from validate.program.build import build_program
-from validate.program.contract import ProgramRequest
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.fake_run import NUM_STEPS, run_counted
+from meshwright.validate.measurement import RankMeasurement
+from meshwright.validate.program.build import build_program
+from meshwright.validate.program.contract import ProgramRequest
 
 TIMEOUT_S = 120
 

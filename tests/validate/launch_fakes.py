@@ -4,10 +4,10 @@ import os
 import signal
 import time
 
-from planner.plan_file import SavedPlan
-from validate.launch.progress import enter_phase
-from validate.launch.spec import Phase, RunSpec
-from validate.measurement import ByteKind, RankMeasurement
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.validate.launch.progress import enter_phase
+from meshwright.validate.launch.spec import Phase, RunSpec
+from meshwright.validate.measurement import ByteKind, RankMeasurement
 
 
 def steps(spec: RunSpec, rank: int, *, last: int | None = None) -> int:

@@ -20,11 +20,11 @@ import torch
 import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 
-from hwprofiles import load_stack
-from simulator import ParallelPlan, TrainingJob
-from validate.program.contract import ProgramRequest
-from validate.program.megatron import MegatronProgram
-from validate.program.megatron_weights import weight_parts
+from meshwright.hwprofiles import load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.validate.program.contract import ProgramRequest
+from meshwright.validate.program.megatron import MegatronProgram
+from meshwright.validate.program.megatron_weights import weight_parts
 
 NUM_STEPS = 3
 TIMEOUT_S = 60

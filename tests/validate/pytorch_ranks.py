@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import: once, before the fork
 
-from hwprofiles import load_stack
-from simulator import ParallelPlan, TrainingJob
-from validate.program import pytorch_programs
-from validate.program.contract import ProgramRequest, RankProgram
+from meshwright.hwprofiles import load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.validate.program import pytorch_programs
+from meshwright.validate.program.contract import ProgramRequest, RankProgram
 
 NUM_STEPS = 3
 TIMEOUT_S = 120

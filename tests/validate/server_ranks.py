@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hwprofiles import load_stack
-from simulator import ParallelPlan, TrainingJob
-from validate.counting.oracle import RankOracle
-from validate.fake_run import run_counted
-from validate.program.contract import ProgramRequest
-from validate.program.replicas_server_program import AsynchronousServers, build_servers
-from validate.program.replicas_servers import num_processes
+from meshwright.hwprofiles import load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.fake_run import run_counted
+from meshwright.validate.program.contract import ProgramRequest
+from meshwright.validate.program.replicas_server_program import AsynchronousServers, build_servers
+from meshwright.validate.program.replicas_servers import num_processes
 
 NUM_STEPS = 3
 TIMEOUT_S = 60

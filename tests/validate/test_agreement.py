@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import Attention, Offload, Precision, Recompute  # noqa: E402
-from planner.plan_file import SavedPlan  # noqa: E402
-from simulator import PlanError  # noqa: E402
-from validate.agreement import (  # noqa: E402
+from meshwright.hwprofiles import Attention, Offload, Precision, Recompute  # noqa: E402
+from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import PlanError  # noqa: E402
+from meshwright.validate.agreement import (  # noqa: E402
     CLUSTER,
     HOST_HEAD,
     PLAN_HEAD,
@@ -23,7 +23,7 @@ from validate.agreement import (  # noqa: E402
     table_head,
     table_row,
 )
-from validate.strategy_prediction import usual_members  # noqa: E402
+from meshwright.validate.strategy_prediction import usual_members  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agreement.md").read_text(encoding="utf-8")
 RANKS, ON_HOSTS = PAGE.split("\n## On the host\n")

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import (  # noqa: E402
+from meshwright.hwprofiles import (  # noqa: E402
     Attention,
     Offload,
     Precision,
@@ -21,13 +21,13 @@ from hwprofiles import (  # noqa: E402
     load_cluster,
     load_stack,
 )
-from planner.plan_file import SavedPlan  # noqa: E402
-from simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from validate.comparison import PEAK, Verdict, compare_rank  # noqa: E402
-from validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
-from validate.measurement import RankMeasurement  # noqa: E402
-from validate.prediction import default_ranks, predict_ranks  # noqa: E402
-from validate.program.reference import reference_losses  # noqa: E402
+from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.validate.comparison import PEAK, Verdict, compare_rank  # noqa: E402
+from meshwright.validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
+from meshwright.validate.measurement import RankMeasurement  # noqa: E402
+from meshwright.validate.prediction import default_ranks, predict_ranks  # noqa: E402
+from meshwright.validate.program.reference import reference_losses  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300

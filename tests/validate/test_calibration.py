@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from hwprofiles import Precision, load_cluster
-from planner.option_words import as_command, option_name, run_command_line
-from simulator import PlanError
-from validate.calibration import (
+from meshwright.hwprofiles import Precision, load_cluster
+from meshwright.planner.option_words import as_command, option_name, run_command_line
+from meshwright.simulator import PlanError
+from meshwright.validate.calibration import (
     Accelerator,
     CalibrateOptions,
     collective_bench,
     device_bench,
     run_calibrate,
 )
-from validate.calibration.cases import Case, device_cases
-from validate.calibration.collective_job import collective
-from validate.calibration.machine import Machine
-from validate.calibration.row_file import FILE_NAME, RowFile
-from validate.calibration.rows import Group, Row
-from validate.calibration.stopwatch import interleaved, measure_chunk
+from meshwright.validate.calibration.cases import Case, device_cases
+from meshwright.validate.calibration.collective_job import collective
+from meshwright.validate.calibration.machine import Machine
+from meshwright.validate.calibration.row_file import FILE_NAME, RowFile
+from meshwright.validate.calibration.rows import Group, Row
+from meshwright.validate.calibration.stopwatch import interleaved, measure_chunk
 
 FP32 = Precision.FP32
 FEW = [
@@ -247,7 +247,7 @@ def test_without_pytorch_the_extra_to_install_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("device_bench", "probe", "stopwatch", "kernels"):
-        monkeypatch.delitem(sys.modules, f"validate.calibration.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"meshwright.validate.calibration.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(PlanError, match=r'pip install "meshwright\[validate\]"'):
         run_calibrate(options_for(tmp_path / "out"))
@@ -255,7 +255,7 @@ def test_without_pytorch_the_extra_to_install_is_named(
 
 def test_the_command_is_known_without_pytorch_or_numpy() -> None:
     code = (
-        "import sys, validate.calibration; "
+        "import sys, meshwright.validate.calibration; "
         "sys.exit(len({'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

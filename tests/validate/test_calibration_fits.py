@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from hwprofiles import (
+from meshwright.hwprofiles import (
     CollectiveOp,
     Device,
     Precision,
@@ -16,11 +16,16 @@ from hwprofiles import (
     load_device,
     load_link,
 )
-from simulator.costs.collectives import p2p_cost
-from validate.calibration.calibrated import calibrated_device, calibrated_link, joined
-from validate.calibration.cases import collective_cases, covering, device_cases, in_chunks
-from validate.calibration.collective_job import collective
-from validate.calibration.cost_fit import (
+from meshwright.simulator.costs.collectives import p2p_cost
+from meshwright.validate.calibration.calibrated import calibrated_device, calibrated_link, joined
+from meshwright.validate.calibration.cases import (
+    collective_cases,
+    covering,
+    device_cases,
+    in_chunks,
+)
+from meshwright.validate.calibration.collective_job import collective
+from meshwright.validate.calibration.cost_fit import (
     FLASH_KERNEL,
     Floor,
     fit_collective,
@@ -30,13 +35,13 @@ from validate.calibration.cost_fit import (
     launch_floor,
     modelled_s,
 )
-from validate.calibration.datasheet import known_device
-from validate.calibration.machine import Machine
-from validate.calibration.options import Accelerator
-from validate.calibration.profile_files import write_profiles
-from validate.calibration.residuals import residuals_of, summaries
-from validate.calibration.row_file import RowFile
-from validate.calibration.rows import Case, Group, Row
+from meshwright.validate.calibration.datasheet import known_device
+from meshwright.validate.calibration.machine import Machine
+from meshwright.validate.calibration.options import Accelerator
+from meshwright.validate.calibration.profile_files import write_profiles
+from meshwright.validate.calibration.residuals import residuals_of, summaries
+from meshwright.validate.calibration.row_file import RowFile
+from meshwright.validate.calibration.rows import Case, Group, Row
 
 LAUNCH_S = 4e-6
 FLOOR = Floor(LAUNCH_S, Accelerator.CUDA)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import CollectiveOp, load_cluster, load_link
-from simulator import PlanError
-from validate.calibration import CalibrateOptions, run_calibrate
-from validate.calibration.job_trace import kind_of, read_job_trace
-from validate.calibration.nccl_tests import PROGRAMS, read_nccl_tests
+from meshwright.hwprofiles import CollectiveOp, load_cluster, load_link
+from meshwright.simulator import PlanError
+from meshwright.validate.calibration import CalibrateOptions, run_calibrate
+from meshwright.validate.calibration.job_trace import kind_of, read_job_trace
+from meshwright.validate.calibration.nccl_tests import PROGRAMS, read_nccl_tests
 
 BUSBW, LATENCY_S = 200e9, 20e-6
 HALF = "time   algbw   busbw #wrong"

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
 
-from validate.counting.fake_cluster import fake_cluster  # noqa: E402
-from validate.counting.oracle import RankOracle, TensorGroup  # noqa: E402
-from validate.measurement import ByteKind, CollectiveCount  # noqa: E402
+from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle, TensorGroup  # noqa: E402
+from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
 
 WORLD = {(0, 1, 2, 3): "world"}
 WIDTH = 8

@@ -10,9 +10,9 @@ import torch.nn.functional as F  # noqa: E402, N812
 from torch import Tensor  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from validate.counting.fake_cluster import fake_cluster  # noqa: E402
-from validate.counting.oracle import RankOracle  # noqa: E402
-from validate.program.fused_ops import (  # noqa: E402
+from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
+from meshwright.validate.program.fused_ops import (  # noqa: E402
     BiasDropoutAdd,
     CausalSoftmax,
     FlashAttention,

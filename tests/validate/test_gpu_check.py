@@ -1,4 +1,4 @@
-"""``python -m validate.gpu_check``: its plans, its tables, what it keeps, on a processor."""
+"""``meshwright.validate.gpu_check``: its plans, its tables, what it keeps, on a processor."""
 
 import csv
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hwprofiles import load_cluster, load_device
-from planner.documents import json_text
-from planner.plan_file import plan_document, read_plan
-from simulator import simulate
-from validate import gpu_check
-from validate.calibration.options import Accelerator
-from validate.comparison import PEAK, Unit
-from validate.gpu_check import GpuPlan, GpuSetting, load_gpu_plans, main, saved_plan
-from validate.gpu_rows import REQUESTED, STEP_TIME, CheckedRow, page
-from validate.prediction import pipeline_rank
+from meshwright.hwprofiles import load_cluster, load_device
+from meshwright.planner.documents import json_text
+from meshwright.planner.plan_file import plan_document, read_plan
+from meshwright.simulator import simulate
+from meshwright.validate import gpu_check
+from meshwright.validate.calibration.options import Accelerator
+from meshwright.validate.comparison import PEAK, Unit
+from meshwright.validate.gpu_check import GpuPlan, GpuSetting, load_gpu_plans, main, saved_plan
+from meshwright.validate.gpu_rows import REQUESTED, STEP_TIME, CheckedRow, page
+from meshwright.validate.prediction import pipeline_rank
 
 MODEL = """
 name = "tiny-gpt"

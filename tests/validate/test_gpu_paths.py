@@ -17,44 +17,44 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.optim import optimizer as torch_optimizer  # noqa: E402
 
-from hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
-from planner.plan_file import SavedPlan  # noqa: E402
-from simulator import (  # noqa: E402
+from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
+from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import (  # noqa: E402
     ModelSpec,
     ParallelPlan,
     PlanError,
     TrainingJob,
     count_parameters,
 )
-from validate import probe  # noqa: E402
-from validate.calibration import driver, stopwatch  # noqa: E402
-from validate.calibration.datasheet import known_device  # noqa: E402
-from validate.calibration.machine import Machine  # noqa: E402
-from validate.calibration.options import Accelerator  # noqa: E402
-from validate.calibration.rows import Case, Group  # noqa: E402
-from validate.counting.absent_ranks import fake_ranks  # noqa: E402
-from validate.counting.device_memory import DeviceMemory  # noqa: E402
-from validate.counting.fake_cluster import fake_cluster  # noqa: E402
-from validate.counting.finished_work import done  # noqa: E402
-from validate.counting.oracle import RankOracle  # noqa: E402
-from validate.fake_run import run_counted  # noqa: E402
-from validate.program import (  # noqa: E402
+from meshwright.validate import probe  # noqa: E402
+from meshwright.validate.calibration import driver, stopwatch  # noqa: E402
+from meshwright.validate.calibration.datasheet import known_device  # noqa: E402
+from meshwright.validate.calibration.machine import Machine  # noqa: E402
+from meshwright.validate.calibration.options import Accelerator  # noqa: E402
+from meshwright.validate.calibration.rows import Case, Group  # noqa: E402
+from meshwright.validate.counting.absent_ranks import fake_ranks  # noqa: E402
+from meshwright.validate.counting.device_memory import DeviceMemory  # noqa: E402
+from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
+from meshwright.validate.counting.finished_work import done  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
+from meshwright.validate.fake_run import run_counted  # noqa: E402
+from meshwright.validate.program import (  # noqa: E402
     attention_kernels,
     fused_gradients,
     fused_norms,
     vocabulary_loss,
     weights,
 )
-from validate.program.attention_kernels import Attended  # noqa: E402
-from validate.program.build import build_program  # noqa: E402
-from validate.program.collectives import reduce_scatter  # noqa: E402
-from validate.program.contract import ProgramRequest  # noqa: E402
-from validate.program.fused_residual import bias_dropout_add  # noqa: E402
-from validate.program.fused_rotary import rotate  # noqa: E402
-from validate.program.fused_softmax import causal_softmax, softmax_backward  # noqa: E402
-from validate.program.fused_swiglu import packed_swiglu_backward, swiglu  # noqa: E402
-from validate.program.measure import communication_times  # noqa: E402
-from validate.program.trial import first_that_works  # noqa: E402
+from meshwright.validate.program.attention_kernels import Attended  # noqa: E402
+from meshwright.validate.program.build import build_program  # noqa: E402
+from meshwright.validate.program.collectives import reduce_scatter  # noqa: E402
+from meshwright.validate.program.contract import ProgramRequest  # noqa: E402
+from meshwright.validate.program.fused_residual import bias_dropout_add  # noqa: E402
+from meshwright.validate.program.fused_rotary import rotate  # noqa: E402
+from meshwright.validate.program.fused_softmax import causal_softmax, softmax_backward  # noqa: E402
+from meshwright.validate.program.fused_swiglu import packed_swiglu_backward, swiglu  # noqa: E402
+from meshwright.validate.program.measure import communication_times  # noqa: E402
+from meshwright.validate.program.trial import first_that_works  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 HEADS, GROUPS, TOKENS, WIDTH = 4, 2, 12, 20  # neither width nor tokens are what kernels want
@@ -407,7 +407,9 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     found = Allocator()
-    monkeypatch.setattr("validate.counting.device_memory._use_libraries", found.used.append)
+    monkeypatch.setattr(
+        "meshwright.validate.counting.device_memory._use_libraries", found.used.append
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", found.statistics)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.forget)

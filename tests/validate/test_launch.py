@@ -12,11 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import Precision, load_cluster, load_stack
-from planner.documents import json_text
-from planner.plan_file import SavedPlan, plan_document
-from simulator import ParallelPlan, PlanError, TrainingJob, load_model
-from validate.launch import FailureKind, RunOutcome, RunSpec, collect_run, run_local, write_spec
+from meshwright.hwprofiles import Precision, load_cluster, load_stack
+from meshwright.planner.documents import json_text
+from meshwright.planner.plan_file import SavedPlan, plan_document
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.validate.launch import (
+    FailureKind,
+    RunOutcome,
+    RunSpec,
+    collect_run,
+    run_local,
+    write_spec,
+)
 
 pytest.importorskip("torch")
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from simulator import PlanError
-from validate.launch import FailureKind, RunSpec, collect_run, write_spec
-from validate.launch.collect import outcome
-from validate.launch.diagnosis import RankState, RunFailure, diagnose
-from validate.launch.last_words import failures_kept, kind_of
-from validate.launch.place import Place
-from validate.launch.records import (
+from meshwright.simulator import PlanError
+from meshwright.validate.launch import FailureKind, RunSpec, collect_run, write_spec
+from meshwright.validate.launch.collect import outcome
+from meshwright.validate.launch.diagnosis import RankState, RunFailure, diagnose
+from meshwright.validate.launch.last_words import failures_kept, kind_of
+from meshwright.validate.launch.place import Place
+from meshwright.validate.launch.records import (
     SPEC_NAME,
     Heartbeat,
     RankFailure,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import Precision, load_cluster, load_stack
-from planner.plan_file import SavedPlan, read_plan
-from simulator import ParallelPlan, PlanError, TrainingJob, load_model
-from validate.launch import (
+from meshwright.hwprofiles import Precision, load_cluster, load_stack
+from meshwright.planner.plan_file import SavedPlan, read_plan
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.validate.launch import (
     Launcher,
     Phase,
     RunSpec,
@@ -115,7 +115,7 @@ def test_odd_names_reach_the_worker_unharmed(tmp_path: Path) -> None:
     words = run_stubbed(SCRIPTS["odd names"], tmp_path, **job)
     results = "my folder/it's $(touch x)/job-7"
     assert words[-5:] == [
-        "-m", "validate.launch.worker", "my folder/a;b.json", "--results", results,
+        "-m", "meshwright.validate.launch.worker", "my folder/a;b.json", "--results", results,
     ]  # fmt: skip
     assert "--rdzv-endpoint=node-a:29500" in words
     assert (tmp_path / results).is_dir()
@@ -203,6 +203,7 @@ def test_limits_depend_on_the_phase() -> None:
 
 
 def test_the_front_of_the_package_needs_no_torch() -> None:
-    code = "import sys, validate.launch, validate.launch.worker; sys.exit('torch' in sys.modules)"
+    modules = "meshwright.validate.launch, meshwright.validate.launch.worker"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     root = HERE.parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

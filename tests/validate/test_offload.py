@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import backend_registration  # noqa: E402
 
-from hwprofiles import Offload, Precision, Recompute, load_cluster, load_stack  # noqa: E402
-from planner.plan_file import SavedPlan  # noqa: E402
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
-from simulator.host_traffic import HostTraffic  # noqa: E402
-from validate.comparison import (  # noqa: E402
+from meshwright.hwprofiles import Offload, Precision, Recompute, load_cluster, load_stack  # noqa: E402
+from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
+from meshwright.simulator.host_traffic import HostTraffic  # noqa: E402
+from meshwright.validate.comparison import (  # noqa: E402
     HOST_PEAK,
     PEAK,
     PEAK_TOLERANCE,
@@ -25,19 +25,19 @@ from validate.comparison import (  # noqa: E402
     Verdict,
     compare_rank,
 )
-from validate.counting.accelerator import NAME, REGISTER, StandIn, stand_in  # noqa: E402
-from validate.counting.oracle import RankOracle  # noqa: E402
-from validate.fake_run import measure_fake, measure_fakes  # noqa: E402
-from validate.measurement import (  # noqa: E402
+from meshwright.validate.counting.accelerator import NAME, REGISTER, StandIn, stand_in  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
+from meshwright.validate.fake_run import measure_fake, measure_fakes  # noqa: E402
+from meshwright.validate.measurement import (  # noqa: E402
     ByteKind,
     RankMeasurement,
     read_measurement,
     write_measurement,
 )
-from validate.prediction import predict_rank  # noqa: E402
-from validate.program.replicas_servers import num_processes  # noqa: E402
-from validate.validation import Validation, rank_kinds  # noqa: E402
-from validate.validation_report import closing_lines  # noqa: E402
+from meshwright.validate.prediction import predict_rank  # noqa: E402
+from meshwright.validate.program.replicas_servers import num_processes  # noqa: E402
+from meshwright.validate.validation import Validation, rank_kinds  # noqa: E402
+from meshwright.validate.validation_report import closing_lines  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -223,8 +223,8 @@ def test_the_device_does_nothing_in_order() -> None:
 
 OF_A_PROCESS = """
 import torch
-from validate.counting.accelerator import stand_in
-from validate.counting.fake_cluster import fake_cluster
+from meshwright.validate.counting.accelerator import stand_in
+from meshwright.validate.counting.fake_cluster import fake_cluster
 
 device = stand_in()
 assert stand_in() == device

@@ -9,20 +9,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
-from planner.documents import json_text  # noqa: E402
-from planner.plan_file import SavedPlan, plan_document  # noqa: E402
-from simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from validate.calibration import Accelerator, CalibrateOptions, device_bench, run_calibrate  # noqa: E402
-from validate.calibration.cases import Case  # noqa: E402
-from validate.calibration.row_file import FILE_NAME  # noqa: E402
-from validate.calibration.rows import Group  # noqa: E402
-from validate.comparison import compare_rank, has_failed  # noqa: E402
-from validate.counting.device_memory import DeviceMemory  # noqa: E402
-from validate.launch import RunSpec, run_local  # noqa: E402
-from validate.prediction import predict_rank, without_dropout  # noqa: E402
-from validate.probe import run_probe  # noqa: E402
-from validate.program import attention_kernels, fused_gradients, fused_norms  # noqa: E402
+from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
+from meshwright.planner.documents import json_text  # noqa: E402
+from meshwright.planner.plan_file import SavedPlan, plan_document  # noqa: E402
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.validate.calibration import (  # noqa: E402
+    Accelerator,
+    CalibrateOptions,
+    device_bench,
+    run_calibrate,
+)
+from meshwright.validate.calibration.cases import Case  # noqa: E402
+from meshwright.validate.calibration.row_file import FILE_NAME  # noqa: E402
+from meshwright.validate.calibration.rows import Group  # noqa: E402
+from meshwright.validate.comparison import compare_rank, has_failed  # noqa: E402
+from meshwright.validate.counting.device_memory import DeviceMemory  # noqa: E402
+from meshwright.validate.launch import RunSpec, run_local  # noqa: E402
+from meshwright.validate.prediction import predict_rank, without_dropout  # noqa: E402
+from meshwright.validate.probe import run_probe  # noqa: E402
+from meshwright.validate.program import attention_kernels, fused_gradients, fused_norms  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hwprofiles import Offload, Precision, load_cluster, load_stack
-from planner.plan_file import SavedPlan
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
-from validate.counting.absent_ranks import fake_ranks
-from validate.probe import (
+from meshwright.hwprofiles import Offload, Precision, load_cluster, load_stack
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.validate.counting.absent_ranks import fake_ranks
+from meshwright.validate.probe import (
     ProbeReport,
     Spread,
     predict_stage,

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
-from planner.plan_file import SavedPlan
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
-from validate.comparison import Verdict, compare_rank
-from validate.fake_run import measure_fake
-from validate.prediction import predict_rank
+from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.validate.comparison import Verdict, compare_rank
+from meshwright.validate.fake_run import measure_fake
+from meshwright.validate.prediction import predict_rank
 
 pytest.importorskip("torch")
 

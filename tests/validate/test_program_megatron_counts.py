@@ -7,18 +7,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hwprofiles import Attention, Recompute, StackProfile, load_stack  # noqa: E402
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model  # noqa: E402
-from simulator.parameters import (  # noqa: E402
+from meshwright.hwprofiles import Attention, Recompute, StackProfile, load_stack  # noqa: E402
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model  # noqa: E402
+from meshwright.simulator.parameters import (  # noqa: E402
     local_shape,
     padded_vocab_size,
     parameter_tensors,
 )
-from validate.counting.fake_cluster import fake_cluster  # noqa: E402
-from validate.counting.oracle import RankOracle  # noqa: E402
-from validate.measurement import ByteKind, CollectiveCount  # noqa: E402
-from validate.program.contract import ProgramRequest  # noqa: E402
-from validate.program.megatron import MegatronProgram  # noqa: E402
+from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
+from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
+from meshwright.validate.program.contract import ProgramRequest  # noqa: E402
+from meshwright.validate.program.megatron import MegatronProgram  # noqa: E402
 
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
 S, B, H, A = 2048, 1, 12288, 96  # GPT-3

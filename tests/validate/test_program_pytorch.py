@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from hwprofiles import Attention, Precision, Recompute
-from simulator import ModelSpec, ParallelPlan, TrainingJob
-from validate.program import reference
-from validate.program.reference import reference_losses
+from meshwright.hwprofiles import Attention, Precision, Recompute
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.validate.program import reference
+from meshwright.validate.program.reference import reference_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 3

@@ -9,20 +9,20 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hwprofiles import Attention, Precision, Recompute, load_stack
-from simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
-from validate.counting.fake_cluster import fake_cluster
-from validate.counting.internals import tensors_in
-from validate.counting.oracle import RankOracle
-from validate.measurement import ByteKind
-from validate.program.contract import ProgramRequest, RankProgram
-from validate.program.kept_operators import operator_contexts
-from validate.program.plain_parts import initial_parameter, plain_parts
-from validate.program.pytorch_layout import build_stage, make_layout
-from validate.program.pytorch_programs import build_ddp, build_fully_sharded
-from validate.program.pytorch_shard import mixed_precision, shard_stage
-from validate.program.pytorch_update import local_gradients
-from validate.program.weights import initial_weight
+from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.validate.counting.fake_cluster import fake_cluster
+from meshwright.validate.counting.internals import tensors_in
+from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.measurement import ByteKind
+from meshwright.validate.program.contract import ProgramRequest, RankProgram
+from meshwright.validate.program.kept_operators import operator_contexts
+from meshwright.validate.program.plain_parts import initial_parameter, plain_parts
+from meshwright.validate.program.pytorch_layout import build_stage, make_layout
+from meshwright.validate.program.pytorch_programs import build_ddp, build_fully_sharded
+from meshwright.validate.program.pytorch_shard import mixed_precision, shard_stage
+from meshwright.validate.program.pytorch_update import local_gradients
+from meshwright.validate.program.weights import initial_weight
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, SIZE = 32, 16, 2, 1024, 2
 SIZES: dict[str, Any] = {

@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from hwprofiles import Precision, Recompute, load_cluster, load_stack
-from planner.plan_file import SavedPlan
-from simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
-from simulator.traffic import module_link_bytes, server_link_bytes, sharded_worker_bytes
-from validate.counting.fake_cluster import fake_cluster
-from validate.counting.oracle import RankOracle
-from validate.fake_run import run_counted
-from validate.measurement import ByteKind, CollectiveCount
-from validate.program.build import build_program
-from validate.program.contract import ProgramRequest
-from validate.program.pytorch_loss import LossOfMicrobatch
-from validate.program.reference import reference_losses
-from validate.program.replicas_count import measure_devices
-from validate.program.replicas_module import LibraryReplicas, build_replicas
-from validate.program.replicas_servers import ServerLayout, num_processes
-from validate.program.weights import token_batch
-from validate.strategy_prediction import SERVERS, predict_member
+from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
+from meshwright.simulator.traffic import module_link_bytes, server_link_bytes, sharded_worker_bytes
+from meshwright.validate.counting.fake_cluster import fake_cluster
+from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.fake_run import run_counted
+from meshwright.validate.measurement import ByteKind, CollectiveCount
+from meshwright.validate.program.build import build_program
+from meshwright.validate.program.contract import ProgramRequest
+from meshwright.validate.program.pytorch_loss import LossOfMicrobatch
+from meshwright.validate.program.reference import reference_losses
+from meshwright.validate.program.replicas_count import measure_devices
+from meshwright.validate.program.replicas_module import LibraryReplicas, build_replicas
+from meshwright.validate.program.replicas_servers import ServerLayout, num_processes
+from meshwright.validate.program.weights import token_batch
+from meshwright.validate.strategy_prediction import SERVERS, predict_member
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import validate
-from hwprofiles import GIBI, ProfileError, load_cluster, load_stack
-from validate import (
+from meshwright import validate
+from meshwright.hwprofiles import GIBI, ProfileError, load_cluster, load_stack
+from meshwright.validate import (
     Comparison,
     ExcludedRun,
     Quantity,
@@ -30,7 +30,7 @@ from validate import (
 )
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "validate" / "data"
+DATA = ROOT / "meshwright" / "validate" / "data"
 ACCURACY = ROOT / "docs" / "accuracy.md"
 
 # Mean absolute error by source: about what leaving the source out of the fit gives, rounded up.

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from hwprofiles import Precision, ProfileError, list_stacks, load_device, load_stack
-from simulator import PlanError
-from validate.calibration import Accelerator
-from validate.calibration.profile_files import device_toml
-from validate.calibration.rows import Case, Group, Row
-from validate.calibration.stack_file import SERIAL, check_stacks, stack_toml, write_stacks
-from validate.calibration.step_check import main, read_shape
-from validate.calibration.step_clock import StepRecord, machine_busy_s
-from validate.calibration.step_table import (
+from meshwright.hwprofiles import Precision, ProfileError, list_stacks, load_device, load_stack
+from meshwright.simulator import PlanError
+from meshwright.validate.calibration import Accelerator
+from meshwright.validate.calibration.profile_files import device_toml
+from meshwright.validate.calibration.rows import Case, Group, Row
+from meshwright.validate.calibration.stack_file import (
+    SERIAL,
+    check_stacks,
+    stack_toml,
+    write_stacks,
+)
+from meshwright.validate.calibration.step_check import main, read_shape
+from meshwright.validate.calibration.step_clock import StepRecord, machine_busy_s
+from meshwright.validate.calibration.step_table import (
     COLUMNS,
     HEADS,
     Line,

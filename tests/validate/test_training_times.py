@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hwprofiles import Precision, load_cluster, load_stack
-from simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.hwprofiles import Precision, load_cluster, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "golden" / "training_times.csv"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from planner.plan_file import SavedPlan
-from validate import fake_run
-from validate.fake_run import check_torch
-from validate.measurement import RankMeasurement
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.validate import fake_run
+from meshwright.validate.fake_run import check_torch
+from meshwright.validate.measurement import RankMeasurement
 
 pytest.importorskip("torch")
 

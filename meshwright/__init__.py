@@ -1,0 +1,166 @@
+"""The front door: the command ``meshwright``, and the public names of the packages behind it.
+
+Imports are local: ``--version`` must not wait for numpy, nor a library user for typer and rich.
+
+>>> from meshwright import load_model
+>>> load_model("gpt3-175b").num_layers
+96
+"""
+# ruff: noqa: PLC0415
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.hwprofiles import (
+        Attention,
+        Cluster,
+        Precision,
+        ProfileError,
+        Recompute,
+        StackProfile,
+        StageSplit,
+        list_clusters,
+        list_stacks,
+        load_cluster,
+        load_stack,
+    )
+    from meshwright.planner import SearchResult, SpaceLimits, search
+    from meshwright.simulator import (
+        ModelSpec,
+        ParallelPlan,
+        PlanError,
+        StepResult,
+        TrainingJob,
+        list_models,
+        load_model,
+        resolve_stages,
+        simulate,
+    )
+
+__all__ = [
+    "Attention",
+    "Cluster",
+    "ModelSpec",
+    "ParallelPlan",
+    "PlanError",
+    "Precision",
+    "ProfileError",
+    "Recompute",
+    "SearchResult",
+    "SpaceLimits",
+    "StackProfile",
+    "StageSplit",
+    "StepResult",
+    "TrainingJob",
+    "list_clusters",
+    "list_models",
+    "list_stacks",
+    "load_cluster",
+    "load_model",
+    "load_stack",
+    "main",
+    "resolve_stages",
+    "search",
+    "simulate",
+]
+
+USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name of one of the packages, imported when first asked for."""
+    if name in __all__:
+        for package in ("hwprofiles", "simulator", "planner"):
+            module = import_module(f"meshwright.{package}")
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return __all__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Args:
+        arguments: The words after ``meshwright``; by default those of the process.
+
+    >>> main(["--version"])
+    meshwright 0.1.0
+    0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read the output has gone; leave nothing for the flush at exit to fail on.
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        return BROKEN_PIPE
+    return status
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["--version"]:
+        from meshwright.hwprofiles.version import VERSION
+
+        sys.stdout.write(f"meshwright {VERSION}\n")
+        return 0
+    from meshwright.hwprofiles import ProfileError
+    from meshwright.planner.option_words import run_command_line
+    from meshwright.simulator import PlanError
+
+    try:
+        return run_command_line(_commands(), words)
+    except (PlanError, ProfileError) as error:
+        return _complain(str(error), USER_MISTAKE)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        return _complain(f"{error.strerror or error}{where}", USER_MISTAKE)
+
+
+def _complain(message: str, status: int) -> int:
+    """Print *message* as one plain line and return *status*."""
+    from meshwright.planner.commands import write_text
+
+    line = " ".join(message.split())
+    printable = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    write_text(sys.stderr, f"error: {printable}\n")
+    return status
+
+
+def _commands() -> dict[str, Callable[..., int]]:
+    from meshwright.planner import commands, options
+    from meshwright.planner.option_words import as_command
+    from meshwright.validate.calibration.command import run_calibrate
+    from meshwright.validate.calibration.options import CalibrateOptions
+    from meshwright.validate.commands import run_validate
+    from meshwright.validate.options import ValidateOptions, ValidateOutput
+
+    shared = (options.JobOptions, options.LayoutOptions)
+    after = (options.MoneyOptions, options.OutputOptions)
+    return {
+        "search": as_command(commands.run_search, *shared, options.LimitOptions, *after),
+        "simulate": as_command(
+            commands.run_simulate, *shared, options.ReplicaOptions, options.FileOptions, *after
+        ),
+        "matmul": as_command(commands.run_matmul, options.MatmulOptions, options.OutputOptions),
+        "validate": as_command(run_validate, ValidateOptions, ValidateOutput),
+        "calibrate": as_command(run_calibrate, CalibrateOptions),
+        "models": as_command(commands.run_models, options.NameOptions),
+        "clusters": as_command(commands.run_clusters, options.NameOptions),
+        "stacks": as_command(commands.run_stacks, options.NameOptions),
+        "schedules": as_command(commands.run_schedules, options.NameOptions),
+    }

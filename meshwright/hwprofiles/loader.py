@@ -1,0 +1,245 @@
+"""Read profiles: the built-in ones by name, a user's by path."""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from meshwright.hwprofiles.base import FROM_FILE, Profile
+from meshwright.hwprofiles.complaints import one_line
+from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.names import nearest_names, shown, shown_path, suggestion
+from meshwright.hwprofiles.schema import Cluster, Device, Link
+from meshwright.hwprofiles.stack_schema import StackProfile
+
+__all__ = [
+    "list_clusters",
+    "list_devices",
+    "list_links",
+    "list_stacks",
+    "load_cluster",
+    "load_device",
+    "load_link",
+    "load_stack",
+    "nearest_names",
+]
+
+P = TypeVar("P", bound=Profile)
+
+
+def list_devices() -> tuple[str, ...]:
+    """Return the names of the built-in devices, sorted.
+
+    >>> "a100-sxm4-80gb" in list_devices()
+    True
+    """
+    return _names("devices")
+
+
+def list_links() -> tuple[str, ...]:
+    """Return the names of the built-in links, sorted.
+
+    >>> "infiniband-hdr" in list_links()
+    True
+    """
+    return _names("links")
+
+
+def list_clusters() -> tuple[str, ...]:
+    """Return the names of the built-in clusters, sorted.
+
+    >>> "dgx-a100" in list_clusters()
+    True
+    """
+    return _names("clusters")
+
+
+def list_stacks() -> tuple[str, ...]:
+    """Return the names of the built-in software stacks, sorted.
+
+    >>> "megatron-core" in list_stacks()
+    True
+    """
+    return _names("stacks")
+
+
+def load_device(name: str | Path) -> Device:
+    """Return a device: a built-in one by name, or a TOML file by path.
+
+    Args:
+        name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
+
+    Raises:
+        ProfileError: If there is no such device, or its file has a mistake.
+
+    >>> load_device("a100-sxm4-80gb").num_sms
+    108
+    """
+    if _is_path(name):
+        return _checked(Device, _read_path(Path(name)), shown_path(name))
+    return _built_in_device(_known_name("devices", str(name)))
+
+
+def load_link(name: str | Path) -> Link:
+    """Return a link: a built-in one by name, or a TOML file by path.
+
+    Args:
+        name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
+
+    Raises:
+        ProfileError: If there is no such link, or its file has a mistake.
+
+    >>> load_link("infiniband-hdr").bandwidth_bytes_per_s
+    25000000000.0
+    """
+    if _is_path(name):
+        return _checked(Link, _read_path(Path(name)), shown_path(name))
+    return _built_in_link(_known_name("links", str(name)))
+
+
+def load_stack(name: str | Path) -> StackProfile:
+    """Return a software stack: a built-in one by name, or a TOML file by path.
+
+    Args:
+        name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
+
+    Raises:
+        ProfileError: If there is no such stack, or its file has a mistake.
+
+    >>> load_stack("megatron-core").zero_stage
+    1
+    """
+    if _is_path(name):
+        return _checked_stack(_read_path(Path(name)), shown_path(name))
+    return _built_in_stack(_known_name("stacks", str(name)))
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """Return a cluster: a built-in one by name, or a TOML file by path.
+
+    A file names its device and links; a path there is relative to the cluster's file.
+
+    Args:
+        name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
+
+    Raises:
+        ProfileError: If there is no such cluster, or one of its files has a mistake.
+
+    >>> load_cluster("dgx-a100").device.name
+    'a100-sxm4-80gb'
+    """
+    if _is_path(name):
+        path = Path(name)
+        return _checked_cluster(_read_path(path), shown_path(name), path.parent)
+    return _built_in_cluster(_known_name("clusters", str(name)))
+
+
+@cache
+def _built_in_device(name: str) -> Device:
+    return _checked(Device, _read_built_in("devices", name), f"devices/{name}.toml")
+
+
+@cache
+def _built_in_link(name: str) -> Link:
+    return _checked(Link, _read_built_in("links", name), f"links/{name}.toml")
+
+
+@cache
+def _built_in_stack(name: str) -> StackProfile:
+    return _checked_stack(_read_built_in("stacks", name), f"stacks/{name}.toml")
+
+
+@cache
+def _built_in_cluster(name: str) -> Cluster:
+    data = _read_built_in("clusters", name)
+    return _checked_cluster(data, f"clusters/{name}.toml", Path())
+
+
+@cache
+def _names(folder: str) -> tuple[str, ...]:
+    entries = (files("meshwright.hwprofiles") / "data" / folder).iterdir()
+    return tuple(sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml")))
+
+
+def _is_path(name: str | Path) -> bool:
+    return isinstance(name, Path) or name.endswith(".toml") or "/" in name or "\\" in name
+
+
+def _known_name(folder: str, name: str) -> str:
+    known = _names(folder)
+    if name not in known:
+        kind = folder.removesuffix("s")
+        raise ProfileError(
+            f"unknown {kind} {shown(name)}; {suggestion(name, known)}; or a path ending in .toml"
+        )
+    return name
+
+
+def _read_built_in(folder: str, name: str) -> dict[str, object]:
+    content = (files("meshwright.hwprofiles") / "data" / folder / f"{name}.toml").read_bytes()
+    return _parsed(content, f"{folder}/{name}.toml")
+
+
+def _read_path(path: Path) -> dict[str, object]:
+    file = shown_path(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ProfileError(f"{file}: no such file; allowed: an existing TOML file") from None
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{file}: cannot be read: {shown(str(error))}") from None
+    return _parsed(content, file)
+
+
+def _parsed(content: bytes, file: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ProfileError(f"{file}: line {line}: not UTF-8; allowed: TOML in UTF-8") from None
+    except RecursionError:
+        raise ProfileError(f"{file}: malformed TOML: nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError is one; a number of 5,000 digits another
+        raise ProfileError(f"{file}: malformed TOML: {' '.join(str(error).split())}") from None
+
+
+def _checked(model: type[P], data: Mapping[str, object], file: str) -> P:
+    try:
+        return model.model_validate(data, context=FROM_FILE)
+    except ValidationError as error:
+        raise ProfileError(f"{file}: {one_line(error)}") from None
+
+
+def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:
+    flat = dict(data)
+    fitted = flat.pop("fitted", {})
+    if not isinstance(fitted, Mapping):
+        raise ProfileError(f"{file}: fitted: {shown(fitted)} is not a table; allowed: [fitted]")
+    flat.update({f"fitted.{key}": value for key, value in fitted.items()})
+    return _checked(StackProfile, flat, file)
+
+
+def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Cluster:
+    resolved = dict(data)
+    try:
+        if "device" in data:
+            resolved["device"] = load_device(_reference(data["device"], folder))
+    except ProfileError as error:
+        raise ProfileError(f"{file}: device: {error}") from None
+    for key in ("intra_node", "inter_node", "host_link"):
+        try:
+            if key in data:
+                resolved[key] = load_link(_reference(data[key], folder))
+        except ProfileError as error:
+            raise ProfileError(f"{file}: {key}: {error}") from None
+    return _checked(Cluster, resolved, file)
+
+
+def _reference(value: object, folder: Path) -> str | Path:
+    if not isinstance(value, str):
+        raise ProfileError(f"{shown(value)} is not a text; allowed: a built-in name or a path")
+    return folder / value if _is_path(value) else value

@@ -1,0 +1,196 @@
+"""What hardware can do: devices, links and clusters."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from meshwright.hwprofiles.base import (
+    ByteCount,
+    Count,
+    CountPerNode,
+    FlopsRate,
+    Fraction,
+    GroupSize,
+    Latency,
+    LinkBandwidth,
+    MemoryBandwidth,
+    Name,
+    PositiveFraction,
+    Price,
+    Profile,
+    Ratio,
+    RatioFromOne,
+    Text,
+)
+from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
+
+
+class Fp8Kernels(Profile):
+    """The constants of `GemmKernels` that differ for fp8 products; shares are of the fp8 peak."""
+
+    plateau_fraction: PositiveFraction
+    prologue_k: Ratio
+    kind: Source
+    source: Text
+
+
+class GemmKernels(Profile):
+    """How fast matrix multiplications run, as a share of the peak.
+
+    A tile of m x n outputs runs at ``plateau * AI / (AI + half_rate_intensity)`` of the peak, where
+    ``AI = m n / (m + n)``, and pays for ``k + prologue_k`` steps.
+    """
+
+    plateau_fraction: PositiveFraction
+    prologue_k: Ratio
+    half_rate_intensity: Ratio
+    partial_wave_fraction: Fraction
+    misaligned_fraction: PositiveFraction
+    kind: Source
+    source: Text
+    fp8: Fp8Kernels | None = None
+
+    def of(self, precision: Precision) -> "GemmKernels | Fp8Kernels":
+        """Return the constants of *precision*: those of fp8 where the device has them."""
+        if precision is Precision.FP8 and self.fp8 is not None:
+            return self.fp8
+        return self
+
+
+class MemoryKernels(Profile):
+    """What share of the memory bandwidth element-wise kernels reach."""
+
+    bandwidth_fraction: PositiveFraction
+    kind: Source
+    source: Text
+
+
+class FlashKernels(Profile):
+    """What share of the peak one flash-attention library reaches.
+
+    Its FLOPs count causal attention as half of the full square, and backward as 2.5 x forward.
+    """
+
+    forward_fraction: PositiveFraction
+    backward_fraction: PositiveFraction
+    kind: Source
+    source: Text
+
+
+class Device(Profile):
+    """One accelerator: capacity, peaks, and how near its kernels come to them."""
+
+    name: Name
+    title: Text
+    memory_capacity_bytes: ByteCount = Field(alias="memory_capacity")
+    memory_bandwidth_bytes_per_s: MemoryBandwidth = Field(alias="memory_bandwidth")
+    num_sms: Count
+    peak_flops_per_s: dict[Precision, FlopsRate] = Field(alias="peak", min_length=1)
+    gemm: GemmKernels
+    memory: MemoryKernels
+    flash: dict[Name, FlashKernels]
+    source: Text
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> Self:
+        has_peak, has_kernels = Precision.FP8 in self.peak_flops_per_s, self.gemm.fp8 is not None
+        if has_peak != has_kernels:
+            there, missing = ("peak.fp8", "gemm.fp8") if has_peak else ("gemm.fp8", "peak.fp8")
+            raise ProfileError(f"{there}: stands without {missing}; allowed: both or neither")
+        if has_peak and Precision.BF16 not in self.peak_flops_per_s:
+            raise ProfileError(
+                "peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs; "
+                "allowed: both"
+            )
+        return self
+
+
+class CollectiveFact(Profile):
+    """Bus bandwidth and start-up time of one operation over one number of ranks."""
+
+    op: CollectiveOp
+    num_ranks: GroupSize
+    busbw_bytes_per_s: MemoryBandwidth = Field(alias="busbw")
+    latency_s: Latency = Field(alias="latency")
+    kind: Source
+    source: Text
+
+
+class Link(Profile):
+    """A connection: of one device inside a node, or one network card between nodes.
+
+    The bandwidth is the line rate of one direction. ``busbw_fraction`` is what a large collective
+    or message reaches of it in a benchmark; facts in ``collectives`` go before it.
+    ``latency_s`` is that of one hop, ``collective_latency_s`` what each round of a collective
+    across nodes takes besides its hops.
+    """
+
+    name: Name
+    title: Text
+    bandwidth_bytes_per_s: LinkBandwidth = Field(alias="bandwidth")
+    latency_s: Latency = Field(alias="latency")
+    busbw_fraction: PositiveFraction
+    collective_latency_s: Latency = Field(default=0.0, alias="collective_latency")
+    collectives: tuple[CollectiveFact, ...] = ()
+    kind: Source
+    source: Text
+
+    @model_validator(mode="after")
+    def _check_collectives(self) -> Self:
+        seen: set[tuple[CollectiveOp, int]] = set()
+        for fact in self.collectives:
+            case = (fact.op, fact.num_ranks)
+            if case in seen:
+                raise ProfileError(
+                    f"collectives: {fact.op} over {fact.num_ranks} ranks stands twice; "
+                    "allowed: one entry for each op and num_ranks"
+                )
+            seen.add(case)
+        return self
+
+
+class Cluster(Profile):
+    """Nodes of equal devices, a link inside each node and a network between them.
+
+    ``oversubscription`` is how many times less bandwidth the network has above the leaf switches
+    than below: 1.0 is a full fat tree. ``num_nodes`` limits the cluster, ``None`` does not.
+
+    ``host_link`` is one way from devices to host memory, which ``devices_per_host_link`` of them
+    share; capacity and bandwidth of host memory are those of a node. ``host_source`` says where
+    these come from. A cluster that leaves them out cannot offload.
+    """
+
+    name: Name
+    title: Text
+    device: Device
+    devices_per_node: CountPerNode
+    intra_node: Link
+    inter_node: Link
+    nics_per_node: CountPerNode
+    oversubscription: RatioFromOne = 1.0
+    num_nodes: Count | None = None
+    price_usd_per_gpu_hour: Price | None = Field(default=None, alias="price")
+    host_link: Link | None = None
+    devices_per_host_link: CountPerNode = 1
+    host_memory_capacity_bytes: ByteCount | None = Field(default=None, alias="host_memory")
+    host_memory_bandwidth_bytes_per_s: MemoryBandwidth | None = Field(
+        default=None, alias="host_memory_bandwidth"
+    )
+    host_source: Text | None = None
+    source: Text
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        facts = {
+            "host_link": self.host_link,
+            "host_memory": self.host_memory_capacity_bytes,
+            "host_memory_bandwidth": self.host_memory_bandwidth_bytes_per_s,
+            "host_source": self.host_source,
+        }
+        missing = [key for key, value in facts.items() if value is None]
+        if missing and (len(missing) < len(facts) or self.devices_per_host_link > 1):
+            raise ProfileError(
+                f"{missing[0]}: missing; allowed: {', '.join(facts)} all together, or none of them"
+            )
+        return self

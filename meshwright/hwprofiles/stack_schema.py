@@ -1,0 +1,262 @@
+"""What a training software stack can express, and how it behaves."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from meshwright.hwprofiles.base import (
+    ByteCount,
+    Count,
+    Flag,
+    Fraction,
+    Latency,
+    Name,
+    PositiveFraction,
+    Profile,
+    Size,
+    Text,
+)
+from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.kinds import (
+    Attention,
+    Offload,
+    ParameterGather,
+    Precision,
+    Recompute,
+    StageSplit,
+    Strategy,
+    WeightCast,
+)
+from meshwright.hwprofiles.stack_traits import StackTraits
+
+ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
+SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
+
+
+class Fp8Recipe(Profile):
+    """How a stack runs linear layers in fp8.
+
+    ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
+    backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
+    fp8 copies beside a linear layer's weight take an element; ``tp_gathers_fp8`` whether inputs
+    and gradients of linear layers are cast before tensor-parallel all-gathers.
+    """
+
+    saved_input_bytes: SavedBytes
+    weight_copy_bytes: Size
+    weight_casts: WeightCast
+    tp_gathers_fp8: Flag = False
+    source: Text
+
+
+class StackProfile(StackTraits):
+    """Dated facts about one software stack.
+
+    Bytes are per parameter in 16-bit training. In a file the fitted constants stand in a table
+    ``[fitted]`` with a ``source`` of their own that says what they were fitted on, or chosen from.
+
+    ZeRO stages 2 and 3: ``reduces_each_microbatch`` says whether gradients are reduced (and kept as
+    shards) after every microbatch, ``prefetches_units`` whether a layer's parameters are gathered
+    while the layer before it computes, ``pipeline_zero_stages`` what goes with pipeline
+    parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
+    (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
+    sharded over a part of the data-parallel ranks and replicated over the rest,
+    ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
+    gradient to the owner.
+
+    ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
+    launch in the one interpreter of `Strategy.DATAPARALLEL`.
+
+    A gradient bucket holds ``gradient_bucket_parameters``, or where more,
+    ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
+
+    ``offload_modes`` lists what may live on the host, ``offload_accumulates`` says whether that
+    goes with more than one microbatch, ``host_bandwidth_fraction`` what the update there reaches
+    of the host's memory bandwidth.
+    """
+
+    name: Name
+    title: Text
+    date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
+    source: Text
+    strategy: Strategy = Strategy.MESH
+
+    precisions: tuple[Precision, ...] = Field(min_length=1)
+    schedules: tuple[Name, ...] = Field(min_length=1)
+    attention_kernels: tuple[Attention, ...] = Field(min_length=1)
+    zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
+    recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
+    sequence_parallel: Flag
+    offload_modes: tuple[Offload, ...] = (Offload.NONE,)
+    offload_accumulates: Flag = True
+    tensor_parallel: Flag = True
+    pipeline_parallel: Flag = True
+
+    attention: Attention
+    zero_stage: ZeroStage
+    stage_split: StageSplit
+    flash_kernel: str = ""
+
+    overlap_gradient_reduce: Flag
+    overlap_parameter_gather: Flag
+    overlap_p2p: Flag
+    tp_overlap_fraction: Fraction
+    scatter_gather_p2p: Flag
+    fused_gradient_accumulation: Flag
+    fused_loss: Flag
+    gradient_bucket_parameters: Count
+    first_gradient_bucket_parameters: Count | None = None
+    gradient_bucket_parameters_per_replica: Size = 0
+    reduces_each_microbatch: Flag = False
+    optional_microbatch_sync: Flag = False
+    finds_unused: Flag = False
+    hybrid_sharding: Flag = False
+    prefetches_units: Flag = True
+    parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
+    pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
+
+    gradient_bytes: Size
+    gradient_reduce_bytes: Size
+    gradient_precisions: tuple[tuple[Precision, Precision], ...] = ()
+    optimizer_bytes: Size
+    parameter_bytes: Size = 2
+    sharded_parameter_bytes: Size = 2
+    optimizer_temporary_bytes: Size
+    optimizer_traffic_bytes: Size
+    accumulation_traffic_bytes: Size
+
+    kernel_gap_s: Latency = Field(alias="fitted.kernel_gap")
+    forward_kernels_per_layer: Size = Field(alias="fitted.forward_kernels_per_layer")
+    backward_kernels_per_layer: Size = Field(alias="fitted.backward_kernels_per_layer")
+    host_per_layer_pass_s: Latency = Field(alias="fitted.host_per_layer_pass")
+    host_per_launch_s: Latency = Field(default=0.0, alias="fitted.host_per_launch")
+    p2p_bandwidth_fraction: PositiveFraction = Field(alias="fitted.p2p_bandwidth_fraction")
+    dp_bandwidth_fraction: PositiveFraction = Field(alias="fitted.dp_bandwidth_fraction")
+    step_overhead_fraction: Fraction = Field(alias="fitted.step_overhead_fraction")
+    host_bandwidth_fraction: Fraction = Field(default=0.0, alias="fitted.host_bandwidth_fraction")
+    fitted_source: Text = Field(alias="fitted.source")
+
+    context_bytes: ByteCount = Field(alias="context")
+    allocator_fraction: Fraction
+    safety_fraction: Fraction
+
+    fp8: Fp8Recipe | None = None
+
+    @model_validator(mode="after")
+    def _check_defaults(self) -> Self:
+        _check_distinct("precisions", self.precisions)
+        _check_distinct("schedules", self.schedules)
+        _check_distinct("attention_kernels", self.attention_kernels)
+        _check_distinct("zero_stages", self.zero_stages)
+        _check_distinct("recompute_modes", self.recompute_modes)
+        _check_recompute(self)
+        _check_gradients(self)
+        _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
+        _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
+        if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
+            raise ProfileError(
+                f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
+                "allowed: a name exactly where attention_kernels lists flash"
+            )
+        if (Precision.FP8 in self.precisions) != (self.fp8 is not None):
+            raise ProfileError(
+                f"fp8: does not go with precisions {_listed(self.precisions)}; "
+                "allowed: a table [fp8] exactly where precisions lists fp8"
+            )
+        _check_gather(self)
+        _check_strategy(self)
+        _check_offload(self)
+        return self
+
+
+def _check_recompute(stack: StackProfile) -> None:
+    """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
+    is_other = stack.strategy is not Strategy.MESH or stack.fused_qkv or stack.autocast
+    has_unfused = Attention.UNFUSED in stack.attention_kernels
+    if Recompute.SELECTIVE_OP in stack.recompute_modes and (is_other or has_unfused):
+        raise ProfileError(
+            f"recompute_modes: {Recompute.SELECTIVE_OP} is of PyTorch's own layers; allowed: "
+            "with strategy mesh and attention_kernels flash, without fused_qkv and autocast"
+        )
+
+
+def _check_gradients(stack: StackProfile) -> None:
+    """Raise ProfileError for formats or buckets of gradients that cannot be."""
+    pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
+    _check_distinct("gradient_precisions", pairs)
+    if stack.gradient_bucket_parameters_per_replica and max(stack.zero_stages) >= 2:
+        raise ProfileError(
+            "gradient_bucket_parameters_per_replica: does not go with zero_stages "
+            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1"
+        )
+    stored = {each.storage for each in Precision}
+    for pair in stack.gradient_precisions:
+        for each in pair:
+            if each not in stored:
+                raise ProfileError(
+                    f"gradient_precisions: {each} is not a format of gradients; "
+                    f"allowed: {_listed(tuple(sorted(stored)))}"
+                )
+
+
+def _check_gather(stack: StackProfile) -> None:
+    """Raise ProfileError where owners would broadcast what the stack does not shard so."""
+    if stack.parameter_gather is ParameterGather.ALL_GATHER:
+        return
+    partly = {1, 2} & {*stack.zero_stages} or stack.hybrid_sharding or len(stack.offload_modes) > 1
+    if 3 not in stack.zero_stages or partly:
+        raise ProfileError(
+            f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
+            "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding or offloading"
+        )
+
+
+def _check_strategy(stack: StackProfile) -> None:
+    """Raise ProfileError for a key that the stack's strategy would ignore."""
+    one_process = stack.strategy is Strategy.DATAPARALLEL
+    if stack.host_per_launch_s and not one_process:
+        raise ProfileError(
+            f"fitted.host_per_launch: has no meaning with strategy {stack.strategy}; "
+            f"allowed: with {Strategy.DATAPARALLEL}"
+        )
+    if stack.strategy is Strategy.MESH:
+        return
+    if stack.tensor_parallel or stack.pipeline_parallel:
+        raise ProfileError(
+            f"strategy: {stack.strategy} needs tensor_parallel and pipeline_parallel to be false"
+        )
+    if stack.gradient_precisions or stack.optional_microbatch_sync or stack.finds_unused:
+        raise ProfileError(
+            f"strategy: {stack.strategy} has neither gradient_precisions nor "
+            "optional_microbatch_sync nor finds_unused; allowed: with mesh"
+        )
+    if stack.zero_stages != (0,):
+        raise ProfileError(
+            f"zero_stages: {_listed(stack.zero_stages)} does not go with strategy "
+            f"{stack.strategy}; allowed: 0"
+        )
+
+
+def _check_offload(stack: StackProfile) -> None:
+    """Raise ProfileError where offloading and the speed of the update on the host disagree."""
+    _check_distinct("offload_modes", stack.offload_modes)
+    _check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
+    if (len(stack.offload_modes) > 1) != (stack.host_bandwidth_fraction > 0):
+        raise ProfileError(
+            f"fitted.host_bandwidth_fraction: {stack.host_bandwidth_fraction:g} does not go with "
+            "offload_modes; allowed: more than 0 exactly where offload_modes lists more than none"
+        )
+
+
+def _check_distinct(key: str, values: tuple[object, ...]) -> None:
+    if len(set(values)) != len(values):
+        raise ProfileError(f"{key}: {_listed(values)} repeats a value; allowed: each value once")
+
+
+def _check_member(key: str, value: object, choices_key: str, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ProfileError(f"{key}: {value} is not in {choices_key}; allowed: {_listed(choices)}")
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value) for value in values)

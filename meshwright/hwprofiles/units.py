@@ -1,0 +1,213 @@
+"""Quantities with units: the only place that knows what a giga is.
+
+Inside the code everything is in seconds, bytes, FLOPs and their rates. Rates and FLOPs are decimal,
+as vendors and nccl-tests print them; binary prefixes are for memory capacity.
+"""
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Final
+
+from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.names import shown
+
+KILO: Final = 1e3
+MEGA: Final = 1e6
+GIGA: Final = 1e9
+TERA: Final = 1e12
+KIBI: Final = 2**10
+MEBI: Final = 2**20
+GIBI: Final = 2**30
+PS_PER_S: Final = 10**12
+
+# Digits are bounded so that no text, however silly, takes long to read.
+_QUANTITY = re.compile(
+    r"(?P<sign>[+-]?)(?P<number>[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)"
+    r"\s*(?P<unit>[A-Za-z][A-Za-z/-]*)?(?:\s+(?P<direction>per direction|bidirectional))?",
+    re.ASCII,
+)
+_LARGEST = Decimal("1e30")
+
+_BYTE_UNITS: Final = {
+    "B": Decimal(1),
+    "kB": Decimal("1e3"),
+    "MB": Decimal("1e6"),
+    "GB": Decimal("1e9"),
+    "TB": Decimal("1e12"),
+    "KiB": Decimal(2**10),
+    "MiB": Decimal(2**20),
+    "GiB": Decimal(2**30),
+    "TiB": Decimal(2**40),
+}
+_BANDWIDTH_UNITS: Final = {
+    "B/s": Decimal(1),
+    "kB/s": Decimal("1e3"),
+    "MB/s": Decimal("1e6"),
+    "GB/s": Decimal("1e9"),
+    "TB/s": Decimal("1e12"),
+    "Mb/s": Decimal("1e6") / 8,
+    "Gb/s": Decimal("1e9") / 8,
+    "Tb/s": Decimal("1e12") / 8,
+}
+_TIME_UNITS: Final = {
+    "s": Decimal(1),
+    "ms": Decimal("1e-3"),
+    "us": Decimal("1e-6"),
+    "ns": Decimal("1e-9"),
+    "ps": Decimal("1e-12"),
+}
+_FLOPS_UNITS: Final = {
+    "FLOP/s": Decimal(1),
+    "MFLOP/s": Decimal("1e6"),
+    "GFLOP/s": Decimal("1e9"),
+    "TFLOP/s": Decimal("1e12"),
+    "PFLOP/s": Decimal("1e15"),
+}
+_PRICE_UNITS: Final = {"USD/GPU-hour": Decimal(1)}
+_DIRECTIONS: Final = "'per direction' or 'bidirectional'"
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size in bytes, rounded to whole bytes.
+
+    Raises:
+        ProfileError: If *text* is not a size, or is negative.
+
+    >>> parse_bytes("80 GiB"), parse_bytes("40 GB")
+    (85899345920, 40000000000)
+    """
+    return round(_parse(text, _BYTE_UNITS))
+
+
+def parse_bandwidth(text: str, *, directed: bool | None = None) -> float:
+    """Return a bandwidth in bytes per second, of one direction where *text* names directions.
+
+    ``GB/s`` is 1e9 bytes, ``Gb/s`` is 1e9 bits. A ``bidirectional`` figure is halved.
+
+    Args:
+        text: For example ``"300 GB/s per direction"``.
+        directed: True demands the words ``per direction`` or ``bidirectional``; False refuses them.
+
+    Raises:
+        ProfileError: If *text* is not a bandwidth, is negative, or breaks *directed*.
+
+    >>> parse_bandwidth("600 GB/s bidirectional"), parse_bandwidth("200 Gb/s per direction")
+    (300000000000.0, 25000000000.0)
+    """
+    value = _parse(text, _BANDWIDTH_UNITS, allow_direction=directed is not False)
+    is_directed = text.rstrip().endswith(("per direction", "bidirectional"))
+    if directed and not is_directed:
+        raise ProfileError(f"{shown(text)} does not say its direction; allowed: add {_DIRECTIONS}")
+    return float(value / 2 if text.rstrip().endswith("bidirectional") else value)
+
+
+def parse_time(text: str) -> float:
+    """Return a time in seconds.
+
+    Raises:
+        ProfileError: If *text* is not a time, or is negative.
+
+    >>> parse_time("5 us")
+    5e-06
+    """
+    return float(_parse(text, _TIME_UNITS))
+
+
+def parse_flops_per_s(text: str) -> float:
+    """Return a rate in FLOPs per second; one multiply-add counts 2.
+
+    Raises:
+        ProfileError: If *text* is not such a rate, or is negative.
+
+    >>> parse_flops_per_s("312 TFLOP/s")
+    312000000000000.0
+    """
+    return float(_parse(text, _FLOPS_UNITS))
+
+
+def parse_price(text: str) -> float:
+    """Return a price in US dollars per GPU and hour.
+
+    Raises:
+        ProfileError: If *text* is not a price, or is negative.
+
+    >>> parse_price("2.5 USD/GPU-hour")
+    2.5
+    """
+    return float(_parse(text, _PRICE_UNITS))
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size with a binary unit of at most GiB, four significant digits.
+
+    >>> format_bytes(80 * GIBI), format_bytes(1536)
+    ('80 GiB', '1.5 KiB')
+    """
+    return _format(size_bytes, {"GiB": GIBI, "MiB": MEBI, "KiB": KIBI, "B": 1})
+
+
+def format_bandwidth(bandwidth_bytes_per_s: float) -> str:
+    """Return a bandwidth with a decimal unit, four significant digits.
+
+    >>> format_bandwidth(2.039e12), format_bandwidth(25e9)
+    ('2.039 TB/s', '25 GB/s')
+    """
+    units = {"TB/s": TERA, "GB/s": GIGA, "MB/s": MEGA, "kB/s": KILO, "B/s": 1}
+    return _format(bandwidth_bytes_per_s, units)
+
+
+def format_time(time_s: float) -> str:
+    """Return a time with the largest unit that keeps it at least 1, four significant digits.
+
+    >>> format_time(16.06), format_time(18e-6)
+    ('16.06 s', '18 us')
+    """
+    units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "ps": 1e-12}
+    return _format(time_s, units)
+
+
+def format_flops_per_s(flops_per_s: float) -> str:
+    """Return a rate of FLOPs with a decimal unit of at most TFLOP/s, four significant digits.
+
+    >>> format_flops_per_s(312e12)
+    '312 TFLOP/s'
+    """
+    units = {"TFLOP/s": TERA, "GFLOP/s": GIGA, "MFLOP/s": MEGA, "FLOP/s": 1}
+    return _format(flops_per_s, units)
+
+
+def to_ps(time_s: float) -> int:
+    """Return a time as whole picoseconds, halves rounded to even.
+
+    >>> to_ps(5e-6), to_ps(0.5e-12), to_ps(1.5e-12)
+    (5000000, 0, 2)
+    """
+    return round(time_s * PS_PER_S)
+
+
+def _parse(text: str, units: Mapping[str, Decimal], *, allow_direction: bool = False) -> Decimal:
+    allowed = f"allowed: a number and one of {', '.join(units)}"
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise ProfileError(f"{shown(text)} is not a number with a unit; {allowed}")
+    unit = match["unit"]
+    if unit is None:
+        raise ProfileError(f"{shown(text)} has no unit; {allowed}")
+    if unit not in units:
+        raise ProfileError(f"{shown(text)} has the wrong unit {shown(unit)}; {allowed}")
+    if match["direction"] and not allow_direction:
+        raise ProfileError(f"{shown(text)} names a direction, which has no meaning here; {allowed}")
+    value = Decimal(match["number"]) * units[unit]
+    if match["sign"] == "-" and value:
+        raise ProfileError(f"{shown(text)} is negative; allowed: 0 or more")
+    if value > _LARGEST:
+        raise ProfileError(f"{shown(text)} is out of range; allowed: up to {_LARGEST} base units")
+    return value
+
+
+def _format(value: float, units: Mapping[str, float]) -> str:
+    smallest = list(units)[-1]
+    unit = next((unit for unit, scale in units.items() if abs(value) >= scale), smallest)
+    scaled = value / units[unit]
+    return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.4g} {unit}"

@@ -1,0 +1,125 @@
+"""Write results whole or not at all: one file, or a folder of files."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.hwprofiles import shown_path
+from meshwright.simulator import PlanError
+
+# Written by an earlier search into the same folder; there may be more than the next one writes.
+NUMBERED_PLANS = "plan-[0-9]*.json"
+FOLDER_MODE = 0o755
+
+
+def output_path(option: str, text: str) -> Path:
+    """Return the path that an option gives.
+
+    Raises:
+        PlanError: If *text* can be no path.
+    """
+    if not text.strip() or "\0" in text:
+        raise PlanError(f"{option} {text!r} is no path; allowed: the name of a file or folder")
+    return Path(text)
+
+
+def check_file(option: str, text: str) -> Path:
+    """Return the path of a file to write.
+
+    Raises:
+        PlanError: If it could not be written: before the work, not after it.
+    """
+    path = output_path(option, text)
+    shown = shown_path(path)
+    try:
+        if path.is_dir():
+            raise PlanError(f"{option} {shown} is a folder; allowed: a file")
+        if not path.parent.is_dir():
+            raise PlanError(f"{option} {shown}: there is no folder {shown_path(path.parent)}")
+        target = path if path.exists() else path.parent
+        if not os.access(target, os.W_OK):
+            raise PlanError(f"{option} {shown} cannot be written: permission denied")
+    except OSError as error:
+        raise PlanError(f"{option} {shown} cannot be written: {error.strerror}") from None
+    return path
+
+
+def check_folder(text: str, *, force: bool) -> Path:
+    """Return the path of a folder to write into.
+
+    Args:
+        text: Value of ``--out``; the folder need not exist.
+        force: Accept a folder with files in it.
+
+    Raises:
+        PlanError: If it is no such folder, or is one in use.
+    """
+    path = output_path("--out", text)
+    shown = shown_path(path)
+    try:
+        if path.exists() and not path.is_dir():
+            raise PlanError(f"--out {shown} is a file; allowed: a folder")
+        if path.is_dir() and not force and any(path.iterdir()):
+            raise PlanError(f"--out {shown} is not empty; allowed: a new folder, or --force")
+        existing = next(each for each in path.absolute().parents if each.exists())
+        if not existing.is_dir():
+            raise PlanError(f"--out {shown}: {shown_path(existing)} is no folder")
+        if not os.access(existing, os.W_OK):
+            raise PlanError(f"--out {shown} cannot be written: permission denied")
+    except OSError as error:
+        raise PlanError(f"--out {shown} cannot be written: {error.strerror}") from None
+    return path
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file takes its place when the block ends well.
+
+    A device or a pipe, such as /dev/stdout, is written to as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    with _scratch_folder(path) as scratch:
+        written = scratch / path.name
+        yield written
+        written.replace(path)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to write into; it takes the place of *path* when the block ends well.
+
+    Where *path* is a folder in use, its files are replaced one by one and others are kept, but
+    for the numbered plans of an earlier search.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _scratch_folder(path) as scratch:
+        written = scratch / "files"
+        written.mkdir(mode=FOLDER_MODE)
+        yield written
+        if not path.is_dir() or not any(path.iterdir()):
+            written.replace(path)
+            return
+        for stale in path.glob(NUMBERED_PLANS):
+            stale.unlink()
+        for file in sorted(written.iterdir()):
+            file.replace(path / file.name)
+
+
+@contextmanager
+def _scratch_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder beside *path*, on the same file system, and remove it at the end."""
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=".meshwright-", dir=path.parent))
+    except OSError as error:
+        raise PlanError(f"{shown_path(path)} cannot be written: {error.strerror}") from None
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

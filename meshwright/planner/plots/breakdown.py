@@ -1,0 +1,154 @@
+"""Where the time of a step goes: one stacked bar a step."""
+
+from math import floor, log10
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from meshwright.hwprofiles import PS_PER_S
+from meshwright.planner.plots import canvas
+from meshwright.simulator import Category, StepResult
+
+# Work in cool colours, communication in warm ones, the rest in greys; (face, hatch).
+STYLES: dict[Category, tuple[str, str]] = {
+    Category.MATMUL: (canvas.BLUE, ""),
+    Category.ATTENTION: (canvas.SKY, ""),
+    Category.ELEMENTWISE: (canvas.GREEN, ""),
+    Category.KERNEL_LAUNCH: ("#8FD3BE", ""),
+    Category.HOST: ("#B7D9F2", "////"),
+    Category.RECOMPUTE: (canvas.BLUE, "////"),
+    Category.TP_COMM: (canvas.ORANGE, ""),
+    Category.PP_COMM: (canvas.YELLOW, ""),
+    Category.DP_COMM: (canvas.VERMILION, ""),
+    Category.HOST_COPY: (canvas.ORANGE, "////"),
+    Category.OPTIMIZER: (canvas.PURPLE, ""),
+    Category.STEP_OVERHEAD: (canvas.DARK_GREY, ""),
+    Category.BUBBLE: (canvas.WHITE, "...."),
+}
+TITLES: dict[Category, str] = {
+    Category.MATMUL: "matrix products",
+    Category.ATTENTION: "attention",
+    Category.ELEMENTWISE: "element-wise kernels",
+    Category.KERNEL_LAUNCH: "kernel launch gaps",
+    Category.HOST: "host",
+    Category.RECOMPUTE: "recompute",
+    Category.TP_COMM: "tensor-parallel communication",
+    Category.PP_COMM: "pipeline communication",
+    Category.DP_COMM: "data-parallel communication",
+    Category.HOST_COPY: "copies from and to the host",
+    Category.OPTIMIZER: "optimizer",
+    Category.STEP_OVERHEAD: "step overhead",
+    Category.BUBBLE: "idle (bubble)",
+}
+DARK = {canvas.BLUE, canvas.GREEN, canvas.VERMILION, canvas.DARK_GREY}
+LABELLED_FRACTION = 0.045
+
+
+def plot_breakdown(*steps: StepResult) -> Figure:
+    """Return one horizontal bar a step, split by what ranks spend their time on.
+
+    The parts are averages over pipeline ranks and add up to the step; one that is zero in
+    every step is left out.
+
+    Raises:
+        ValueError: If no step is given.
+    """
+    if not steps:
+        raise ValueError("plot_breakdown needs at least one step")
+    figure = canvas.new_figure()
+    axes = figure.add_subplot()
+    shown = [each for each in Category if any(step.breakdown_ps[each] > 0 for step in steps)]
+    left_s = [0.0] * len(steps)
+    for category in shown:
+        widths_s = [step.breakdown_ps[category] / PS_PER_S for step in steps]
+        _draw_part(axes, category, widths_s, left_s, steps)
+        left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]
+    _finish(axes, steps)
+    columns = 3 if len(steps) > 1 else 2
+    figure.legend(
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=canvas.TEXT_POINTS,
+        frameon=False,
+        handlelength=2.2,
+        handleheight=1.2,
+    )
+    return figure
+
+
+def _draw_part(
+    axes: Axes,
+    category: Category,
+    widths_s: list[float],
+    left_s: list[float],
+    steps: tuple[StepResult, ...],
+) -> None:
+    face, hatch = STYLES[category]
+    label = TITLES[category]
+    if len(steps) == 1:
+        fraction = widths_s[0] / steps[0].step_time_s
+        decimals = max(0, 3 - floor(log10(steps[0].step_time_s)))
+        label = f"{label}: {widths_s[0]:.{decimals}f} s ({fraction:.1%})"
+    bars = axes.barh(
+        range(len(steps)),
+        widths_s,
+        left=left_s,
+        height=0.62,
+        color=face,
+        hatch=hatch,
+        edgecolor=canvas.GREY if face == canvas.WHITE else canvas.WHITE,
+        linewidth=0.6,
+        label=label,
+    )
+    longest_s = max(step.step_time_s for step in steps)
+    texts = [
+        f"{width / step.step_time_s:.0%}" if width / longest_s >= LABELLED_FRACTION else ""
+        for width, step in zip(widths_s, steps, strict=True)
+    ]
+    colour = canvas.WHITE if face in DARK else canvas.INK
+    for text in axes.bar_label(
+        bars, texts, label_type="center", fontsize=canvas.TEXT_POINTS, color=colour
+    ):
+        if hatch:
+            text.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 1.2})
+
+
+def _finish(axes: Axes, steps: tuple[StepResult, ...]) -> None:
+    """Name the bars, scale the axes and write the title."""
+    over = "devices" if any(step.lanes for step in steps) else "pipeline ranks"
+    canvas.style_axes(axes, f"Time of one training step (s), average over {over}", "")
+    axes.grid(axis="x", color=canvas.LIGHT_GREY, linewidth=0.6)
+    axes.tick_params(axis="y", length=0)
+    longest_s = max(step.step_time_s for step in steps)
+    if len(steps) == 1:
+        axes.set_xlim(0, longest_s * 1.01)
+        axes.set_ylim(0.45, -0.45)
+        axes.set_yticks([])
+        headline = f"Where the {longest_s:.4g} s of a training step go"
+        canvas.write_titles(axes, headline, *canvas.describe_step(steps[0]))
+        return
+    axes.set_xlim(0, longest_s * 1.1)
+    axes.set_ylim(len(steps) - 0.5, -0.5)
+    for row, step in enumerate(steps):
+        axes.annotate(
+            f"{step.step_time_s:.4g} s",
+            (step.step_time_s, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=canvas.TEXT_POINTS,
+        )
+    jobs = [canvas.describe_step(step)[0] for step in steps]
+    is_one_job = len(set(jobs)) == 1
+    axes.set_yticks(range(len(steps)), [_name(step, with_job=not is_one_job) for step in steps])
+    note = "Percentages are shares of the bar's own step"
+    details = [jobs[0], note] if is_one_job else [note]
+    canvas.write_titles(axes, f"Where the time of {len(steps)} training steps goes", *details)
+
+
+def _name(step: StepResult, *, with_job: bool) -> str:
+    plan = f"{canvas.describe_plan(step.plan)}, recompute {step.plan.recompute}"
+    if not with_job:
+        return plan
+    job = f"{step.job.model.name}, {step.plan.world_size:,} GPUs, {step.cluster.name}"
+    return f"{job}\n{plan}"

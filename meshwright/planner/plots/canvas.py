@@ -1,0 +1,101 @@
+"""The sheet that every picture is drawn on: size, type, colours, titles, and the file."""
+
+from pathlib import Path
+from textwrap import wrap
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from meshwright.hwprofiles import Cluster, Offload, StackProfile
+from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+
+WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
+TEXT_POINTS, SMALL_POINTS, TITLE_POINTS = 8.5, 7.5, 11.5
+POINTS_PER_INCH = 72
+LINE_POINTS = 1.35 * TEXT_POINTS
+DETAIL_CHARACTERS = 108
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart by colour-blind readers.
+BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
+ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
+INK, DARK_GREY, GREY, LIGHT_GREY, WHITE = "#222222", "#555555", "#999999", "#DDDDDD", "#FFFFFF"
+
+
+def new_figure() -> Figure:
+    """Return an empty figure of 1200 x 750 pixels, known to no figure manager."""
+    layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08, hspace=0.04)
+    size = (WIDTH_INCHES, HEIGHT_INCHES)
+    return Figure(figsize=size, dpi=DOTS_PER_INCH, facecolor=WHITE, layout=layout)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write *figure* as PNG; the same figure gives the same bytes.
+
+    What matplotlib would add by itself, its own version and a date, is left out.
+    """
+    figure.canvas = FigureCanvasAgg(figure)
+    figure.savefig(
+        path,
+        format="png",
+        dpi=DOTS_PER_INCH,
+        bbox_inches=figure.bbox_inches,
+        metadata={"Software": None, "Date": None},
+    )
+
+
+def write_titles(axes: Axes, headline: str, *details: str) -> None:
+    """Write what the picture shows in bold, and in smaller lines below it of what."""
+    lines = [line for detail in details for line in wrap(detail, DETAIL_CHARACTERS)]
+    pad = LINE_POINTS * len(lines) + 9
+    axes.set_title(
+        headline, loc="left", fontsize=TITLE_POINTS, fontweight="bold", color=INK, pad=pad
+    )
+    axes.annotate(
+        "\n".join(lines),
+        (0, 1),
+        xytext=(0, 6),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=TEXT_POINTS,
+        color=DARK_GREY,
+        va="bottom",
+    )
+
+
+def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    """Label both axes and keep the frame to what helps reading."""
+    axes.set_xlabel(x_label, fontsize=TEXT_POINTS, color=INK)
+    axes.set_ylabel(y_label, fontsize=TEXT_POINTS, color=INK)
+    axes.tick_params(labelsize=SMALL_POINTS, colors=INK, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.set_axisbelow(True)
+
+
+def describe_job(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int) -> str:
+    """Return model, cluster, GPUs, batch and software in one line."""
+    return (
+        f"{job.model.title} on {cluster.name}, {num_gpus:,} GPUs, global batch "
+        f"{job.global_batch_size:,} x {job.seq_len:,} tokens, {stack.name}"
+    )
+
+
+def describe_plan(plan: ParallelPlan) -> str:
+    """Return the degrees of a layout in one short line."""
+    return (
+        f"tp{plan.tp} pp{plan.pp} dp{plan.dp} vpp{plan.num_virtual_stages} mb{plan.microbatch_size}"
+    )
+
+
+def describe_step(step: StepResult) -> tuple[str, str]:
+    """Return the two lines that say of what job and layout a picture of a step is."""
+    plan = step.plan
+    options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
+    if plan.offload is not Offload.NONE:
+        options.append(f"offload {plan.offload}")
+    if plan.sequence_parallel:
+        options.insert(1, "sequence parallel")
+    job = describe_job(step.job, step.cluster, step.stack, plan.world_size)
+    return job, f"{describe_plan(plan)}, {', '.join(options)}"

@@ -1,0 +1,95 @@
+"""What a search came to: every simulated layout, the best ones, and the frontier."""
+
+from dataclasses import dataclass
+
+from meshwright.hwprofiles import Cluster, StackProfile
+from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedPlan:
+    """One layout that the search simulated, with what it costs.
+
+    Args:
+        plan: The layout.
+        step_ps: Simulated time of the step.
+        peak_bytes: Live tensors of the fullest rank at its fullest instant.
+        device_bytes: The same with the allocator's rounding and the context.
+        fits: Whether ``device_bytes`` is at most what a device may use.
+    """
+
+    plan: ParallelPlan
+    step_ps: int
+    peak_bytes: int
+    device_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontierPoint:
+    """A layout that no simulated one beats in both memory and time.
+
+    Args:
+        plan: The layout.
+        step_ps: Simulated time of the step.
+        device_bytes: Memory of the fullest device.
+        proven: Whether no layout of the whole space, simulated or not, beats it.
+    """
+
+    plan: ParallelPlan
+    step_ps: int
+    device_bytes: int
+    proven: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nearest:
+    """The layout that misses the memory limit by least, where none fits.
+
+    Args:
+        plan: The layout.
+        lacks_bytes: Device memory that it needs beyond the limit.
+        changes: What would make it fit, one sentence each.
+    """
+
+    plan: ParallelPlan
+    lacks_bytes: int
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """The outcome of a search over layouts.
+
+    Args:
+        job: What is trained.
+        cluster: On what.
+        stack: With what software.
+        num_gpus: Devices that every layout occupies.
+        space_size: Layouts enumerated, before any rule.
+        feasible: Layouts that no rule rejected.
+        simulated: Layouts that the engine ran.
+        optimal: Whether the first plan is proven to be the fastest of the space.
+        bound_gap_fraction: How much faster an unsimulated layout could still be, as a share
+            of the first plan's time; 0 where ``optimal``.
+        rejections: Layouts that each rule rejected, by reason.
+        plans: The fastest layouts that fit, best first.
+        evaluated: Every simulated layout.
+        frontier: Memory against time, sorted by bytes; more bytes only for less time.
+        nearest: The layout closest to fitting, where none fits.
+    """
+
+    job: TrainingJob
+    cluster: Cluster
+    stack: StackProfile
+    num_gpus: int
+    space_size: int
+    feasible: int
+    simulated: int
+    optimal: bool
+    bound_gap_fraction: float
+    rejections: dict[str, int]
+    plans: tuple[StepResult, ...]
+    evaluated: tuple[SimulatedPlan, ...]
+    frontier: tuple[FrontierPoint, ...]
+    nearest: Nearest | None

@@ -1,0 +1,170 @@
+"""Times of collectives: one function an algorithm, and the registry that the choice is made from.
+
+A communicator inside one node uses the node's link.  Across nodes the fastest of the
+algorithms that offer the operation is taken, as NCCL's tuner does.
+"""
+
+from collections.abc import Callable
+from math import ceil, log2
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Cluster, CollectiveOp, Source
+from meshwright.simulator.costs.cost import Cost
+from meshwright.simulator.costs.links import (
+    Performance,
+    bus_factor,
+    intra_node_performance,
+    network_rate_bytes_per_s,
+    nic_share_bytes_per_s,
+)
+from meshwright.simulator.mesh import GroupSpan
+
+
+class CollectiveCall(NamedTuple):
+    """A collective on a cluster.
+
+    ``size_bytes`` is the larger of a rank's two buffers; ``network_fraction`` is the share of
+    the network's line rate that this stack reaches with it, ``network_source`` what that
+    share rests on.
+    """
+
+    op: CollectiveOp
+    size_bytes: int
+    span: GroupSpan
+    cluster: Cluster
+    network_fraction: float
+    network_source: Source
+
+
+def collective_cost(call: CollectiveCall) -> Cost:
+    """Return the time of a collective; a communicator of one rank costs nothing."""
+    if call.span.num_ranks == 1:
+        return Cost(0, Source.DATASHEET)
+    if not call.span.crosses_nodes:
+        return _intra_node(call)
+    offers = [
+        algorithm(call) for algorithm, operations in ALGORITHMS.values() if call.op in operations
+    ]
+    return Cost.from_seconds(min(offers), call.network_source)
+
+
+def _intra_node(call: CollectiveCall) -> Cost:
+    performance = _inside(call, call.span.num_ranks)
+    return Cost.from_seconds(
+        _linear_s(call.op, call.size_bytes, call.span.num_ranks, performance), performance.source
+    )
+
+
+def _inside(call: CollectiveCall, num_ranks: int, op: CollectiveOp | None = None) -> Performance:
+    return intra_node_performance(call.cluster.intra_node, op or call.op, num_ranks)
+
+
+def _linear_s(
+    op: CollectiveOp, size_bytes: float, num_ranks: int, performance: Performance
+) -> float:
+    factor = bus_factor(op, num_ranks)
+    return performance.latency_s + factor * size_bytes / performance.busbw_bytes_per_s
+
+
+def ring_s(call: CollectiveCall) -> float:
+    """Return the seconds of one ring through all members.
+
+    The slowest link carries ``bus_factor`` times the buffer; the ring passes between nodes
+    once a node and round.
+    """
+    span = call.span
+    rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
+    latency_s = _network_latency_s(call, span.num_nodes - 1)
+    if span.ranks_per_node > 1:
+        inside = _inside(call, span.ranks_per_node)
+        rate = min(rate, inside.busbw_bytes_per_s)
+        latency_s += inside.latency_s
+    return latency_s + bus_factor(call.op, span.num_ranks) * call.size_bytes / rate
+
+
+def _rounds(op: CollectiveOp) -> int:
+    return 2 if op is CollectiveOp.ALL_REDUCE else 1
+
+
+def _network_latency_s(call: CollectiveCall, hops: int) -> float:
+    """Return start-up time across nodes: a collective's own, and *hops* between nodes a round."""
+    network = call.cluster.inter_node
+    return _rounds(call.op) * (network.collective_latency_s + hops * network.latency_s)
+
+
+def tree_s(call: CollectiveCall) -> float:
+    """Return the seconds of a double binary tree: the buffer goes up and down once.
+
+    Sanders, Speck and Traeff 2009; latency grows with the logarithm of the nodes.
+    """
+    span = call.span
+    rounds = _rounds(call.op)
+    rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
+    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
+    if span.ranks_per_node > 1:
+        inside = _inside(call, span.ranks_per_node)
+        rate = min(rate, inside.busbw_bytes_per_s)
+        latency_s += inside.latency_s
+    return latency_s + rounds * call.size_bytes / rate
+
+
+def hierarchical_s(call: CollectiveCall) -> float:
+    """Return the seconds of work in the node first, then of equal ranks over the nodes.
+
+    All-reduce: reduce-scatter inside, all-reduce of a slice over the nodes, all-gather inside.
+    All-gather and reduce-scatter: a slice over the nodes, the whole inside.
+    """
+    span = call.span
+    local = span.ranks_per_node
+    rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
+    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
+    slice_bytes = call.size_bytes / local
+    across_s = latency_s + bus_factor(call.op, span.num_nodes) * slice_bytes / rate
+    if local == 1:
+        return across_s
+    inside = (
+        (CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_GATHER)
+        if call.op is CollectiveOp.ALL_REDUCE
+        else (call.op,)
+    )
+    return across_s + sum(
+        _linear_s(op, call.size_bytes, local, _inside(call, local, op)) for op in inside
+    )
+
+
+Algorithm = Callable[[CollectiveCall], float]
+
+_GATHERING = frozenset({CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER})
+_ROOTED = frozenset({CollectiveOp.BROADCAST, CollectiveOp.REDUCE})
+ALGORITHMS: dict[str, tuple[Algorithm, frozenset[CollectiveOp]]] = {
+    "ring": (
+        ring_s,
+        _GATHERING | _ROOTED | {CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_TO_ALL},
+    ),
+    "tree": (tree_s, _ROOTED | {CollectiveOp.ALL_REDUCE}),
+    "hierarchical": (hierarchical_s, _GATHERING | {CollectiveOp.ALL_REDUCE}),
+}
+
+
+class MessageCost(NamedTuple):
+    """A message's time on the sender's port and its latency on the way."""
+
+    transfer: Cost
+    latency: Cost
+
+
+def p2p_cost(
+    size_bytes: int, cluster: Cluster, *, crosses_nodes: bool, network_fraction: float
+) -> MessageCost:
+    """Return the time of one message between two devices."""
+    if not crosses_nodes:
+        inside = intra_node_performance(cluster.intra_node, CollectiveOp.P2P, 2)
+        return MessageCost(
+            Cost.from_seconds(size_bytes / inside.busbw_bytes_per_s, inside.source),
+            Cost.from_seconds(inside.latency_s, inside.source),
+        )
+    rate = nic_share_bytes_per_s(cluster) * network_fraction
+    return MessageCost(
+        Cost.from_seconds(size_bytes / rate, Source.FITTED),
+        Cost.from_seconds(cluster.inter_node.latency_s, cluster.inter_node.kind),
+    )

@@ -1,0 +1,115 @@
+"""Times of operators that stay on one device."""
+
+from math import ceil
+
+from meshwright.hwprofiles import Device, Precision, Source
+from meshwright.simulator.costs.cost import Cost
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.operators import FlashAttention, Gemm, MemoryBound
+
+# Output tiles of the vendor's matrix kernels; the best one is chosen per shape.
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+REFERENCE_TILE = (256, 128)
+# 16-bit tensor-core kernels load 16 bytes at a time: 8 elements, in 8 bits 16.
+ALIGNED_ELEMENTS = 8
+ALIGNED_FP8_ELEMENTS = 16
+
+
+def peak_flops_per_s(device: Device, precision: Precision) -> float:
+    """Return the dense peak of *device*.
+
+    Raises:
+        PlanError: If the device lacks the precision.
+    """
+    try:
+        return device.peak_flops_per_s[precision]
+    except KeyError:
+        known = ", ".join(sorted(device.peak_flops_per_s))
+        raise PlanError(
+            f"precision={precision} is not available on {device.name}; allowed: {known}"
+        ) from None
+
+
+def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
+    """Return the time of a matrix product, without its launch.
+
+    A tile of ``tm x tn`` outputs takes ``2 tm tn (k + k0)`` operations of a multiprocessor;
+    ``w = batch ceil(m/tm) ceil(n/tn) / SMs`` waves run, of a last partial wave the share ``q``
+    of the missing part is paid.  A tile's rate is ``I / (I + a0)`` with ``I = tm tn / (tm + tn)``,
+    scaled so that the 256 x 128 tile reaches the plateau.  Never below the traffic's time.
+    Plateau and ``k0`` are those of fp8 for an fp8 product, whose inputs have one byte an element;
+    any other product of an fp8 *precision* is one of bf16.
+    """
+    kernels = device.gemm
+    precision = Precision.FP8 if gemm.is_fp8 else precision.storage
+    facts = kernels.of(precision)
+    peak = peak_flops_per_s(device, precision) * facts.plateau_fraction
+    peak /= _intensity_fraction(*REFERENCE_TILE, kernels.half_rate_intensity)
+    best_s = min(
+        _waves(gemm, tile, device.num_sms, kernels.partial_wave_fraction)
+        * (device.num_sms * 2 * tile[0] * tile[1] * (gemm.k + facts.prologue_k))
+        / (peak * _intensity_fraction(*tile, kernels.half_rate_intensity))
+        for tile in TILES
+    )
+    if precision is not Precision.FP32 and _is_misaligned(gemm):
+        best_s /= kernels.misaligned_fraction
+    traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
+    return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
+
+
+def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:
+    if not gemm.is_fp8:
+        return gemm.num_elements * precision.num_bytes
+    return gemm.num_elements + gemm.num_outputs * (precision.num_bytes - 1)
+
+
+def _waves(gemm: Gemm, tile: tuple[int, int], num_sms: int, partial_share: float) -> float:
+    tiles = gemm.batch * -(-gemm.m // tile[0]) * -(-gemm.n // tile[1])
+    waves = tiles / num_sms
+    return waves + partial_share * (ceil(waves) - waves)
+
+
+def _intensity_fraction(rows: int, columns: int, half_rate_intensity: float) -> float:
+    intensity = rows * columns / (rows + columns)
+    return intensity / (intensity + half_rate_intensity)
+
+
+def _is_misaligned(gemm: Gemm) -> bool:
+    aligned = ALIGNED_FP8_ELEMENTS if gemm.is_fp8 else ALIGNED_ELEMENTS
+    return any(size % aligned for size in (gemm.m, gemm.n, gemm.k))
+
+
+def flash_attention_cost(
+    attention: FlashAttention, device: Device, precision: Precision, kernel: str
+) -> Cost:
+    """Return the time of a fused attention call from the kernel's share of the peak.
+
+    Raises:
+        PlanError: If the device has no such kernel.
+    """
+    if kernel not in device.flash:
+        known = ", ".join(sorted(device.flash)) or "none"
+        raise PlanError(
+            f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {known}"
+        )
+    facts = device.flash[kernel]
+    fraction = facts.backward_fraction if attention.backward else facts.forward_fraction
+    rate = peak_flops_per_s(device, precision.storage) * fraction
+    return Cost.from_seconds(attention.flops / rate, facts.kind)
+
+
+def memory_rate_bytes_per_s(device: Device) -> float:
+    """Return the memory bandwidth that element-wise kernels reach."""
+    return device.memory_bandwidth_bytes_per_s * device.memory.bandwidth_fraction
+
+
+def memory_bound_cost(operator: MemoryBound, device: Device) -> Cost:
+    """Return the time of *operator*'s traffic."""
+    return Cost.from_seconds(
+        operator.size_bytes / memory_rate_bytes_per_s(device), device.memory.kind
+    )
+
+
+def constant_cost(count: int, time_s: float) -> Cost:
+    """Return *count* times a fitted constant of the stack."""
+    return Cost.from_seconds(count * time_s, Source.FITTED)

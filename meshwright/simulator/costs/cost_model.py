@@ -1,0 +1,167 @@
+"""Operator x hardware x stack -> time.  Bounds, engine and reports all read this one model."""
+
+from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, StackProfile
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs.collectives import (
+    CollectiveCall,
+    MessageCost,
+    collective_cost,
+    p2p_cost,
+)
+from meshwright.simulator.costs.compute import (
+    constant_cost,
+    flash_attention_cost,
+    gemm_cost,
+    memory_bound_cost,
+)
+from meshwright.simulator.costs.cost import Cost
+from meshwright.simulator.costs.phase_cost import Category, PhaseCost
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.mesh import Axis, GroupSpan, Mesh
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operators import (
+    BlockOperators,
+    Collective,
+    FlashAttention,
+    Gemm,
+    HostPasses,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+)
+from meshwright.simulator.parameters import Block
+
+
+class BlockCost:
+    """Forward and backward cost of one block for one microbatch; recompute is in backward."""
+
+    __slots__ = ("backward", "forward")
+
+    def __init__(self, forward: PhaseCost, backward: PhaseCost) -> None:
+        self.forward = forward
+        self.backward = backward
+
+
+class CostModel:
+    """Times of operators for one cluster, stack and world size.
+
+    Results are kept per operator and per block shape: many plans of a search share them.
+    The results are pure functions of the arguments.
+    """
+
+    def __init__(self, cluster: Cluster, stack: StackProfile, world_size: int) -> None:
+        self.cluster = cluster
+        self.stack = stack
+        self.world_size = world_size
+        self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
+        self._blocks: dict[tuple[BlockShape, Block], BlockCost] = {}
+        self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
+        self._tp_spans: dict[int, GroupSpan] = {}
+
+    def block_cost(self, shape: BlockShape, block: Block) -> BlockCost:
+        """Return the cost of one block for one microbatch on one rank."""
+        key = (shape, block)
+        if key not in self._blocks:
+            self._blocks[key] = self._block_cost(shape, _OPERATORS[block](shape))
+        return self._blocks[key]
+
+    def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
+        recompute = self.phase_cost(operators.recompute, shape)
+        redone = Category.RECOMPUTE
+        marked = PhaseCost(
+            recompute.time_ps,
+            tuple(recompute.time_ps if category is redone else 0 for category in Category),
+            recompute.by_source_ps,
+        )
+        backward = self.phase_cost(operators.backward, shape)
+        return BlockCost(self.phase_cost(operators.forward, shape), marked + backward)
+
+    def phase_cost(self, operators: tuple[Operator, ...], shape: BlockShape) -> PhaseCost:
+        """Return the cost of running *operators* one after the other."""
+        return PhaseCost.total(self.operator_cost(item, shape) for item in operators)
+
+    def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
+        """Return what an operator costs and what kind of work it is."""
+        match operator:
+            case Gemm():
+                category = Category.ATTENTION if operator.is_attention else Category.MATMUL
+                return category, self._gemm_cost(operator, shape.precision)
+            case FlashAttention():
+                cost = flash_attention_cost(
+                    operator, self.cluster.device, shape.precision, self.stack.flash_kernel
+                )
+                return Category.ATTENTION, cost
+            case MemoryBound():
+                return Category.ELEMENTWISE, memory_bound_cost(operator, self.cluster.device)
+            case KernelLaunches():
+                gap_s = self.stack.kernel_gap_s
+                return Category.KERNEL_LAUNCH, constant_cost(operator.count, gap_s)
+            case HostPasses():
+                pass_s = self.stack.host_per_layer_pass_s
+                return Category.HOST, constant_cost(operator.count, pass_s)
+            case Collective():
+                return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
+
+    def _gemm_cost(self, gemm: Gemm, precision: Precision) -> Cost:
+        key = (gemm, precision)
+        if key not in self._gemms:
+            self._gemms[key] = gemm_cost(gemm, self.cluster.device, precision)
+        return self._gemms[key]
+
+    def _exposed_tp_cost(self, operator: Collective, shape: BlockShape) -> Cost:
+        """Return the part of a tensor-parallel collective that its product does not hide."""
+        span = self.tp_span(shape.tp)
+        cost = self.collective(operator.op, operator.size_bytes, span, Axis.TP)
+        if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
+            return cost
+        cover_ps = self._gemm_cost(operator.hides_under, shape.precision).time_ps
+        hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
+        return Cost(cost.time_ps - hidden_ps, cost.source)
+
+    def tp_span(self, tp: int) -> GroupSpan:
+        """Return the worst span of a tensor-parallel group."""
+        if tp not in self._tp_spans:
+            mesh = Mesh(
+                tp=tp, dp=self.world_size // tp, pp=1, node_size=self.cluster.devices_per_node
+            )
+            self._tp_spans[tp] = mesh.span(Axis.TP)
+        return self._tp_spans[tp]
+
+    def collective(self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: Axis) -> Cost:
+        """Return the time of a collective over *axis* with nothing to hide it."""
+        key = (op, size_bytes, span, axis)
+        if key not in self._collectives:
+            in_step = axis is Axis.DP
+            network = self.cluster.inter_node
+            call = CollectiveCall(
+                op=op,
+                size_bytes=size_bytes,
+                span=span,
+                cluster=self.cluster,
+                network_fraction=(
+                    self.stack.dp_bandwidth_fraction if in_step else network.busbw_fraction
+                ),
+                network_source=Source.FITTED if in_step else network.kind,
+            )
+            self._collectives[key] = collective_cost(call)
+        return self._collectives[key]
+
+    def message(self, size_bytes: int, *, crosses_nodes: bool) -> MessageCost:
+        """Return the time of one pipeline message between two devices."""
+        return p2p_cost(
+            size_bytes,
+            self.cluster,
+            crosses_nodes=crosses_nodes,
+            network_fraction=self.stack.p2p_bandwidth_fraction,
+        )
+
+    def memory_traffic(self, size_bytes: int) -> Cost:
+        """Return the time of *size_bytes* of element-wise traffic."""
+        return memory_bound_cost(MemoryBound("traffic", size_bytes), self.cluster.device)
+
+
+_OPERATORS = {
+    "embedding": embedding_operators,
+    "layer": layer_operators,
+    "head": head_operators,
+}

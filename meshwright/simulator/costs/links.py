@@ -1,0 +1,114 @@
+"""What a communicator gets from the links it spans."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Cluster, CollectiveFact, CollectiveOp, Link, Source
+from meshwright.simulator.mesh import GroupSpan
+
+
+class Performance(NamedTuple):
+    """Bus bandwidth and start-up time of one operation on one kind of link."""
+
+    busbw_bytes_per_s: float
+    latency_s: float
+    source: Source
+
+
+def bus_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
+    """Return bytes a link carries per byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
+
+    >>> bus_ratio(CollectiveOp.ALL_REDUCE, 8)
+    Fraction(7, 4)
+    """
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return Fraction(2 * (num_ranks - 1), num_ranks)
+        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
+            return Fraction(num_ranks - 1, num_ranks)
+        case CollectiveOp.BROADCAST | CollectiveOp.REDUCE | CollectiveOp.P2P:
+            return Fraction(1)
+
+
+def sent_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
+    """Return bytes a rank sends per byte of the buffer, by ring.
+
+    The busiest link of a broadcast or a reduce carries the whole buffer (`bus_ratio`), but one of
+    the N ranks, the last or the first of the chain, sends nothing: (N - 1) / N on average, which
+    is each rank's exactly where all own as much.
+
+    >>> sent_ratio(CollectiveOp.BROADCAST, 8), bus_ratio(CollectiveOp.BROADCAST, 8)
+    (Fraction(7, 8), Fraction(1, 1))
+    """
+    if op in {CollectiveOp.BROADCAST, CollectiveOp.REDUCE}:
+        return Fraction(num_ranks - 1, num_ranks)
+    return bus_ratio(op, num_ranks)
+
+
+def bus_factor(op: CollectiveOp, num_ranks: int) -> float:
+    """Return `bus_ratio` as a float.
+
+    >>> bus_factor(CollectiveOp.ALL_REDUCE, 8)
+    1.75
+    """
+    return float(bus_ratio(op, num_ranks))
+
+
+def ring_steps(op: CollectiveOp, num_ranks: int) -> int:
+    """Return the steps of a ring algorithm, each as long as one hop."""
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return 2 * (num_ranks - 1)
+        case CollectiveOp.P2P:
+            return 1
+        case _:
+            return num_ranks - 1
+
+
+def intra_node_performance(link: Link, op: CollectiveOp, num_ranks: int) -> Performance:
+    """Return what *op* over *num_ranks* devices of one node reaches.
+
+    A fact for that operation and size is used as it stands; the fact of the nearest size is
+    extrapolated; without any, the line rate times the link's fraction and a hop a step.
+    """
+    facts = [fact for fact in link.collectives if fact.op is op]
+    if not facts:
+        rate = link.bandwidth_bytes_per_s * link.busbw_fraction
+        return Performance(rate, ring_steps(op, num_ranks) * link.latency_s, link.kind)
+    nearest = min(facts, key=lambda fact: (abs(fact.num_ranks - num_ranks), fact.num_ranks))
+    if nearest.num_ranks == num_ranks:
+        return Performance(nearest.busbw_bytes_per_s, nearest.latency_s, nearest.kind)
+    return Performance(
+        nearest.busbw_bytes_per_s, _scaled_latency_s(nearest, num_ranks), Source.EXTRAPOLATED
+    )
+
+
+def _scaled_latency_s(fact: CollectiveFact, num_ranks: int) -> float:
+    """Return the fact's start-up time scaled with the steps of a ring."""
+    return fact.latency_s * ring_steps(fact.op, num_ranks) / ring_steps(fact.op, fact.num_ranks)
+
+
+def nic_share_bytes_per_s(cluster: Cluster) -> float:
+    """Return one device's share of its node's network ports, one direction.
+
+    All devices of a node communicate at the same time in every layout, so each gets its part;
+    above the leaf switches a fat tree may hold less than that (``oversubscription``).
+    """
+    ports = cluster.nics_per_node * cluster.inter_node.bandwidth_bytes_per_s
+    return ports / cluster.devices_per_node / cluster.oversubscription
+
+
+def ports_per_node(cluster: Cluster) -> int:
+    """Return the network ports of a node that can be used apart: cards, at most one a device."""
+    return min(cluster.nics_per_node, cluster.devices_per_node)
+
+
+def port_bytes_per_s(cluster: Cluster) -> float:
+    """Return what one of `ports_per_node` carries, one direction, above the leaf switches."""
+    cards = cluster.nics_per_node * cluster.inter_node.bandwidth_bytes_per_s
+    return cards / ports_per_node(cluster) / cluster.oversubscription
+
+
+def network_rate_bytes_per_s(cluster: Cluster, span: GroupSpan, fraction: float) -> float:
+    """Return what a ring through every node of *span* gets: the share of each member there."""
+    return span.ranks_per_node * nic_share_bytes_per_s(cluster) * fraction

@@ -1,0 +1,81 @@
+"""Meetings of ranks: lockstep groups, and the stream of a group's collectives."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from simpy import Environment, Event
+
+from meshwright.simulator.engine.work import UnitCollective
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Meeting(Generic[T, R]):
+    """A place where the members of a group wait for each other, again and again.
+
+    Each member brings something; when the last one has come, *resolve* turns all of it into
+    the result that everyone leaves with.  A group of one never waits.
+    """
+
+    def __init__(self, env: Environment, size: int, resolve: Callable[[Sequence[T]], R]) -> None:
+        self._env = env
+        self._size = size
+        self._resolve = resolve
+        self._brought: list[T] = []
+        self._done = Event(env)
+
+    def arrive(self, item: T) -> Event:
+        """Return the event of this meeting; it carries the result."""
+        self._brought.append(item)
+        done = self._done
+        if len(self._brought) == self._size:
+            result = self._resolve(self._brought)
+            self._brought = []
+            self._done = Event(self._env)
+            done.succeed(result)
+        return done
+
+
+Intervals = list[tuple[int, int]]
+
+
+def busy_end_ps(start_ps: int, work_ps: int, messages: Intervals) -> int:
+    """Return when *work_ps* of port time is done if *messages* go first.
+
+    A pipeline message is small and a stage waits for it, a collective is large and usually
+    hidden: while a message leaves, the collective on the same port pauses.
+
+    Args:
+        start_ps: Earliest start of the collective.
+        work_ps: Port time it needs.
+        messages: Times at which messages leave, in order and disjoint.
+
+    >>> busy_end_ps(0, 10, [(2, 5), (11, 12), (30, 40)])
+    14
+    """
+    end_ps = start_ps + work_ps
+    first = bisect_right(messages, (start_ps, start_ps))
+    if first and messages[first - 1][1] > start_ps:
+        first -= 1
+    for begin, finish in messages[first:]:
+        if begin >= end_ps:
+            break
+        end_ps += finish - max(begin, start_ps)
+    return end_ps
+
+
+class CollectiveStream:
+    """The collectives of one data-parallel group, one at a time and in order."""
+
+    def __init__(self) -> None:
+        self._free_ps = 0
+        self.start_ps = 0
+        self.record: list[UnitCollective] = []
+
+    def run(self, ready_ps: int, work_ps: int, messages: Sequence[Intervals]) -> int:
+        """Return the end of the next collective, given the messages of each member."""
+        self.start_ps = start_ps = max(self._free_ps, ready_ps)
+        self._free_ps = max(busy_end_ps(start_ps, work_ps, each) for each in messages)
+        return self._free_ps

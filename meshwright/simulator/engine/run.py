@@ -1,0 +1,288 @@
+"""The event engine: ranks as SimPy processes that run ahead of each other where they may.
+
+A process keeps its own clock in integer picoseconds and yields only where it must: for a
+message that has not been sent yet, or for a group it has to meet.  Each port has one user
+whose order is fixed by the action list, so times found this way are those of a run in
+global time order.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from simpy import Environment, Event
+
+from meshwright.simulator.engine.groups import CollectiveStream, Intervals, Meeting
+from meshwright.simulator.engine.program import Instruction, compile_rank
+from meshwright.simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
+from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules.lookahead import refetched
+
+Process = Generator[Event, int, None]
+
+
+class Queued(NamedTuple):
+    """A collective that a rank has issued: when it is ready, its port time, its kind in a unit."""
+
+    ready_ps: int
+    work_ps: int
+    unit: UnitPart | None = None
+
+
+class Submission(NamedTuple):
+    """What a rank brings to its data-parallel group: collectives and its own messages."""
+
+    collectives: list[Queued]
+    messages: Intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A simulated rank: where it is, and the groups it meets.
+
+    ``stride`` is the distance between neighbours on the pipeline axis.
+    """
+
+    index: int
+    pp_rank: int
+    stride: int
+    tp_group: Meeting[int, int] | None
+    dp_group: Meeting[Submission, int]
+    dp_stream: CollectiveStream
+    embedding_group: Meeting[int, int] | None
+
+
+@dataclass(slots=True)
+class RankState:
+    """What a rank has done so far; filled while it runs, read once at the end."""
+
+    inbox: list[dict[int, int]]
+    waits_for: tuple[int, int] | None = None
+    wake: Event | None = None
+    starts_ps: list[int] = field(default_factory=list)
+    ends_ps: list[int] = field(default_factory=list)
+    queue: list[Queued] = field(default_factory=list)
+    messages: Intervals = field(default_factory=list)
+    port_free_ps: int = 0
+    gather_wait_ps: int = 0
+    sums_start_ps: int = 0
+    reduce_end_ps: int = 0
+    reduce_wait_ps: int = 0
+    passes_end_ps: int = 0
+    update_start_ps: int = 0
+    end_ps: int = -1
+    passed: dict[int, Phase] = field(default_factory=dict)
+
+
+class Run:
+    """One simulation of a `StepWork` by *num_places* simulated ranks."""
+
+    def __init__(self, work: StepWork, env: Environment, num_places: int) -> None:
+        self.work = work
+        self.env = env
+        self.programs = [compile_rank(work, pp_rank) for pp_rank in range(work.pp)]
+        self.freed = [
+            refetched(actions, work.num_virtual_stages) if work.keeps_units else []
+            for actions in work.actions
+        ]
+        slots = 2 * work.num_virtual_stages
+        self.states = [RankState(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
+        self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
+
+    def compute_stream(self, place: Place) -> Process:
+        """Run the actions of one rank, then what ends its step."""
+        state, instructions = self.states[place.index], self.programs[place.pp_rank]
+        inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
+        chunks, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
+        now = 0
+        for phase, chunk, microbatch in self.work.actions[place.pp_rank]:
+            instruction = instructions[chunk if phase is Phase.FORWARD else chunks + chunk]
+            slot = instruction.inbox
+            if slot >= 0:
+                if microbatch not in inbox[slot]:
+                    yield _message(self.env, state, slot, microbatch)
+                now = max(now, inbox[slot].pop(microbatch))
+            if place.tp_group is not None:
+                now = yield place.tp_group.arrive(now)
+            starts.append(now)
+            if instruction.units:
+                action = Action(phase, chunk, microbatch)
+                now = yield from self._sharded_pass(place, instruction, action, now)
+            elif instruction.gathers and microbatch == 0:
+                now = yield from self._gathered_forward(place, instruction.gathers, now)
+            elif instruction.reductions and (instruction.reduces_always or microbatch == last):
+                now = _reduced_backward(state, instruction.reductions, now)
+                if microbatch != last:
+                    now = yield from self._wait_for(place, len(state.queue), now)
+            else:
+                now += instruction.compute_ps
+            ends.append(now)
+            if instruction.target_step:
+                now = self._send(place, instruction, microbatch, now)
+        yield from self._finish(place, now)
+
+    def _send(self, place: Place, instruction: Instruction, microbatch: int, now: int) -> int:
+        """Put a message on the rank's port; return when the rank may go on."""
+        state, message = self.states[place.index], instruction.message
+        start_ps = max(now, state.port_free_ps)
+        end_ps = start_ps + message.occupy_ps
+        state.port_free_ps = end_ps
+        if self.work.shared_port and message.occupy_ps:
+            state.messages.append((start_ps, end_ps))
+        target = self.states[place.index + instruction.target_step * place.stride]
+        slot = instruction.target_slot
+        target.inbox[slot][microbatch] = end_ps + message.delay_ps
+        if target.waits_for == (slot, microbatch) and target.wake is not None:
+            target.waits_for = None
+            target.wake.succeed()
+        return end_ps if self.work.blocking_messages else now
+
+    def _gathered_forward(
+        self, place: Place, segments: tuple[Segment, ...], now: int
+    ) -> Generator[Event, int, int]:
+        """Run a forward pass whose segments wait for their parameters."""
+        state = self.states[place.index]
+        for segment in segments:
+            submission = Submission([Queued(0, segment.collective_ps)], state.messages)
+            gathered_ps = yield place.dp_group.arrive(submission)
+            state.gather_wait_ps += max(0, gathered_ps - now)
+            now = max(now, gathered_ps) + segment.compute_ps
+        return now
+
+    def _sharded_pass(
+        self, place: Place, instruction: Instruction, action: Action, now: int
+    ) -> Generator[Event, int, int]:
+        """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
+        state, prefetches = self.states[place.index], self.work.prefetches
+        units = _units_now(
+            state, instruction, action, self.freed[place.pp_rank], keeps_units=self.work.keeps_units
+        )
+        microbatch = action.microbatch
+        reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
+        gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
+        if units[0].gather_ps:
+            state.queue.append(Queued(now, units[0].gather_ps, UnitPart.GATHER))
+        for unit, next_ps in zip(units, gathers_after_ps, strict=True):
+            if unit.gather_ps:
+                now = yield from self._wait_for_gather(place, now)
+                now = _copied(state, unit.unpack_ps, now)
+            if next_ps and prefetches:
+                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+            now += unit.compute_ps
+            if reduces and unit.reduce_ps:
+                now = _copied(state, unit.pack_ps, now)
+                reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
+                state.queue.append(Queued(now, reduce_ps, UnitPart.REDUCTION))
+                if not prefetches:
+                    now = yield from self._wait_for(place, len(state.queue), now)
+            if next_ps and not prefetches:
+                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+        return now
+
+    def _wait_for_gather(self, place: Place, now: int) -> Generator[Event, int, int]:
+        """Wait for the first gather in the queue, and what was issued before it."""
+        queue = self.states[place.index].queue
+        count = next(index for index, item in enumerate(queue) if item.unit is UnitPart.GATHER) + 1
+        return (yield from self._wait_for(place, count, now))
+
+    def _wait_for(self, place: Place, count: int, now: int) -> Generator[Event, int, int]:
+        """Wait for the first *count* collectives of the queue."""
+        state = self.states[place.index]
+        due, state.queue = state.queue[:count], state.queue[count:]
+        end_ps = yield place.dp_group.arrive(Submission(due, state.messages))
+        state.gather_wait_ps += max(0, end_ps - now)
+        return max(now, end_ps)
+
+    def _finish(self, place: Place, now: int) -> Process:
+        """Reduce and sum what is left, wait for the gradient norm, update the parameters."""
+        state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
+        state.passes_end_ps = now
+        if self.work.sums_first:
+            now = yield from self._sum(place, now)
+        if rank.reduce_ps:
+            state.queue.append(Queued(now, rank.reduce_ps))
+        before_ps = now
+        if state.queue:
+            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
+            now = max(now, reduced_ps)
+        state.reduce_wait_ps = now - before_ps
+        if not self.work.sums_first:
+            now = yield from self._sum(place, now)
+        if place.embedding_group is not None:
+            # The end that comes first is idle until the other one is there.
+            now = (yield place.embedding_group.arrive(now)) + rank.shared_embedding_ps
+            state.reduce_wait_ps += rank.shared_embedding_ps
+        state.reduce_end_ps = now
+        state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
+        state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
+
+    def _sum(self, place: Place, now: int) -> Generator[Event, int, int]:
+        """Sum gradients over tensor-parallel ranks."""
+        rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
+        if rank.sums_ps and place.tp_group is not None:
+            now = yield place.tp_group.arrive(now)
+        state.sums_start_ps = now
+        return now + rank.sums_ps
+
+
+def _message(env: Environment, state: RankState, slot: int, microbatch: int) -> Event:
+    """Return the event of a message that has not been sent yet."""
+    state.waits_for = (slot, microbatch)
+    state.wake = Event(env)
+    return state.wake
+
+
+def _units_now(
+    state: RankState,
+    instruction: Instruction,
+    action: Action,
+    freed: Sequence[bool],
+    *,
+    keeps_units: bool,
+) -> tuple[Unit, ...]:
+    """Return the units of a pass, without the gathers that an earlier pass has left.
+
+    What that pass left may have been freed for want of room.
+    """
+    chunk = action.chunk
+    if freed and freed[len(state.starts_ps) - 1]:
+        state.passed.pop(chunk)
+    before = state.passed.get(chunk)
+    state.passed[chunk] = action.phase
+    if before is Phase.FORWARD:
+        return instruction.again_units
+    if before is Phase.BACKWARD and keeps_units:
+        return instruction.kept_units
+    return instruction.units
+
+
+def _copied(state: RankState, copy_ps: int, now: int) -> int:
+    """Copy from or to the buffer of a collective; return when that is done."""
+    state.gather_wait_ps += copy_ps
+    return now + copy_ps
+
+
+def _reduced_backward(state: RankState, segments: tuple[Segment, ...], now: int) -> int:
+    """Run a backward pass whose segments hand their gradients to the reduction."""
+    for segment in segments:
+        now += segment.compute_ps
+        state.queue.append(Queued(now, segment.collective_ps))
+    return now
+
+
+def collective_meeting(
+    env: Environment, size: int, stream: CollectiveStream
+) -> Meeting[Submission, int]:
+    """Return the meeting of a data-parallel group; its result is the last collective's end."""
+
+    def resolve(submissions: Sequence[Submission]) -> int:
+        messages = [each.messages for each in submissions]
+        end_ps = 0
+        for entries in zip(*(each.collectives for each in submissions), strict=True):
+            ready_ps = max(entry.ready_ps for entry in entries)
+            end_ps = stream.run(ready_ps, entries[0].work_ps, messages)
+            if entries[0].unit is not None:
+                stream.record.append(UnitCollective(entries[0].unit, stream.start_ps, end_ps))
+        return end_ps
+
+    return Meeting(env, size, resolve)

@@ -1,0 +1,229 @@
+"""What the engine runs: durations in integer picoseconds, already decided by the cost model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.simulator.schedules import Action
+from meshwright.simulator.schedules.lookahead import NO_REFETCHES, Refetches
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a pass between two data-parallel collectives, or runs of them.
+
+    In a forward pass the collective must end before the segment starts (parameter gather); in
+    a backward pass it may start when the segment ends (gradient reduction).
+    """
+
+    compute_ps: int
+    collective_ps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of every pass whose parameters are sharded: gather, compute, reduce.
+
+    The gather must end before the unit computes; the reduction may start when it has.  After the
+    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.  A
+    unit that ``stays`` is not freed between a forward pass and its backward.  The rank itself
+    copies what was gathered out of the buffer (``unpack_ps``) before it computes, and gradients
+    into that of the reduction (``pack_ps``) after.
+    """
+
+    compute_ps: int
+    gather_ps: int = 0
+    reduce_ps: int = 0
+    again_ps: int = 0
+    unpack_ps: int = 0
+    pack_ps: int = 0
+    stays: bool = False
+
+
+def num_gathers(
+    num_microbatches: int,
+    *,
+    stays: bool,
+    keeps_units: bool,
+    refetches: Refetches = NO_REFETCHES,
+) -> int:
+    """Return how often a sharded unit is gathered in a step.
+
+    Where units stay gathered after a backward pass, the first pass gathers, and each one that
+    follows a forward pass: once more than there are microbatches, whatever the schedule, and again
+    where a unit that would have stayed was freed for other virtual stages.
+
+    Args:
+        num_microbatches: Microbatches of the step.
+        stays: Whether the unit stays gathered from a forward pass to its backward.
+        keeps_units: Whether units stay gathered from a backward pass to the next pass.
+        refetches: How often all units of its virtual stage are freed and gathered anew.
+
+    >>> [num_gathers(8, stays=False, keeps_units=keeps) for keeps in (False, True)]
+    [16, 9]
+    """
+    if keeps_units:
+        once = 1 + refetches.after_forward if stays else num_microbatches + 1
+        return once + refetches.after_backward
+    return num_microbatches if stays else 2 * num_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a stage sends on: time on the sender's port, and time until the receiver may start."""
+
+    occupy_ps: int = 0
+    delay_ps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkWork:
+    """One virtual stage of a rank.
+
+    Args:
+        forward_ps: One forward pass.
+        backward_ps: One backward pass, recomputation included.
+        forward_message: To the next virtual stage.
+        backward_message: To the previous virtual stage.
+        gathers: Segments of the first forward pass, where parameters are gathered under it.
+        reductions: Segments of a backward pass that reduces gradients under it.
+        forward_units: Units of each forward pass, where parameters are sharded.
+        backward_units: Units of each backward pass, last layers first.
+        reduces_each_pass: Every backward pass reduces, not the last one alone. Where it does so in
+            segments, the rank waits for all of them before its next pass.
+    """
+
+    forward_ps: int
+    backward_ps: int
+    forward_message: Message = Message()
+    backward_message: Message = Message()
+    gathers: tuple[Segment, ...] = ()
+    reductions: tuple[Segment, ...] = ()
+    forward_units: tuple[Unit, ...] = ()
+    backward_units: tuple[Unit, ...] = ()
+    reduces_each_pass: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """One pipeline rank: its virtual stages, and what follows its last action.
+
+    Args:
+        chunks: Virtual stages in model order.
+        reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
+        sums_ps: Sums of gradients over tensor-parallel ranks that are left to the end.
+        shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
+        optimizer_ps: Parameter update.
+        gather_ps: Parameter gather after the update, where nothing hides it.
+    """
+
+    chunks: tuple[ChunkWork, ...]
+    reduce_ps: int = 0
+    sums_ps: int = 0
+    shared_embedding_ps: int = 0
+    optimizer_ps: int = 0
+    gather_ps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """A whole step of one pipeline.
+
+    Args:
+        ranks: One entry a pipeline rank.
+        actions: What each pipeline rank does, in order.
+        num_microbatches: Microbatches of the step.
+        blocking_messages: The sender computes nothing while its message leaves.
+        shared_port: Messages and data-parallel collectives leave through the same port.
+        prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
+            computation waits for each gather and each reduction.
+        keeps_units: Gathered units stay from a backward pass to the next pass of their chunk.
+        sums_first: Sums over tensor-parallel ranks follow the last pass, not the reductions.
+        norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
+        overhead_per_million: Time outside the model of a step, per million of its time.
+    """
+
+    ranks: tuple[RankWork, ...]
+    actions: Sequence[Sequence[Action]]
+    num_microbatches: int
+    blocking_messages: bool = False
+    shared_port: bool = False
+    prefetches: bool = True
+    keeps_units: bool = False
+    sums_first: bool = False
+    norm_ps: int = 0
+    overhead_per_million: int = 0
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Virtual stages a rank."""
+        return len(self.ranks[0].chunks)
+
+
+class UnitPart(StrEnum):
+    """The two collectives of a sharded unit."""
+
+    GATHER = "gather"
+    REDUCTION = "reduction"
+
+
+class UnitCollective(NamedTuple):
+    """A collective of a sharded unit, from start to end."""
+
+    part: UnitPart
+    start_ps: int
+    end_ps: int
+
+
+def with_overhead(time_ps: int, overhead_per_million: int) -> int:
+    """Return a step's time with its overhead; grows with *time_ps*, so bounds keep their order.
+
+    >>> with_overhead(1_000_000, 4_000)
+    1004000
+    """
+    return time_ps + time_ps * overhead_per_million // 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """When one rank did what.
+
+    Args:
+        starts_ps: Start of each action, in the order of the rank's list.
+        ends_ps: End of each action, before its message leaves.
+        gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
+            and to the buffers of collectives.
+        passes_end_ps: End of the last action, a blocking message included.
+        sums_start_ps: Start of the sums over tensor-parallel ranks.
+        reduce_end_ps: When gradients are reduced, those sums and a tied table included.
+        reduce_wait_ps: Time that its reductions kept the rank from going on; neither the sums
+            nor waiting for the other end before a tied table's reduction are in it.
+        update_start_ps: Start of the optimizer, the same on all ranks.
+        end_ps: End of the rank's step.
+        collectives: Collectives of sharded units that the rank took part in, in order.
+    """
+
+    starts_ps: list[int]
+    ends_ps: list[int]
+    gather_wait_ps: int
+    passes_end_ps: int
+    sums_start_ps: int
+    reduce_end_ps: int
+    reduce_wait_ps: int
+    update_start_ps: int
+    end_ps: int
+    collectives: list[UnitCollective]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """The outcome of a run: the step's time and each simulated rank's times."""
+
+    step_ps: int
+    ranks: tuple[RankTimes, ...]

@@ -1,0 +1,108 @@
+"""Who is simulated: one representative a pipeline rank, or every rank of the mesh."""
+
+from simpy import Environment
+
+from meshwright.simulator.engine.groups import CollectiveStream, Meeting
+from meshwright.simulator.engine.run import Place, RankState, Run, collective_meeting
+from meshwright.simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
+from meshwright.simulator.errors import DeadlockError
+from meshwright.simulator.mesh import Axis, Mesh
+
+
+def simulate_folded(work: StepWork) -> StepTimes:
+    """Run *work* with one representative for the equal ranks of each pipeline rank."""
+    return _simulate(work, Mesh(tp=1, dp=1, pp=work.pp, node_size=1))
+
+
+def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
+    """Run *work* with every rank of *mesh*, each meeting its real groups.
+
+    Ranks of a tensor-parallel group enter every action together, a data-parallel group runs a
+    collective when all its members are ready.  On a symmetric cluster the times equal those
+    of `simulate_folded` to the picosecond.
+    """
+    if mesh.pp != work.pp:
+        raise ValueError(f"mesh has pp={mesh.pp}, the work pp={work.pp}")
+    return _simulate(work, mesh)
+
+
+def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
+    env = Environment()
+    run = Run(work, env, mesh.world_size)
+    places = _places(env, work, mesh)
+    for place in places:
+        env.process(run.compute_stream(place))
+    env.run()
+    _check_finished(run)
+    ranks = tuple(
+        _rank_times(state, place) for state, place in zip(run.states, places, strict=True)
+    )
+    end_ps = max(rank.end_ps for rank in ranks)
+    return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
+
+
+def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
+    """Return the place of every rank, with the meetings of its groups made once a group."""
+    meetings: dict[tuple[Axis, int], Meeting[int, int]] = {}
+    streams = {}
+    places = []
+    ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
+    for rank in range(mesh.world_size):
+        pp_rank = mesh.coordinates(rank).pp_rank
+        tp_first, dp_first, pp_first = (mesh.group(rank, axis)[0] for axis in Axis)
+        if mesh.tp > 1 and (Axis.TP, tp_first) not in meetings:
+            meetings[Axis.TP, tp_first] = Meeting(env, mesh.tp, max)
+        if dp_first not in streams:
+            stream = CollectiveStream()
+            streams[dp_first] = stream, collective_meeting(env, mesh.dp, stream)
+        if ties and (Axis.PP, pp_first) not in meetings:
+            meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
+        is_end = pp_rank in (0, work.pp - 1)
+        places.append(
+            Place(
+                index=rank,
+                pp_rank=pp_rank,
+                stride=mesh.stride(Axis.PP),
+                tp_group=meetings.get((Axis.TP, tp_first)),
+                dp_group=streams[dp_first][1],
+                dp_stream=streams[dp_first][0],
+                embedding_group=meetings.get((Axis.PP, pp_first)) if is_end else None,
+            )
+        )
+    return places
+
+
+def _check_finished(run: Run) -> None:
+    """Raise DeadlockError when the event queue emptied before every rank was done."""
+    stuck = [(index, state) for index, state in enumerate(run.states) if state.end_ps < 0]
+    if stuck:
+        # A rank that waits for a message says more than one that waits for that rank.
+        index, state = min(stuck, key=lambda item: item[1].waits_for is None)
+        raise DeadlockError(
+            f"{len(stuck)} of {len(run.states)} ranks never finished; rank {index} stopped after "
+            f"{len(state.ends_ps)} actions, {_waiting(state)}"
+        )
+
+
+def _waiting(state: RankState) -> str:
+    if state.waits_for is None:
+        return "waiting for other ranks of a group"
+    slot, microbatch = state.waits_for
+    chunks = len(state.inbox) // 2
+    phase = "forward" if slot < chunks else "backward"
+    return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % chunks}"
+
+
+def _rank_times(state: RankState, place: Place) -> RankTimes:
+    return RankTimes(
+        starts_ps=state.starts_ps,
+        ends_ps=state.ends_ps,
+        gather_wait_ps=state.gather_wait_ps,
+        passes_end_ps=state.passes_end_ps,
+        sums_start_ps=state.sums_start_ps,
+        reduce_end_ps=state.reduce_end_ps,
+        reduce_wait_ps=state.reduce_wait_ps,
+        update_start_ps=state.update_start_ps,
+        end_ps=state.end_ps,
+        collectives=place.dp_stream.record,
+    )

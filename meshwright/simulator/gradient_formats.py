@@ -1,0 +1,159 @@
+"""In which number formats gradients are kept and reduced, and what the casts between them cost."""
+
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Precision, StackProfile
+
+FULL_BYTES = Precision.FP32.num_bytes
+HALF_BYTES = Precision.BF16.num_bytes
+
+
+class Formats(NamedTuple):
+    """Formats of a gradient: kept, and reduced; None for one that a stack has of its own."""
+
+    kept: Precision | None
+    reduced: Precision | None
+
+
+STACKS_OWN = Formats(None, None)
+
+
+class Casts(NamedTuple):
+    """Formats of a gradient on its way: from backward, in its buffer and on the wire."""
+
+    produced: Precision
+    kept: Precision
+    reduced: Precision
+
+    def traffic_bytes(self, num_parameters: int, num_shards: int) -> int:
+        """Return the memory traffic of casting gradients to the wire's format and back.
+
+        A cast reads the one format and writes the other.  Whole gradients leave their buffer and
+        come back to it; with shards they leave as backward makes them, and a shard comes back.
+
+        >>> fp32, bf16 = Precision.FP32, Precision.BF16
+        >>> Casts(bf16, fp32, bf16).traffic_bytes(100, 1)
+        1200
+        >>> Casts(bf16, fp32, bf16).traffic_bytes(100, 4)
+        150
+        """
+        there = self._cast_bytes(self._sent(num_shards)) * num_parameters
+        return there + self._cast_bytes(self.kept) * -(-num_parameters // num_shards)
+
+    def buffer_bytes(self, num_parameters: int, num_shards: int) -> int:
+        """Return what holds gradients in the format of the wire, if it is not theirs.
+
+        >>> Casts(Precision.BF16, Precision.FP32, Precision.BF16).buffer_bytes(100, 1)
+        200
+        """
+        is_cast = self._sent(num_shards) is not self.reduced
+        return num_parameters * self.reduced.num_bytes * is_cast
+
+    def _sent(self, num_shards: int) -> Precision:
+        return self.kept if num_shards == 1 else self.produced
+
+    def _cast_bytes(self, other: Precision) -> int:
+        return (self.reduced.num_bytes + other.num_bytes) * (other is not self.reduced)
+
+
+def default_formats(stack: StackProfile, precision: Precision) -> Formats:
+    """Return the formats that *stack* has unless told otherwise."""
+
+    def name(num_bytes: int) -> Precision | None:
+        if precision is Precision.FP32:
+            return precision
+        return {FULL_BYTES: Precision.FP32, HALF_BYTES: precision.storage}.get(num_bytes)
+
+    return Formats(name(stack.gradient_bytes), name(stack.gradient_reduce_bytes))
+
+
+def offered_formats(stack: StackProfile, precision: Precision) -> list[Formats]:
+    """Return the formats that a plan may ask for: the default, and what else the stack lists.
+
+    A 16-bit buffer has the format in which weights are stored.
+    """
+    listed = [
+        Formats(kept, reduced)
+        for kept, reduced in stack.gradient_precisions
+        if kept in (Precision.FP32, precision.storage)
+    ]
+    return list(dict.fromkeys([default_formats(stack, precision), *listed]))
+
+
+def chosen_formats(stack: StackProfile, precision: Precision, wanted: Formats) -> Formats:
+    """Return the formats of a plan that wants *wanted*, completed from the stack.
+
+    The wire follows the buffer: the first format that the stack lists with it.
+    """
+    usual = default_formats(stack, precision)
+    kept = wanted.kept or usual.kept
+    with_it = [each.reduced for each in offered_formats(stack, precision) if each.kept == kept]
+    return Formats(kept, wanted.reduced or (with_it or [usual.reduced])[0])
+
+
+def formats_refusal(stack: StackProfile, precision: Precision, wanted: Formats) -> str | None:
+    """Return why *stack* cannot keep and reduce gradients as *wanted*, or None if it can."""
+    offered = offered_formats(stack, precision)
+    kept, reduced = chosen_formats(stack, precision, wanted)
+    with_it = [each.reduced for each in offered if each.kept == kept]
+    if wanted.kept is not None and not with_it:
+        known = ", ".join(dict.fromkeys(str(each.kept) for each in offered if each.kept))
+        return (
+            f"gradient_precision={wanted.kept} is not offered by stack {stack.name} in "
+            f"{precision} training; allowed: {known or 'none beside its own'}"
+        )
+    if wanted.reduced is not None and reduced not in with_it:
+        known = ", ".join(str(each) for each in with_it if each)
+        return (
+            f"reduce_precision={wanted.reduced} is not offered by stack {stack.name} with "
+            f"gradients kept in {kept or 'its own formats'}; allowed: "
+            f"{known or 'none beside its own'}"
+        )
+    return None
+
+
+def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -> tuple[int, int]:
+    """Return the bytes of a gradient where it is kept, and on the wire.
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> gradient_bytes(load_stack("ddp"), Precision.BF16, Formats(None, Precision.BF16))
+    (4, 2)
+    """
+    usual = default_formats(stack, precision)
+    chosen = chosen_formats(stack, precision, wanted)
+    own = (stack.gradient_bytes, stack.gradient_reduce_bytes)
+    if precision is Precision.FP32:
+        own = (FULL_BYTES, FULL_BYTES)
+    kept, reduced = (
+        each.num_bytes if each is not None and each is not default else size
+        for each, default, size in zip(chosen, usual, own, strict=True)
+    )
+    return kept, reduced
+
+
+def main_gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -> int:
+    """Return the bytes of the fp32 copy that the update makes of a gradient kept in 16 bits.
+
+    Megatron-Core copies all gradients of a rank, or of its shard, before it clips them, and has
+    nothing to copy where they are kept in fp32 (`_copy_model_grads_to_main_grads` of
+    megatron/core/optimizer/optimizer.py, core r0.8). A stack that keeps no other gradients than
+    these says in its profile what its update needs.
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> core, half = load_stack("megatron-core"), Formats(Precision.BF16, None)
+    >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACKS_OWN, half)]
+    [0, 4]
+    """
+    kept, _ = gradient_bytes(stack, precision, wanted)
+    usual, _ = gradient_bytes(stack, precision, STACKS_OWN)
+    return FULL_BYTES if kept < usual else 0
+
+
+def casts_of(stack: StackProfile, precision: Precision, wanted: Formats) -> Casts | None:
+    """Return the casts of a plan; those of the stack's own formats are in its fitted constants."""
+    chosen = chosen_formats(stack, precision, wanted)
+    if chosen == default_formats(stack, precision) or None in chosen:
+        return None
+    assert chosen.kept is not None
+    assert chosen.reduced is not None
+    return Casts(precision.storage, chosen.kept, chosen.reduced)

@@ -1,0 +1,54 @@
+"""What each resource of a task graph did in time: the lanes of a step's picture."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.simulator.engine import Task, TaskKind, TaskTimes
+
+
+class LaneSpan(NamedTuple):
+    """A stretch in which a task holds a resource; *size_bytes* is what it moves."""
+
+    kind: TaskKind
+    name: str
+    start_ps: int
+    end_ps: int
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A device, a host or one direction of a link, with its spans in order and disjoint."""
+
+    name: str
+    spans: tuple[LaneSpan, ...]
+
+    @property
+    def busy_ps(self) -> int:
+        """Time in which the resource is held."""
+        return sum(span.end_ps - span.start_ps for span in self.spans)
+
+    def moved_bytes(self, kinds: Collection[TaskKind] = tuple(TaskKind)) -> int:
+        """Return the bytes that cross the resource in tasks of *kinds*."""
+        return sum(span.size_bytes for span in self.spans if span.kind in kinds)
+
+
+def task_lanes(tasks: Sequence[Task], times: Sequence[TaskTimes], end_ps: int) -> tuple[Lane, ...]:
+    """Return a lane for each resource of *tasks*, by name, with what has ended by *end_ps*."""
+    spans: dict[str, list[LaneSpan]] = {}
+    for task, ran in zip(tasks, times, strict=True):
+        for name in task.resources:
+            lane = spans.setdefault(name, [])
+            if ran.start_ps < ran.end_ps <= end_ps:
+                span = LaneSpan(task.kind, task.name, ran.start_ps, ran.end_ps, task.size_bytes)
+                lane.append(span)
+    return tuple(
+        Lane(name, tuple(sorted(spans[name], key=lambda span: span.start_ps)))
+        for name in sorted(spans, key=_counting)
+    )
+
+
+def _counting(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts words by length first, so that 2 comes before 10."""
+    return [(len(word), word) for word in name.split()]

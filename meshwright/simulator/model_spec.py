@@ -1,0 +1,176 @@
+"""What a transformer is: the sizes and switches that decide its shapes."""
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from meshwright.hwprofiles import nearest_names
+from meshwright.simulator.errors import PlanError
+
+# Upper limits: some tenfold above any published model, and low enough that a
+# model's bytes fit a signed 64-bit integer with room for optimizer states.
+MAX_LAYERS = 10_000
+MAX_WIDTH = 262_144
+MAX_FFN_WIDTH = 4_194_304
+MAX_VOCABULARY = 16_777_216
+MAX_TOKENS = 134_217_728
+
+
+class ModelSpec(BaseModel):
+    """A dense transformer of one kind of layer; defaults describe a GPT-2 style decoder.
+
+    An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
+    BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
+    activation and norm before the logits in place of the final norm, and a bias on the logits.
+    ``scored_fraction`` is the share of positions that reach the head: 1 for a decoder, less where
+    only masked ones are scored.
+
+    Omitted sizes follow the usual rules: ``num_kv_heads`` equals
+    ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
+    be given for a gated MLP), ``max_positions`` equals ``seq_len`` and
+    ``title`` equals ``name``.
+
+    >>> spec = ModelSpec(
+    ...     name="tiny", num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, seq_len=32
+    ... )
+    >>> spec.head_dim, spec.num_kv_heads, spec.ffn_hidden_size, spec.max_positions
+    (16, 4, 256, 32)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=200)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    hidden_size: int = Field(ge=1, le=MAX_WIDTH)
+    num_heads: int = Field(ge=1, le=MAX_WIDTH)
+    vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
+    seq_len: int = Field(ge=1, le=MAX_TOKENS)
+    # The validator below fills these four before their limits are checked.
+    title: str = Field(default="", min_length=1, max_length=200)
+    num_kv_heads: int = Field(default=0, ge=1, le=MAX_WIDTH)
+    ffn_hidden_size: int = Field(default=0, ge=1, le=MAX_FFN_WIDTH)
+    max_positions: int = Field(default=0, ge=1, le=MAX_TOKENS)
+    gated_mlp: bool = False
+    tied_embeddings: bool = True
+    positions: Literal["learned", "rotary", "alibi"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    attention_bias: bool = True
+    output_bias: bool = True
+    mlp_bias: bool = True
+    embedding_norm: bool = False
+    causal: bool = True
+    token_types: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    mlm_head: bool = False
+    scored_fraction: float = Field(default=1.0, gt=0, le=1)
+    dropout: bool = True
+    source: str = "not given"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_hidden_size(self) -> int:
+        """Width of the keys, and of the values, over all their heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived_sizes(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        derived = {
+            "title": data.get("name"),
+            "num_kv_heads": data.get("num_heads"),
+            "max_positions": data.get("seq_len"),
+        }
+        hidden_size = data.get("hidden_size")
+        if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
+            derived["ffn_hidden_size"] = 4 * hidden_size
+        known = {key: value for key, value in derived.items() if value is not None}
+        return {**known, **data}
+
+    @model_validator(mode="after")
+    def _check_fields_agree(self) -> Self:
+        for field, text in (("name", self.name), ("title", self.title)):
+            if not text.isprintable():
+                raise ValueError(f"{field}={shorten(text)} must be printable, on one line")
+        if self.ffn_hidden_size == 0:
+            raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
+                f"nearest that does: {_nearest_divisor(self.hidden_size, self.num_heads)}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
+                f"nearest that does: {_nearest_divisor(self.num_heads, self.num_kv_heads)}"
+            )
+        if self.positions == "learned" and self.seq_len > self.max_positions:
+            raise ValueError(
+                f"seq_len={self.seq_len} exceeds max_positions={self.max_positions}, "
+                "the number of learned positions"
+            )
+        return self
+
+
+def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:
+    """Return the model that a mapping read from a file describes.
+
+    Args:
+        data: Field names of `ModelSpec` with their values.
+        origin: What to call the mapping in an error, normally the file name.
+
+    Raises:
+        PlanError: If a key is missing, unknown or out of range, or if sizes
+            disagree; one line for the first fault found.
+
+    >>> parse_model({"name": "tiny"}, origin="tiny.toml")
+    Traceback (most recent call last):
+    meshwright.simulator.errors.PlanError: tiny.toml: num_layers is missing
+    """
+    try:
+        return ModelSpec.model_validate(dict(data))
+    except ValidationError as error:
+        faults = error.errors()
+        # A misspelt key is also a missing one; the misspelling is the better hint.
+        unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+        raise PlanError(f"{origin}: {_describe((unknown or faults)[0])}") from None
+
+
+def _describe(fault: ErrorDetails) -> str:
+    """Return one line for one fault that pydantic found."""
+    key = ".".join(str(part) for part in fault["loc"])
+    match fault["type"]:
+        case "missing":
+            return f"{key} is missing"
+        case "extra_forbidden":
+            fields = list(ModelSpec.model_fields)
+            nearest = nearest_names(key, fields)
+            hint = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(fields)}"
+            return f"unknown key {shorten(key)}; {hint}"
+        case "value_error":
+            return str(fault["ctx"]["error"])
+        case _:
+            rule = fault["msg"][0].lower() + fault["msg"][1:]
+            return f"{key}={shorten(fault['input'])}: {rule}"
+
+
+def shorten(value: object) -> str:
+    """Return a value as it is shown in an error: one line of at most 60 characters."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    """Return the divisor of *size* closest to *wanted*, the smaller of two equally close.
+
+    >>> _nearest_divisor(2048, 24)
+    16
+    """
+    divisors = [value for value in range(1, size + 1) if size % value == 0]
+    return min(divisors, key=lambda value: (abs(value - wanted), value))

@@ -1,0 +1,42 @@
+"""GPipe: all forward passes, then all backward passes."""
+
+from meshwright.simulator.schedules.actions import (
+    Action,
+    ActionLists,
+    Schedule,
+    plain_bubble_fraction,
+    refuse_virtual_stages,
+    single_chunk_passes,
+)
+
+
+def gpipe(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
+    """Return the GPipe order, one list per pipeline rank.
+
+    >>> " ".join(str(action) for action in gpipe(2, 2)[0])
+    'F0.0 F0.1 B0.0 B0.1'
+    """
+    assert vpp == 1
+    return [_rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+
+
+def _rank_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    forward, backward = single_chunk_passes(num_microbatches)
+    return forward + backward
+
+
+def _in_flight(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> int:
+    return num_microbatches
+
+
+GPIPE = Schedule(
+    name="gpipe",
+    title="all forward passes, then all backward passes; every microbatch in flight",
+    source="Huang et al. 2019, GPipe (arXiv 1811.06965)",
+    actions=gpipe,
+    rank_actions=_rank_actions,
+    in_flight=_in_flight,
+    bubble_fraction=plain_bubble_fraction,
+    refusal=refuse_virtual_stages,
+    holds_sent=True,
+)

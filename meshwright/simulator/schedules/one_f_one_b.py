@@ -1,0 +1,42 @@
+"""1F1B: one forward, one backward; at most p - r microbatches in flight on rank r."""
+
+from meshwright.simulator.schedules.actions import (
+    Action,
+    ActionLists,
+    Schedule,
+    alternate,
+    plain_bubble_fraction,
+    refuse_virtual_stages,
+    single_chunk_passes,
+)
+
+
+def one_f_one_b(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
+    """Return the 1F1B order, one list per pipeline rank.
+
+    >>> ["".join(f"{a.phase}{a.microbatch}" for a in rank) for rank in one_f_one_b(2, 3)]
+    ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
+    """
+    assert vpp == 1
+    forward, backward = single_chunk_passes(num_microbatches)
+    return [alternate(forward, backward, pp - 1 - rank) for rank in range(pp)]
+
+
+def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    return alternate(*single_chunk_passes(num_microbatches), pp - 1 - pp_rank)
+
+
+def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
+    return min(pp - pp_rank, num_microbatches)
+
+
+ONE_F_ONE_B = Schedule(
+    name="1f1b",
+    title="one forward, one backward; at most p - r microbatches in flight on rank r",
+    source="Narayanan et al. 2019, PipeDream (SOSP 2019); flushed form: arXiv 2104.04473, sec. 2.2",
+    actions=one_f_one_b,
+    rank_actions=_rank_actions,
+    in_flight=_in_flight,
+    bubble_fraction=plain_bubble_fraction,
+    refusal=refuse_virtual_stages,
+)

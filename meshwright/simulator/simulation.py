@@ -1,0 +1,158 @@
+"""The public function of this package: simulate one step of a plan and account for it."""
+
+from collections.abc import Iterator
+
+from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
+from meshwright.simulator.accounting import time_breakdown
+from meshwright.simulator.activations import (
+    SavedTensor,
+    layer_tensors,
+    logits_tensor,
+    saved_tensors,
+)
+from meshwright.simulator.advice import plan_warnings
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import CostModel
+from meshwright.simulator.costs.compute import peak_flops_per_s
+from meshwright.simulator.data_parallel import Stage
+from meshwright.simulator.engine import StepTimes, simulate_folded
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.memory import device_bytes, reserved_bytes, usable_bytes
+from meshwright.simulator.memory_timeline import MemoryEvent, memory_peak, memory_timeline
+from meshwright.simulator.offload import node_host_bytes, offload_refusal
+from meshwright.simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
+from meshwright.simulator.result import MemoryResult, StageMemory, StepResult
+from meshwright.simulator.schedules import Action, Phase, get_schedule
+from meshwright.simulator.step_builder import BuiltStep, build_step
+from meshwright.simulator.strategies import STRATEGIES, Case
+
+# All that a stage with nothing but the embedding holds to speak of.
+TABLE = SavedTensor("embedding table", 0)
+
+
+def simulate(
+    job: TrainingJob,
+    plan: ParallelPlan,
+    cluster: Cluster,
+    stack: StackProfile,
+    *,
+    memory_limit_bytes: int | None = None,
+    costs: CostModel | None = None,
+) -> StepResult:
+    """Return the simulated training step of *plan*.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        cluster: On what.
+        stack: With what software.
+        memory_limit_bytes: What a device may use; by default its capacity less a margin.
+        costs: A cost model for this cluster, stack and world size to share between plans.
+
+    Raises:
+        PlanError: If the plan can never run: it does not divide the model or the batch, the
+            schedule or the stack cannot express it, or the cluster is too small.
+    """
+    check_plan(job, plan, cluster, stack)
+    costs = costs or CostModel(cluster, stack, plan.world_size)
+    if stack.strategy is not Strategy.MESH:
+        return STRATEGIES[stack.strategy](Case(job, plan, costs, memory_limit_bytes))
+    built = build_step(job, plan, costs)
+    return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
+
+
+def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile) -> None:
+    """Raise PlanError when *plan* can never run."""
+    check_sharding(job, plan)
+    peak_flops_per_s(cluster.device, job.precision)
+    schedule = get_schedule(plan.schedule)
+    num_microbatches = plan.num_microbatches(job)
+    refusal = (
+        schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
+        or stack_refusal(job, plan, stack)
+        or offload_refusal(job, plan, cluster, stack)
+    )
+    if refusal is not None:
+        raise PlanError(refusal)
+    if cluster.num_nodes is not None:
+        most = cluster.num_nodes * cluster.devices_per_node
+        if plan.world_size > most:
+            raise PlanError(f"gpus={plan.world_size} is more than the {most} of {cluster.name}")
+
+
+def account(
+    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None = None
+) -> StepResult:
+    """Return the result of a run: where the time went, and the memory of each rank."""
+    breakdown_ps, source_fractions = time_breakdown(built, times)
+    memory = _memory(built, times, costs, memory_limit_bytes)
+    extrapolated = source_fractions[Source.EXTRAPOLATED]
+    return StepResult(
+        job=built.job,
+        plan=built.plan,
+        cluster=costs.cluster,
+        stack=costs.stack,
+        step_ps=times.step_ps,
+        breakdown_ps=breakdown_ps,
+        source_fractions=source_fractions,
+        memory=memory,
+        warnings=plan_warnings(built.job, built.plan, memory, costs, extrapolated),
+        work=built.work,
+        times=times,
+    )
+
+
+def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[MemoryEvent]:
+    """Return the live bytes over time of a simulated rank, beyond its static ones."""
+    rank = times.ranks[pp_rank]
+    passes = zip(built.work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
+    return memory_timeline(built.memory[pp_rank], passes, rank.update_start_ps)
+
+
+def _memory(
+    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
+) -> MemoryResult:
+    stages = tuple(_stages(built, times))
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    return MemoryResult(
+        peak_bytes=worst.peak_bytes,
+        reserved_bytes=reserved_bytes(worst.peak_bytes, costs.stack),
+        device_bytes=device_bytes(worst.peak_bytes, costs.stack),
+        capacity_bytes=costs.cluster.device.memory_capacity_bytes,
+        usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
+        worst_rank=built.mesh.rank(pp_rank=worst.stage),
+        by_stage=stages,
+        host_bytes=node_host_bytes(built.mesh, [memory.host_bytes for memory in built.memory]),
+        host_capacity_bytes=costs.cluster.host_memory_capacity_bytes,
+    )
+
+
+def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
+    for pp_rank, memory in enumerate(built.memory):
+        peak = memory_peak(memory, rank_timeline(built, times, pp_rank))
+        tensor = largest_tensor(built.shape, built.stages[pp_rank], peak.action)
+        yield StageMemory(
+            stage=pp_rank,
+            parameters_bytes=memory.parameters_bytes,
+            gradients_bytes=memory.gradients_bytes - peak.absent_bytes,
+            optimizer_states_bytes=memory.optimizer_states_bytes,
+            activations_bytes=peak.activations_bytes,
+            buffers_bytes=peak.buffers_bytes,
+            peak_time_ps=peak.time_ps,
+            peak_moment=peak.moment,
+            largest_tensor=tensor,
+            host_bytes=memory.host_bytes,
+        )
+
+
+def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action | None) -> str:
+    """Return the name of the largest tensor that lives during *action* (None: the update)."""
+    if action is None:
+        return "optimizer states"
+    tensors: list[SavedTensor] = []
+    if any(stage.num_layers for stage in stages):
+        again = action.phase is Phase.BACKWARD
+        tensors += layer_tensors(shape) if again else saved_tensors(shape)
+    if stages[action.chunk].has_head:
+        tensors.append(logits_tensor(shape))
+    return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

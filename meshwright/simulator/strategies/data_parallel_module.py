@@ -1,0 +1,351 @@
+"""One process and N replicas, as torch.nn.DataParallel: all goes through device 0.
+
+In each pass device 0 scatters the token ids and broadcasts every parameter, one copy after
+another through its own link; replicas run forward; device 0 gathers the logits (in the
+precision of the job), computes the loss of the whole batch and scatters the gradient of the
+logits; replicas run backward; device 0 adds up their gradients.  It alone updates.  One
+interpreter launches the kernels of all replicas, whose threads take turns a layer at a time.
+A pass ends when its gradients are added up.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from meshwright.simulator.activations import logits_tensor, saved_tensors
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.costs.compute import constant_cost
+from meshwright.simulator.data_parallel import Stage, Wire, stage_parameters
+from meshwright.simulator.end_liveness import head_workspace_bytes
+from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.engine import TaskKind, simulate_tasks
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
+from meshwright.simulator.operator_graph import layer_operators
+from meshwright.simulator.operators import KernelLaunches, MemoryBound, Operator
+from meshwright.simulator.result import StepResult
+from meshwright.simulator.strategies.graph_step import (
+    Case,
+    GraphDevice,
+    GraphRun,
+    Hold,
+    Label,
+    TaskGraph,
+    account_graph,
+    transfer_cost,
+)
+from meshwright.simulator.strategies.replica_memory import (
+    backward_workspace_bytes,
+    forward_workspace_bytes,
+    saved_bytes,
+)
+
+HOST = "host"
+TOKEN_BYTES = 8
+LOSS_OPERATORS = frozenset({"loss", "loss gradient"})
+
+
+class Block(NamedTuple):
+    """One direction of a block on a replica: its time, and that of launching its kernels."""
+
+    name: str
+    cost: PhaseCost
+    launch: PhaseCost
+
+
+class PassTasks(NamedTuple):
+    """Tasks of one pass: last of forward and backward on each device, loss, gradient sums."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    loss: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What a replica computes, keeps and exchanges in a pass."""
+
+    case: Case
+
+    @cached_property
+    def shape(self) -> BlockShape:
+        """Sizes of its blocks."""
+        return BlockShape.of(self.case.job, self.case.plan, self.case.costs.stack)
+
+    @cached_property
+    def wire(self) -> Wire:
+        """Bytes of a parameter: a gradient has its parameter's type, and crosses in as many."""
+        return Wire.of(self.case.costs.stack, self.case.job.precision)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        num_layers = self.case.job.model.num_layers
+        return stage_parameters(self.shape, Stage(num_layers, has_embedding=True, has_head=True))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a broadcast, and of a reduction."""
+        return self.num_parameters * self.wire.reduce_bytes
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a replica's microbatch."""
+        return self.shape.num_tokens * self.shape.local_vocab_size
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of them as they are gathered."""
+        return self.num_logits * self.shape.element_bytes
+
+    @cached_property
+    def forward_blocks(self) -> tuple[Block, ...]:
+        """Blocks in model order; the head without the loss."""
+        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
+        head = without_loss(head_operators(self.shape).forward)
+        return (
+            self._block("embedding", embedding.forward),
+            *(self._block("layer", layer.forward),) * self.case.job.model.num_layers,
+            self._block("head", head),
+        )
+
+    @cached_property
+    def backward_blocks(self) -> tuple[Block, ...]:
+        """Blocks from the head to the embedding; recomputation is in them."""
+        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
+        head = without_loss(head_operators(self.shape).backward)
+        again = self._block("layer", layer.recompute + layer.backward)
+        again = again._replace(cost=self.case.costs.block_cost(self.shape, "layer").backward)
+        return (
+            self._block("head", head),
+            *(again,) * self.case.job.model.num_layers,
+            self._block("embedding", embedding.backward),
+        )
+
+    def _block(self, name: str, operators: tuple[Operator, ...]) -> Block:
+        costs = self.case.costs
+        count = sum(item.count for item in operators if isinstance(item, KernelLaunches))
+        launch = constant_cost(count, costs.stack.host_per_launch_s)
+        return Block(
+            name,
+            costs.phase_cost(operators, self.shape),
+            PhaseCost.total([(Category.HOST, launch)]),
+        )
+
+    @cached_property
+    def loss_cost(self) -> PhaseCost:
+        """Loss of the whole batch and its gradient, on device 0."""
+        head, dp = head_operators(self.shape), self.case.plan.dp
+        whole = [
+            MemoryBound(item.name, dp * item.size_bytes)
+            for item in head.forward + head.backward
+            if isinstance(item, MemoryBound) and item.name in LOSS_OPERATORS
+        ]
+        return self.case.costs.phase_cost(tuple(whole), self.shape)
+
+
+def without_loss(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return the operators of a head that replicas run."""
+    return tuple(item for item in operators if item.name not in LOSS_OPERATORS)
+
+
+def simulate_data_parallel_module(case: Case) -> StepResult:
+    """Return the simulated step of replicas on the devices of one node.
+
+    Raises:
+        PlanError: If a node has fewer devices than the plan replicas.
+    """
+    cluster, plan = case.costs.cluster, case.plan
+    if plan.dp > cluster.devices_per_node:
+        raise PlanError(
+            f"dp={plan.dp} is more than the one process of stack {case.costs.stack.name} drives; "
+            f"allowed: at most the {cluster.devices_per_node} devices of a node of {cluster.name}"
+        )
+    replica, graph = Replica(case), TaskGraph()
+    passes: list[PassTasks] = []
+    before: tuple[int, ...] = ()
+    for _ in range(plan.num_microbatches(case.job)):
+        passes.append(_add_pass(graph, replica, before))
+        before = (*passes[-1].backward, *passes[-1].sums)
+    update = case.costs.memory_traffic(replica.num_parameters * replica.wire.update_traffic_bytes)
+    total = PhaseCost.total([(Category.OPTIMIZER, update)])
+    updated = graph.add(Label("optimizer", TaskKind.OPTIMIZER), total, (_device(0),), before)
+    times = simulate_tasks(graph.tasks)
+    first = _first_device(replica, passes, updated)
+    others = (_other_device(replica, passes, index) for index in range(1, plan.dp))
+    end_ps = max(ran.end_ps for ran in times)
+    run = GraphRun(
+        graph=graph,
+        times=times,
+        devices=(first, *others),
+        step_ps=end_ps,
+        windows_ps=(end_ps,) * plan.dp,
+        end_ps=end_ps,
+    )
+    return account_graph(case, run)
+
+
+def _device(index: int) -> str:
+    return f"device {index}"
+
+
+def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> PassTasks:
+    """Add forward and backward of a microbatch of each replica."""
+    plan = replica.case.plan
+    devices, others = range(plan.dp), range(1, plan.dp)
+
+    def send(kind: TaskKind, size_bytes: int, after: tuple[int, ...]) -> dict[int, int]:
+        return {
+            index: _add_copy(graph, replica, (kind, 0, index), size_bytes, after)
+            for index in others
+        }
+
+    def collect(kind: TaskKind, size_bytes: int, after: tuple[int, ...]) -> list[int]:
+        return [
+            _add_copy(graph, replica, (kind, index, 0), size_bytes, (after[index],))
+            for index in others
+        ]
+
+    ids = send(TaskKind.SCATTER, replica.shape.num_tokens * TOKEN_BYTES, before)
+    weights = send(TaskKind.BROADCAST, replica.weight_bytes, before)
+    launched, forward = _add_chains(
+        graph,
+        replica.forward_blocks,
+        TaskKind.FORWARD,
+        before,
+        [(*before, ids[index], weights[index]) if index else before for index in devices],
+    )
+    outputs = collect(TaskKind.GATHER, replica.logit_bytes, forward)
+    label = Label("loss of the whole batch", TaskKind.LOSS)
+    loss = graph.add(label, replica.loss_cost, (_device(0),), (*outputs, forward[0]))
+    slopes = send(TaskKind.SCATTER, replica.logit_bytes, (loss,))
+    _, backward = _add_chains(
+        graph,
+        replica.backward_blocks,
+        TaskKind.BACKWARD,
+        launched,
+        [(slopes[index],) if index else (loss,) for index in devices],
+    )
+    arrived = collect(TaskKind.REDUCTION, replica.weight_bytes, backward)
+    sums = tuple(_add_sum(graph, replica, (task, backward[0])) for task in arrived)
+    return PassTasks(forward, backward, loss, sums)
+
+
+def _add_copy(
+    graph: TaskGraph,
+    replica: Replica,
+    route: tuple[TaskKind, int, int],
+    size_bytes: int,
+    after: tuple[int, ...],
+) -> int:
+    """Add a copy from one device to another: out of the one's link, into the other's."""
+    kind, source, target = route
+    cost = replica.case.costs.message(size_bytes, crosses_nodes=False)
+    where = f"to device {target}" if target else f"from device {source}"
+    links = (f"{_device(source)} link out", f"{_device(target)} link in")
+    total = transfer_cost(cost.transfer, cost.latency)
+    return graph.add(Label(f"{kind} {where}", kind), total, links, after, size_bytes)
+
+
+def _add_chains(
+    graph: TaskGraph,
+    blocks: tuple[Block, ...],
+    kind: TaskKind,
+    launch_after: tuple[int, ...],
+    run_after: list[tuple[int, ...]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Add the blocks of each replica, each after its launch; return the last of both."""
+    launches: list[int] = []
+    runs: list[int] = []
+    for index, first in enumerate(run_after):
+        launched, ran = launch_after, first
+        for number, block in enumerate(blocks):
+            name = f"{kind} {block.name} {number}, device {index}"
+            label = Label(f"launch of {name}", TaskKind.LAUNCH)
+            launched = (graph.add(label, block.launch, (HOST,), launched),)
+            after = (*launched, *ran)
+            ran = (graph.add(Label(name, kind), block.cost, (_device(index),), after),)
+        launches.extend(launched)
+        runs.extend(ran)
+    return tuple(launches), tuple(runs)
+
+
+def _add_sum(graph: TaskGraph, replica: Replica, after: tuple[int, ...]) -> int:
+    """Add an arrived gradient to the sum: two values read, one written."""
+    cost = replica.case.costs.memory_traffic(3 * replica.weight_bytes)
+    total = PhaseCost.total([(Category.DP_COMM, cost)])
+    return graph.add(Label("gradient sum", TaskKind.SUM), total, (_device(0),), after)
+
+
+def _pass_holds(
+    replica: Replica, passes: list[PassTasks], index: int, slope_bytes: int
+) -> list[Hold]:
+    """Return what passes hold on a device whose part of the logits' gradient takes *slope_bytes*.
+
+    A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
+    """
+    shape = replica.shape
+    saved = saved_bytes(shape)
+    forward = forward_workspace_bytes(shape)
+    backward = backward_workspace_bytes(shape, slope_bytes)
+    return [
+        hold
+        for each in passes
+        for hold in (
+            Hold(each.forward[index], saved, forward),
+            Hold(each.backward[index], saved, backward),
+        )
+    ]
+
+
+def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> GraphDevice:
+    """Return device 0: all states, the logits of the whole batch, the gradients that arrive."""
+    case, dp = replica.case, replica.case.plan.dp
+    state = StateBytes.of(case.costs.stack, case.job.precision)
+    memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
+    saved, logits = saved_bytes(replica.shape), logits_tensor(replica.shape).size_bytes
+    # Forward, or in the loss's backward the losses' gradient beside its own.
+    workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
+    # Its part of the gradient is a view of the whole.
+    holds = _pass_holds(replica, passes, 0, dp * replica.logit_bytes)
+    for each in passes:
+        holds.append(Hold(each.loss, saved + dp * logits, workspace))
+        # The sums, beside the gradients of device 0's own replica.
+        holds.extend(Hold(task, 0, 2 * replica.weight_bytes) for task in each.sums)
+    holds.append(Hold(updated, 0, memory.update_temporary_bytes))
+    return GraphDevice(
+        compute=_device(0),
+        links=_links(0),
+        host=HOST,
+        memory=memory,
+        holds=tuple(holds),
+        largest_tensor="logits of the whole batch",
+    )
+
+
+def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> GraphDevice:
+    """Return another device: a copy of the parameters, and their gradients until they leave."""
+    case = replica.case
+    state = StateBytes.of(case.costs.stack, case.job.precision)
+    memory = RankMemory(
+        parameters_bytes=replica.num_parameters * state.parameter,
+        gradients_bytes=0,  # they are made and leave in the backward pass, whose holds count them
+        optimizer_states_bytes=0,
+        update_temporary_bytes=0,
+        chunks=(),
+    )
+    largest = max(saved_tensors(replica.shape), key=lambda item: item.size_bytes)
+    return GraphDevice(
+        compute=_device(index),
+        links=_links(index),
+        host=HOST,
+        memory=memory,
+        holds=tuple(_pass_holds(replica, passes, index, replica.logit_bytes)),
+        largest_tensor=largest.name,
+    )
+
+
+def _links(index: int) -> tuple[str, str]:
+    return f"{_device(index)} link in", f"{_device(index)} link out"

@@ -1,0 +1,234 @@
+"""A training step as a graph of tasks, and the account of its run: time, memory, evidence."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Source
+from meshwright.simulator.advice import plan_warnings
+from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.engine import Task, TaskKind, TaskTimes, with_overhead
+from meshwright.simulator.errors import TooManyTasksError
+from meshwright.simulator.lanes import task_lanes
+from meshwright.simulator.memory import RankMemory, device_bytes, reserved_bytes, usable_bytes
+from meshwright.simulator.memory_timeline import MemoryEvent, memory_peak
+from meshwright.simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
+from meshwright.simulator.step_builder import overhead_per_million
+
+MAX_TASKS = 300_000
+Interval = tuple[int, int]
+
+
+class Label(NamedTuple):
+    """Name and kind of a task."""
+
+    name: str
+    kind: TaskKind
+
+
+class Hold(NamedTuple):
+    """What lives on a device, beyond its states, while a task runs."""
+
+    task: int
+    activations_bytes: int
+    buffers_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphDevice:
+    """A device: the resource it computes on, those it communicates and waits with, its memory."""
+
+    compute: str
+    links: tuple[str, ...]
+    host: str = ""
+    memory: RankMemory
+    holds: tuple[Hold, ...]
+    largest_tensor: str
+
+
+@dataclass(slots=True)
+class TaskGraph:
+    """The tasks of a step as they are written down, each with what its time is made of."""
+
+    tasks: list[Task] = field(default_factory=list)
+    costs: list[PhaseCost] = field(default_factory=list)
+
+    def add(
+        self,
+        label: Label,
+        cost: PhaseCost,
+        resources: tuple[str, ...],
+        after: Iterable[int] = (),
+        size_bytes: int = 0,
+    ) -> int:
+        """Return the position of a new task.
+
+        Raises:
+            TooManyTasksError: If there are too many to simulate.
+        """
+        if len(self.tasks) == MAX_TASKS:
+            raise TooManyTasksError(
+                f"a step of more than {MAX_TASKS} tasks is too many to simulate; allowed: fewer "
+                "microbatches (--micro-batch), workers or servers"
+            )
+        task = Task(*label, cost.time_ps, resources, tuple(after), size_bytes)
+        self.tasks.append(task)
+        self.costs.append(cost)
+        return len(self.tasks) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphRun:
+    """A graph that has run.
+
+    Args:
+        graph: What ran.
+        times: When.
+        devices: Devices of the plan in rank order, then servers beside them.
+        step_ps: Time of one step, without overhead.
+        windows_ps: Until when each device of the plan is looked at, a whole number of steps.
+        end_ps: Until when lanes are shown.
+    """
+
+    graph: TaskGraph
+    times: tuple[TaskTimes, ...]
+    devices: tuple[GraphDevice, ...]
+    step_ps: int
+    windows_ps: tuple[int, ...]
+    end_ps: int
+
+
+class Case(NamedTuple):
+    """What was asked for."""
+
+    job: TrainingJob
+    plan: ParallelPlan
+    costs: CostModel
+    memory_limit_bytes: int | None
+
+
+def transfer_cost(*parts: Cost) -> PhaseCost:
+    """Return the cost of a transfer made of *parts*."""
+    return PhaseCost.total((Category.DP_COMM, part) for part in parts)
+
+
+def account_graph(
+    case: Case, run: GraphRun, notes: Sequence[str] = (), asynchronous: AsyncRun | None = None
+) -> StepResult:
+    """Return the result of a run; *notes* come after the usual warnings."""
+    job, plan, costs, _ = case
+    total = sum(run.graph.costs, PhaseCost())
+    fractions = {source: total.source_ps(source) / max(1, total.time_ps) for source in Source}
+    memory = _memory(case, run)
+    step_ps = with_overhead(run.step_ps, overhead_per_million(costs.stack))
+    warnings = plan_warnings(job, plan, memory, costs, fractions[Source.EXTRAPOLATED])
+    return StepResult(
+        job=job,
+        plan=plan,
+        cluster=costs.cluster,
+        stack=costs.stack,
+        step_ps=step_ps,
+        breakdown_ps=_breakdown(run, step_ps),
+        source_fractions=fractions,
+        memory=memory,
+        warnings=(*warnings, *notes),
+        lanes=task_lanes(run.graph.tasks, run.times, run.end_ps),
+        asynchronous=asynchronous,
+    )
+
+
+def _memory(case: Case, run: GraphRun) -> MemoryResult:
+    cluster, stack = case.costs.cluster, case.costs.stack
+    stages = tuple(_device_memories(run))
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    return MemoryResult(
+        peak_bytes=worst.peak_bytes,
+        reserved_bytes=reserved_bytes(worst.peak_bytes, stack),
+        device_bytes=device_bytes(worst.peak_bytes, stack),
+        capacity_bytes=cluster.device.memory_capacity_bytes,
+        usable_bytes=usable_bytes(cluster, stack, case.memory_limit_bytes),
+        worst_rank=worst.stage,
+        by_stage=stages,
+    )
+
+
+def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
+    for index, device in enumerate(run.devices):
+        events = [
+            MemoryEvent(run.times[hold.task].start_ps, run.graph.tasks[hold.task].name, *hold[1:])
+            for hold in device.holds
+        ]
+        peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
+        yield StageMemory(
+            stage=index,
+            parameters_bytes=device.memory.parameters_bytes,
+            gradients_bytes=device.memory.gradients_bytes,
+            optimizer_states_bytes=device.memory.optimizer_states_bytes,
+            activations_bytes=peak.activations_bytes,
+            buffers_bytes=peak.buffers_bytes,
+            peak_time_ps=peak.time_ps,
+            peak_moment=peak.moment,
+            largest_tensor=device.largest_tensor,
+        )
+
+
+def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:
+    """Return the step's time by category, averaged over the devices of the plan.
+
+    A device computes, or else communicates, or else waits for the host's launches, or is idle.
+    """
+    seen = [
+        (device, window_ps)
+        for device, window_ps in zip(run.devices, run.windows_ps, strict=False)
+        if window_ps
+    ]
+    parts = dict.fromkeys(Category, 0)
+    held = _held(run)
+    for device, window_ps in seen:
+        computing = _spent(run, device, window_ps, held)
+        for category in Category:
+            parts[category] += computing[category] * run.step_ps // window_ps
+    parts = {category: time_ps // len(seen) for category, time_ps in parts.items()}
+    parts[Category.BUBBLE] = run.step_ps - sum(parts.values())
+    parts[Category.STEP_OVERHEAD] = step_ps - run.step_ps
+    return parts
+
+
+def _held(run: GraphRun) -> dict[str, list[int]]:
+    """Return the tasks of each resource."""
+    held: dict[str, list[int]] = {}
+    for index, task in enumerate(run.graph.tasks):
+        for name in task.resources:
+            held.setdefault(name, []).append(index)
+    return held
+
+
+def _spent(
+    run: GraphRun, device: GraphDevice, window_ps: int, held: dict[str, list[int]]
+) -> dict[Category, int]:
+    def intervals(*names: str) -> list[Interval]:
+        spans = [run.times[index] for name in names for index in held.get(name, ())]
+        return [(start, min(end, window_ps)) for start, end in spans if start < window_ps]
+
+    own = [index for index in held[device.compute] if run.times[index].end_ps <= window_ps]
+    total = sum((run.graph.costs[index] for index in own), PhaseCost())
+    parts = {category: total.category_ps(category) for category in Category}
+    computing = intervals(device.compute)
+    moving = computing + intervals(*device.links)
+    parts[Category.DP_COMM] += covered_ps(moving) - covered_ps(computing)
+    parts[Category.HOST] += covered_ps(moving + intervals(device.host)) - covered_ps(moving)
+    return parts
+
+
+def covered_ps(intervals: Iterable[Interval]) -> int:
+    """Return the time that at least one of *intervals* covers.
+
+    >>> covered_ps([(0, 3), (2, 5), (8, 9)])
+    6
+    """
+    total_ps = reached_ps = 0
+    for start_ps, end_ps in sorted(intervals):
+        total_ps += max(0, end_ps - max(start_ps, reached_ps))
+        reached_ps = max(reached_ps, end_ps)
+    return total_ps

@@ -1,0 +1,352 @@
+"""Workers that pull parameters from servers and push gradients back, in step or on their own.
+
+A server on a host of its own has one device of the cluster's kind and one network port: a node
+has as many ports as network cards, but no more than devices; neighbours share one where there are
+fewer.  ``all`` spreads the parameters over the workers' own devices, which then also add up and
+update.  Nothing overlaps within a worker: it pulls everything, computes, pushes everything.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Source
+from meshwright.simulator.activations import saved_tensors
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.costs import Category, Cost, PhaseCost
+from meshwright.simulator.costs.links import port_bytes_per_s, ports_per_node
+from meshwright.simulator.data_parallel import Stage, Wire, spread, stage_parameters
+from meshwright.simulator.engine import TaskKind, simulate_tasks
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.memory import RankMemory, StateBytes, chunk_memory
+from meshwright.simulator.plan import ParameterServer
+from meshwright.simulator.rank_work import ChunkCost, chunk_cost
+from meshwright.simulator.result import StepResult
+from meshwright.simulator.strategies.async_rounds import Round, account_rounds
+from meshwright.simulator.strategies.graph_step import (
+    Case,
+    GraphDevice,
+    GraphRun,
+    Hold,
+    Label,
+    TaskGraph,
+    account_graph,
+    transfer_cost,
+)
+
+ROUNDS = 50  # of each worker in an asynchronous run
+
+
+class Place(NamedTuple):
+    """A worker or a server: the device it computes on, its node, its network port."""
+
+    device: str
+    node: int
+    port: str
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Both directions of its link inside the node and of its port."""
+        return tuple(
+            f"{link} {way}" for link in (f"{self.device} link", self.port) for way in ("in", "out")
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast:
+    """Who takes part; ``shards`` are the parameters of each server."""
+
+    case: Case
+    options: ParameterServer
+    shape: BlockShape
+    workers: tuple[Place, ...]
+    servers: tuple[Place, ...]
+    shards: tuple[int, ...]
+
+    @property
+    def wire(self) -> Wire:
+        """Bytes of a parameter; pulls take as many as pushes."""
+        return Wire.of(self.case.costs.stack, self.case.job.precision)
+
+    @property
+    def whole_stage(self) -> Stage:
+        """What a worker computes."""
+        return Stage(self.case.job.model.num_layers, has_embedding=True, has_head=True)
+
+
+def simulate_parameter_server(case: Case) -> StepResult:
+    """Return the simulated step of workers and servers.
+
+    Raises:
+        PlanError: If the cluster lacks the hosts, or there is too much to simulate.
+    """
+    options = case.plan.parameter_server or ParameterServer()
+    cast = _cast(case._replace(plan=replace(case.plan, parameter_server=options)), options)
+    graph = TaskGraph()
+    add_all = _add_asynchronous if options.asynchronous else _add_synchronous
+    rounds = add_all(graph, cast)
+    times = simulate_tasks(graph.tasks)
+    end_ps = max(ran.end_ps for ran in times)
+    run = GraphRun(
+        graph=graph,
+        times=times,
+        devices=tuple(_devices(cast, rounds)),
+        step_ps=end_ps,
+        windows_ps=(end_ps,) * len(cast.workers),
+        end_ps=end_ps,
+    )
+    if options.asynchronous:
+        return account_rounds(cast.case, run, rounds, _notes(cast))
+    return account_graph(cast.case, run, _notes(cast))
+
+
+def _cast(case: Case, options: ParameterServer) -> Cast:
+    cluster, num_workers = case.costs.cluster, case.plan.dp
+    node_size, num_ports = cluster.devices_per_node, ports_per_node(cluster)
+    workers = tuple(
+        Place(
+            f"worker {index}",
+            index // node_size,
+            f"node {index // node_size} port {index % node_size * num_ports // node_size}",
+        )
+        for index in range(num_workers)
+    )
+    servers, num_nodes = workers, workers[-1].node + 1
+    if options.servers != "all":
+        servers = tuple(
+            Place(f"server {index}", num_nodes + index, f"server {index} port")
+            for index in range(options.servers)
+        )
+        if cluster.num_nodes is not None and servers[-1].node >= cluster.num_nodes:
+            raise PlanError(
+                f"servers={options.servers} beside {num_nodes} nodes of workers are more hosts "
+                f"than the {cluster.num_nodes} of {cluster.name}; allowed: all"
+            )
+    shape = BlockShape.of(case.job, case.plan, case.costs.stack)
+    stage = Stage(case.job.model.num_layers, has_embedding=True, has_head=True)
+    shards = tuple(spread(stage_parameters(shape, stage), len(servers)))
+    return Cast(
+        case=case, options=options, shape=shape, workers=workers, servers=servers, shards=shards
+    )
+
+
+def _notes(cast: Cast) -> list[str]:
+    if cast.options.servers == "all":
+        return []
+    count, num_workers = len(cast.servers), len(cast.workers)
+    hosts = "1 server has a host of its own" if count == 1 else f"{count} servers have own hosts"
+    text = f"{hosts}, each with one device like a worker's and one network port, beside the "
+    return [f"{text}{num_workers} GPUs; as devices they follow the workers"]
+
+
+def _add_synchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
+    """Add one round of each worker; servers update when all gradients are added up."""
+    rounds = [Round() for _ in cast.workers]
+    for turn in range(len(cast.servers)):
+        for worker, each in enumerate(rounds):
+            _add_pull(graph, cast, (worker, turn), each, None)
+    for worker, each in enumerate(rounds):
+        _add_passes(graph, cast, worker, each)
+    for turn in range(len(cast.servers)):
+        for worker, each in enumerate(rounds):
+            _add_push(graph, cast, (worker, turn), each)
+    for server, place in enumerate(cast.servers):
+        sums = []
+        for each in rounds:
+            label = Label(f"gradient sum on {place.device}", TaskKind.SUM)
+            cost = _sum_cost(cast, server)
+            sums.append(graph.add(label, cost, (place.device,), (each.pushed[server],)))
+        updated = _add_update(graph, cast, server, tuple(sums))
+        for each in rounds:
+            each.updates[server] = updated
+    return [[each] for each in rounds]
+
+
+def _add_asynchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
+    """Add the rounds of each worker; it pulls what its own update has left."""
+    rounds: list[list[Round]] = [[] for _ in cast.workers]
+    turns = range(len(cast.servers))
+    for _ in range(ROUNDS):
+        for worker, mine in enumerate(rounds):
+            each, before = Round(), mine[-1] if mine else None
+            for turn in turns:
+                _add_pull(graph, cast, (worker, turn), each, before)
+            _add_passes(graph, cast, worker, each)
+            for turn in turns:
+                _add_push(graph, cast, (worker, turn), each)
+            for server, pushed in each.pushed.items():
+                each.updates[server] = _add_update(graph, cast, server, (pushed,))
+            mine.append(each)
+    return rounds
+
+
+def _server_in_turn(cast: Cast, worker: int, turn: int) -> int:
+    """Return whom a worker talks to in its turn: in each one workers spread over servers."""
+    own_last = 1 if cast.options.servers == "all" else 0
+    return (worker + own_last + turn) % len(cast.servers)
+
+
+def _add_pull(
+    graph: TaskGraph, cast: Cast, who: tuple[int, int], each: Round, before: Round | None
+) -> None:
+    """Add a pull; a worker's own shard is there when its update is."""
+    server = _server_in_turn(cast, *who)
+    after = () if before is None else (before.updates[server],)
+    target, source = cast.workers[who[0]], cast.servers[server]
+    each.read_after[server] = after
+    if source is not target:
+        size_bytes = cast.shards[server] * cast.wire.reduce_bytes
+        label = Label(f"pull of {target.device} from {source.device}", TaskKind.PULL)
+        cost, links = _transfer(cast, source, target, size_bytes)
+        each.pulls[server] = graph.add(label, cost, links, after, size_bytes)
+
+
+def _add_push(graph: TaskGraph, cast: Cast, who: tuple[int, int], each: Round) -> None:
+    """Add a push; a worker sends one after the other, so that none blocks a server it is not at."""
+    server = _server_in_turn(cast, *who)
+    source, target = cast.workers[who[0]], cast.servers[server]
+    if source is target:
+        each.pushed[server] = each.passes[-1]
+    else:
+        size_bytes = cast.shards[server] * cast.wire.reduce_bytes
+        label = Label(f"push of {source.device} to {target.device}", TaskKind.PUSH)
+        cost, links = _transfer(cast, source, target, size_bytes)
+        after = [each.passes[-1], *each.pushed.values()][-1]
+        each.pushed[server] = graph.add(label, cost, links, (after,), size_bytes)
+
+
+def _transfer(
+    cast: Cast, source: Place, target: Place, size_bytes: int
+) -> tuple[PhaseCost, tuple[str, str]]:
+    """Return time and links of a transfer: inside a node, or out of one port into another."""
+    costs = cast.case.costs
+    if source.node == target.node:
+        cost = costs.message(size_bytes, crosses_nodes=False)
+        links = (f"{source.device} link out", f"{target.device} link in")
+        return transfer_cost(cost.transfer, cost.latency), links
+    rate = port_bytes_per_s(costs.cluster) * costs.stack.p2p_bandwidth_fraction
+    latency_s = costs.cluster.inter_node.latency_s
+    sent = Cost.from_seconds(size_bytes / rate, Source.FITTED)
+    latency = Cost.from_seconds(latency_s, costs.cluster.inter_node.kind)
+    return transfer_cost(sent, latency), (f"{source.port} out", f"{target.port} in")
+
+
+def _add_passes(graph: TaskGraph, cast: Cast, worker: int, each: Round) -> None:
+    """Add forward and backward of each microbatch; the last worker may be slow."""
+    case, device = cast.case, cast.workers[worker].device
+    passed = chunk_cost(case.costs, cast.shape, cast.whole_stage)
+    if worker == len(cast.workers) - 1:
+        slow = cast.options.slow_worker
+        passed = ChunkCost(stretched(passed.forward, slow), stretched(passed.backward, slow))
+    after = (*each.pulls.values(), *(task for tasks in each.read_after.values() for task in tasks))
+    for microbatch in range(case.plan.num_microbatches(case.job)):
+        for kind, cost in (
+            (TaskKind.FORWARD, passed.forward),
+            (TaskKind.BACKWARD, passed.backward),
+        ):
+            label = Label(f"{kind} {microbatch} of {device}", kind)
+            after = (graph.add(label, cost, (device,), after),)
+            each.passes.extend(after)
+
+
+def stretched(cost: PhaseCost, factor: float) -> PhaseCost:
+    """Return *cost* made *factor* times longer, its parts in proportion.
+
+    >>> stretched(PhaseCost(10, (10, 0), (4, 6)), 1.5)
+    PhaseCost(time_ps=15, by_category_ps=(15, 0), by_source_ps=(6, 9))
+    """
+    time_ps = round(cost.time_ps * factor)
+
+    def scaled(parts: tuple[int, ...]) -> tuple[int, ...]:
+        new = [part * time_ps // max(1, cost.time_ps) for part in parts]
+        new[new.index(max(new))] += time_ps - sum(new)
+        return tuple(new)
+
+    return PhaseCost(time_ps, scaled(cost.by_category_ps), scaled(cost.by_source_ps))
+
+
+def _sum_cost(cast: Cast, server: int) -> PhaseCost:
+    """Return the time to add an arrived gradient: it and the sum read, the sum written."""
+    state = StateBytes.of(cast.case.costs.stack, cast.case.job.precision)
+    per_parameter = cast.wire.reduce_bytes + 2 * state.gradient
+    cost = cast.case.costs.memory_traffic(cast.shards[server] * per_parameter)
+    return PhaseCost.total([(Category.DP_COMM, cost)])
+
+
+def _add_update(graph: TaskGraph, cast: Cast, server: int, after: tuple[int, ...]) -> int:
+    device = cast.servers[server].device
+    traffic = cast.shards[server] * cast.wire.update_traffic_bytes
+    cost = PhaseCost.total([(Category.OPTIMIZER, cast.case.costs.memory_traffic(traffic))])
+    return graph.add(Label(f"optimizer of {device}", TaskKind.OPTIMIZER), cost, (device,), after)
+
+
+def _devices(cast: Cast, rounds: list[list[Round]]) -> Iterator[GraphDevice]:
+    """Yield the workers, then servers on hosts of their own."""
+    num_parameters = sum(cast.shards)
+    chunk = chunk_memory(cast.shape, cast.whole_stage.num_layers, has_embedding=True, has_head=True)
+    spaces = (chunk.forward_workspace_bytes, chunk.backward_workspace_bytes)
+    largest = max(saved_tensors(cast.shape), key=lambda item: item.size_bytes).name
+    state = StateBytes.of(cast.case.costs.stack, cast.case.job.precision)
+    for worker, place in enumerate(cast.workers):
+        holds = [
+            Hold(task, chunk.saved_bytes, spaces[number % 2])
+            for each in rounds[worker]
+            for number, task in enumerate(each.passes)
+        ]
+        memory = RankMemory(
+            parameters_bytes=num_parameters * state.parameter,
+            gradients_bytes=num_parameters * state.gradient,
+            optimizer_states_bytes=0,
+            update_temporary_bytes=0,
+            chunks=(),
+        )
+        if place in cast.servers:
+            own, own_holds = _server_memory(cast, state, worker, rounds)
+            memory, holds = _together(memory, own), [*holds, *own_holds]
+        yield GraphDevice(
+            compute=place.device,
+            links=place.links,
+            memory=memory,
+            holds=tuple(holds),
+            largest_tensor=largest,
+        )
+    for server, place in enumerate(cast.servers):
+        if place not in cast.workers:
+            memory, holds = _server_memory(cast, state, server, rounds)
+            yield GraphDevice(
+                compute=place.device,
+                links=place.links,
+                memory=memory,
+                holds=tuple(holds),
+                largest_tensor="gradient that arrives",
+            )
+
+
+def _server_memory(
+    cast: Cast, state: StateBytes, server: int, rounds: list[list[Round]]
+) -> tuple[RankMemory, list[Hold]]:
+    """Return a server's shard, and what it holds in an update: one gradient that has arrived."""
+    shard = cast.shards[server]
+    # The update reads a gradient in fp32; of a sum, what arrived last has been added by then.
+    together = cast.options.asynchronous
+    arrived = shard * (cast.wire.reduce_bytes + state.update_temporary * together)
+    arrived = max(arrived, shard * state.update_temporary)
+    updates = dict.fromkeys(each.updates[server] for mine in rounds for each in mine)
+    memory = RankMemory(
+        parameters_bytes=shard * state.parameter,
+        gradients_bytes=0 if cast.options.asynchronous else shard * state.gradient,
+        optimizer_states_bytes=shard * state.optimizer,
+        update_temporary_bytes=0,
+        chunks=(),
+    )
+    return memory, [Hold(task, 0, arrived) for task in updates]
+
+
+def _together(one: RankMemory, other: RankMemory) -> RankMemory:
+    return RankMemory(
+        parameters_bytes=one.parameters_bytes + other.parameters_bytes,
+        gradients_bytes=one.gradients_bytes + other.gradients_bytes,
+        optimizer_states_bytes=one.optimizer_states_bytes + other.optimizer_states_bytes,
+        update_temporary_bytes=0,
+        chunks=(),
+    )

@@ -1,0 +1,64 @@
+"""What a replica of a module keeps, and holds for a moment, in a pass through all of it.
+
+Gradients of a replica are those of copies of the weights: they stay until all of them are there
+(PyTorch, torch/nn/parallel/_functions.py: `Broadcast` is one node of the graph, its backward one
+reduction).
+"""
+
+from collections.abc import Iterator
+
+from meshwright.simulator.activations import (
+    logits_tensor,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
+from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.end_liveness import (
+    embedding_backward_steps,
+    head_forward_steps,
+    logits_backward_steps,
+)
+from meshwright.simulator.fp8_casts import num_linear_weights
+from meshwright.simulator.liveness import layer_workspace_bytes, whole_backward_steps
+from meshwright.simulator.product_liveness import Step, highest
+
+
+def saved_bytes(shape: BlockShape) -> int:
+    """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
+    layers = shape.model.num_layers * saved_layer_bytes(shape)
+    head = saved_head_bytes(shape) - logits_tensor(shape).size_bytes
+    return saved_embedding_bytes(shape) + layers + head
+
+
+def forward_workspace_bytes(shape: BlockShape) -> int:
+    """Return what forward needs beside what it keeps: in the last layer, or for the logits."""
+    head = saved_head_bytes(shape) - logits_tensor(shape).size_bytes
+    until_logits = head_forward_steps(shape)[:2]
+    return max(layer_workspace_bytes(shape)[0], highest(until_logits)) - head
+
+
+def backward_workspace_bytes(shape: BlockShape, slope_bytes: int) -> int:
+    """Return the most that backward holds beside what forward kept, all gradients included.
+
+    Args:
+        shape: Sizes of the blocks.
+        slope_bytes: The gradient of the logits, as it came.
+    """
+    return highest(_backward_steps(shape, slope_bytes))
+
+
+def _backward_steps(shape: BlockShape, slope_bytes: int) -> Iterator[Step]:
+    """Yield the steps of the whole backward pass; gradients of weights stay."""
+    element, model = shape.residual_bytes, shape.model
+    table = shape.local_vocab_size * model.hidden_size
+    yield Step("gradient of the logits", slope_bytes, 0)
+    yield from logits_backward_steps(shape, slope_bytes, stays=True)
+    _, *layer = whole_backward_steps(shape, keeps_weight_gradients=True)
+    others = shape.parameters.layer - num_linear_weights(shape)
+    for _ in range(model.num_layers):
+        yield from layer
+        yield Step("biases and norms", others * element, 0)
+    yield Step("positions", (shape.parameters.embedding - table) * element, 0)
+    _, *embedding = embedding_backward_steps(shape)
+    yield from embedding

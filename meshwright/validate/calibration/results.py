@@ -1,0 +1,135 @@
+"""Fit profiles to the rows, write them with residuals and a picture, and say what came out."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import RenderableType
+
+from meshwright.hwprofiles import Cluster, Device, Link, load_cluster, load_device, load_link
+from meshwright.simulator import PlanError
+from meshwright.validate.calibration.calibrated import (
+    calibrated_device,
+    calibrated_link,
+    evidence,
+    joined,
+)
+from meshwright.validate.calibration.cases import Coverage
+from meshwright.validate.calibration.cost_fit import launch_floor
+from meshwright.validate.calibration.nccl_tests import NcclRun, read_nccl_tests
+from meshwright.validate.calibration.options import Accelerator
+from meshwright.validate.calibration.picture import draw_residuals
+from meshwright.validate.calibration.profile_files import write_profiles
+from meshwright.validate.calibration.report import calibration_report
+from meshwright.validate.calibration.residuals import residuals_of, write_residuals
+from meshwright.validate.calibration.row_file import RowFile
+from meshwright.validate.calibration.rows import Group, Row
+from meshwright.validate.calibration.setting import Setting
+from meshwright.validate.calibration.stack_file import write_stacks
+
+
+class Measured(NamedTuple):
+    """Rows of this machine, and how many of the cases they cover."""
+
+    file: RowFile
+    coverage: dict[str, Coverage]
+
+
+class Profiles(NamedTuple):
+    """Written profiles, read again as a simulation reads them; and all files."""
+
+    device: Device | None
+    link: Link | None
+    cluster: Cluster | None
+    files: list[Path]
+
+
+def write_results(
+    setting: Setting, folder: Path, measured: Measured | None, runs: list[NcclRun]
+) -> RenderableType:
+    """Write all that follows from the rows into *folder*; return the report.
+
+    Raises:
+        PlanError: If the rows are too few for a profile.
+    """
+    file = measured.file if measured is not None else None
+    head = evidence(file.machine, file.date) if file is not None else "read from nccl-tests"
+    own = file.rows if file is not None else []
+    collectives = joined(own, [row for run in runs for row in run.rows])
+    rows = [row for row in own if row.case.group is not Group.COLLECTIVE] + collectives
+    profiles = _write_profiles(setting, folder, file, collectives, runs)
+    accelerator = file.machine.accelerator if file is not None else Accelerator.CUDA
+    residuals = residuals_of(rows, profiles.device, profiles.link, launch_floor(rows, accelerator))
+    tables, picture = folder / "residuals.csv", folder / "residuals.png"
+    write_residuals(residuals, tables)
+    draw_residuals(residuals, f"{setting.name}: {head}", picture)
+    return calibration_report(
+        f"{setting.name}: {head}",
+        residuals,
+        device=profiles.device,
+        link=profiles.link,
+        coverage=measured.coverage if measured is not None else {},
+        files=[*profiles.files, tables, picture],
+    )
+
+
+def _write_profiles(
+    setting: Setting,
+    folder: Path,
+    file: RowFile | None,
+    collectives: list[Row],
+    runs: list[NcclRun],
+) -> Profiles:
+    """Write the profiles and read them again: the residuals are those of the files."""
+    name = setting.name
+    device: Device | str | None = setting.like
+    if file is not None:
+        device = calibrated_device(file, f"{name}-device", like=setting.like, peak=setting.peak)
+    link = None
+    if collectives:
+        seen = _origins(file, runs)
+        link = calibrated_link(collectives, f"{name}-link", f"inside {name}, calibrated", seen)
+    largest = max((row.case.sizes[1] for row in collectives), default=1)
+    files = write_profiles(folder, name, device=device, link=link, num_devices=largest)
+    return Profiles(
+        device=load_device(folder / f"{name}-device.toml") if file is not None else None,
+        link=None if link is None else load_link(folder / f"{name}-link.toml"),
+        cluster=None if device is None else load_cluster(folder / f"{name}.toml"),
+        files=files + _write_stacks(setting, folder, file),
+    )
+
+
+def _write_stacks(setting: Setting, folder: Path, file: RowFile | None) -> list[Path]:
+    """Write the stacks that are asked for: only a measured machine has any."""
+    if file is None:
+        return []
+    seen = evidence(file.machine, file.date)
+    return write_stacks(folder, setting.name, setting.stacks, file.rows, seen)
+
+
+def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:
+    """Return where each row of a collective comes from."""
+    origins: dict[Row, str] = {}
+    if file is not None:
+        origins |= dict.fromkeys(file.rows, evidence(file.machine, file.date))
+    for run in runs:
+        origins |= dict.fromkeys(run.rows, f"nccl-tests, {run.path.name}, on {run.device}")
+    return origins
+
+
+def read_runs(paths: tuple[Path, ...]) -> list[NcclRun]:
+    """Return what the files of nccl-tests say.
+
+    Raises:
+        PlanError: If one is no such file, or two are of the same operation and ranks.
+    """
+    runs: list[NcclRun] = []
+    for path in paths:
+        run = read_nccl_tests(path)
+        same = [each for each in runs if (each.op, each.num_ranks) == (run.op, run.num_ranks)]
+        if same:
+            raise PlanError(
+                f"--nccl-tests {path} and {same[0].path} are both of {run.op} over "
+                f"{run.num_ranks} ranks; allowed: one file for each"
+            )
+        runs.append(run)
+    return runs

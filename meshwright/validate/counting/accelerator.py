@@ -1,0 +1,118 @@
+"""A device beside the host, for a process of its own: another place, without hardware or data.
+
+PyTorch lets a process have one device of a kind that it does not know, given in Python. Private
+interfaces of PyTorch that this takes are in here, by the rule of `internals`: what must be there
+and is not raises an error that names it.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch.utils import backend_registration
+
+from meshwright.simulator import PlanError
+
+NAME = "standin"
+REGISTER = "_setup_privateuseone_for_python_backend"
+
+
+class IdleEvent:
+    """A moment on a stream; all work is done at once, so that none waits for it."""
+
+    def record(self, _stream: object = None) -> None:
+        """Mark the moment."""
+
+    def wait(self, _stream: object = None) -> None:
+        """Let a stream wait."""
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+
+
+class IdleStream:
+    """An order of work on the device; all is done in the order in which it is called.
+
+    Args:
+        priority: Of no effect.
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+
+    def wait_stream(self, _stream: object) -> None:
+        """Wait for all work of another stream."""
+
+    def wait_event(self, _event: object) -> None:
+        """Wait for a moment of another stream."""
+
+    def record_event(self) -> IdleEvent:
+        """Return this moment."""
+        return IdleEvent()
+
+
+class StandIn:
+    """The module of the device: ``torch.cuda`` of a machine with one GPU that does nothing."""
+
+    Stream = IdleStream
+    Event = IdleEvent
+
+    def __init__(self) -> None:
+        self._stream = IdleStream()
+
+    def is_available(self) -> bool:
+        """Return whether there is such a device."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Return whether it can be used."""
+        return True
+
+    def device_count(self) -> int:
+        """Return how many there are."""
+        return 1
+
+    def current_device(self) -> int:
+        """Return which one is in use."""
+        return 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the formats of autocast: without them nothing is computed again."""
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, _device: object = None) -> torch.Tensor:
+        """Return the state of the device's random numbers, as large as a GPU's."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        """Forget a state: nothing is drawn."""
+
+    def current_stream(self) -> IdleStream:
+        """Return the only stream that anything runs on."""
+        return self._stream
+
+    def stream(self, _stream: object) -> AbstractContextManager[None]:
+        """Return a context whose work is on a stream."""
+        return nullcontext()
+
+
+def stand_in() -> torch.device:
+    """Return a device for the tensors of a fake cluster that is not the host.
+
+    It stays for the rest of the process, in which nothing may have run backward before: autograd
+    takes stock of devices when it does so first.
+
+    Raises:
+        PlanError: If this release of PyTorch cannot be given one.
+    """
+    register = getattr(backend_registration, REGISTER, None)
+    if register is None:
+        raise PlanError(
+            f"torch {torch.__version__} has no {REGISTER}, which counting what is offloaded takes; "
+            "allowed: a later release, or --backend gloo"
+        )
+    if not hasattr(torch, NAME):
+        register(rename=NAME, backend_module=StandIn())
+        dist.Backend.backend_capability[dist.Backend.FAKE].append(NAME)
+    return torch.device(NAME, 0)

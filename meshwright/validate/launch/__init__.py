@@ -1,0 +1,26 @@
+"""Runs of real processes: started, watched, reported; launch files for clusters."""
+
+from meshwright.validate.launch.collect import RunOutcome, collect_run
+from meshwright.validate.launch.diagnosis import RunFailure
+from meshwright.validate.launch.emit import Launcher, emit_slurm, emit_torchrun, write_launch_folder
+from meshwright.validate.launch.local import run_local
+from meshwright.validate.launch.progress import enter_phase
+from meshwright.validate.launch.records import FailureKind
+from meshwright.validate.launch.spec import Phase, RunSpec, read_spec, write_spec
+
+__all__ = [
+    "FailureKind",
+    "Launcher",
+    "Phase",
+    "RunFailure",
+    "RunOutcome",
+    "RunSpec",
+    "collect_run",
+    "emit_slurm",
+    "emit_torchrun",
+    "enter_phase",
+    "read_spec",
+    "run_local",
+    "write_launch_folder",
+    "write_spec",
+]

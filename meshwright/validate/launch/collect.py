@@ -1,0 +1,99 @@
+"""What a run left in its folder, gathered: measurements of all ranks, or why there are none."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.simulator import PlanError
+from meshwright.validate.launch.diagnosis import RankState, RunFailure, diagnose
+from meshwright.validate.launch.records import (
+    SPEC_NAME,
+    measurement_path,
+    read_failure,
+    read_heartbeat,
+)
+from meshwright.validate.launch.spec import RunSpec, read_spec
+from meshwright.validate.measurement import RankMeasurement, read_measurement
+
+_RANK_FILE = re.compile(r"rank-(\d+)\.(heartbeat|failure)\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """What came of a run.
+
+    Args:
+        spec: What the ranks were told.
+        world_size: How many there were to be.
+        measurements: For each plan, what each rank measured; all of them if nothing failed.
+        failure: Why the run failed, if it did.
+    """
+
+    spec: RunSpec
+    world_size: int
+    measurements: tuple[Mapping[int, RankMeasurement], ...]
+    failure: RunFailure | None
+
+    def missing_ranks(self, plan: int) -> tuple[int, ...]:
+        """Return the ranks that measured nothing of the plan with that index."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.measurements[plan])
+
+
+def collect_run(folder: Path) -> RunOutcome:
+    """Return what a run, as of a cluster's job, left in *folder*.
+
+    Raises:
+        PlanError: If no rank left anything there.
+    """
+    spec = read_spec(folder / SPEC_NAME)
+    world_size = _world_size(folder)
+    states = [rank_state(folder, rank) for rank in range(world_size)]
+    return outcome(replace(spec, results=folder), states)
+
+
+def rank_state(folder: Path, rank: int) -> RankState:
+    """Return what the files of a rank say."""
+    return RankState(
+        rank=rank, heartbeat=read_heartbeat(folder, rank), failure=read_failure(folder, rank)
+    )
+
+
+def outcome(
+    spec: RunSpec,
+    states: Sequence[RankState],
+    *,
+    stopped_s: float | None = None,
+) -> RunOutcome:
+    """Return measurements and diagnosis of a run.
+
+    Args:
+        spec: What the ranks were told.
+        states: What is known of each rank, in order.
+        stopped_s: When the launcher gave up waiting, if it did.
+    """
+    measurements = tuple(
+        {
+            state.rank: read_measurement(path)
+            for state in states
+            for path in [measurement_path(spec.results, state.rank, plan)]
+            if path.exists()
+        }
+        for plan in range(len(spec.plans))
+    )
+    return RunOutcome(
+        spec=spec,
+        world_size=len(states),
+        measurements=measurements,
+        failure=diagnose(states, spec, stopped_s=stopped_s),
+    )
+
+
+def _world_size(folder: Path) -> int:
+    """Return the number of ranks there were to be, as any one of them knows."""
+    for path in sorted(folder.iterdir()):
+        named = _RANK_FILE.fullmatch(path.name)
+        heartbeat = read_heartbeat(folder, int(named[1])) if named else None
+        if heartbeat is not None:
+            return heartbeat.world_size
+    raise PlanError(f"{folder}: no rank left a file here; name the results folder of a run")

@@ -1,0 +1,199 @@
+"""The files that a rank leaves: where it is, what went wrong, what it measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from meshwright.validate.measurement import RankMeasurement, write_measurement
+
+SPEC_NAME = "run.json"
+
+
+class FailureKind(StrEnum):
+    """What kind of thing ended a rank; the last four are what it saw of others."""
+
+    MISTAKE = "mistake"
+    EXCEPTION = "exception"
+    OUT_OF_MEMORY = "out of memory"
+    TERMINATED = "terminated"
+    MISSING = "missing ranks"
+    TIMEOUT = "timeout"
+    PEER_LOST = "peer lost"
+
+
+# Words of gloo, of the key-value store and of NCCL's watchdog, in torch 2.13.
+_WAITED = (
+    "timed out waiting",
+    "timed out after",
+    "timed out in",
+    "collective operation timeout",
+    "wait timeout",
+    "socket timeout",
+)
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "got 0 bytes",
+    "recvvalue failed",
+    "remote process exited",
+    "communicator was aborted",
+    "ncclremoteerror",
+)
+
+
+def kind_of_text(text: str) -> FailureKind:
+    """Return whether a message tells of another rank, and what.
+
+    >>> kind_of_text("Timed out waiting 5000ms for recv operation to complete").value
+    'timeout'
+    >>> kind_of_text("list index out of range").value
+    'exception'
+    """
+    words = text.lower()
+    if any(sign in words for sign in _WAITED):
+        return FailureKind.TIMEOUT
+    if any(sign in words for sign in _LOST):
+        return FailureKind.PEER_LOST
+    return FailureKind.EXCEPTION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """Where a rank is.
+
+    Args:
+        rank: Which one.
+        world_size: Ranks of the run.
+        host: Machine it runs on.
+        pid: Its process there.
+        phase: What it does.
+        plan: Index of the plan it does it for; None while it joins and leaves.
+        time_s: When it began to, in seconds since 1970 by the clock of its host.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    phase: str
+    plan: int | None
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """Why a rank ended early, in its own words.
+
+    Args:
+        rank: Which one.
+        host: Machine it ran on.
+        pid: Its process there.
+        phase: What it was doing.
+        plan: Index of the plan it did it for, if any.
+        time_s: When, in seconds since 1970 by the clock of its host.
+        kind: What kind of thing it was.
+        exception: Type of the exception.
+        message: Its text.
+        traceback: Where it was raised.
+        missing: Ranks that it waited for, where it knows.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    plan: int | None
+    time_s: float
+    kind: FailureKind
+    exception: str
+    message: str
+    traceback: str
+    missing: tuple[int, ...] = ()
+
+
+def rank_path(folder: Path, rank: int, ending: str) -> Path:
+    """Return the name of a file of *rank*.
+
+    >>> rank_path(Path("results"), 3, "failure.json").as_posix()
+    'results/rank-00003.failure.json'
+    """
+    return folder / f"rank-{rank:05d}.{ending}"
+
+
+def measurement_path(folder: Path, rank: int, plan: int) -> Path:
+    """Return where *rank* writes what it measured of the plan with that index.
+
+    >>> measurement_path(Path("results"), 3, 0).as_posix()
+    'results/plan-00/rank-00003.json'
+    """
+    return rank_path(folder / f"plan-{plan:02d}", rank, "json")
+
+
+def write_heartbeat(heartbeat: Heartbeat, folder: Path) -> None:
+    """Replace the heartbeat file of a rank, in one piece."""
+    path = rank_path(folder, heartbeat.rank, "heartbeat.json")
+    draft = path.with_suffix(".draft")
+    draft.write_text(_json(asdict(heartbeat)), encoding="utf-8")
+    draft.replace(path)
+
+
+def claim_rank(heartbeat: Heartbeat, folder: Path) -> bool:
+    """Write a rank's first heartbeat; return False, and write nothing, if it has one already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return _write_new(rank_path(folder, heartbeat.rank, "heartbeat.json"), asdict(heartbeat))
+
+
+def read_heartbeat(folder: Path, rank: int) -> Heartbeat | None:
+    """Return where *rank* is, or None if it never started."""
+    fields = _read(rank_path(folder, rank, "heartbeat.json"))
+    return None if fields is None else Heartbeat(**fields)
+
+
+def write_failure(failure: RankFailure, folder: Path) -> bool:
+    """Keep why a rank failed; only its first reason counts. Return whether this was it."""
+    return _write_new(rank_path(folder, failure.rank, "failure.json"), asdict(failure))
+
+
+def read_failure(folder: Path, rank: int) -> RankFailure | None:
+    """Return why *rank* failed, or None if it left no word."""
+    fields = _read(rank_path(folder, rank, "failure.json"))
+    if fields is None:
+        return None
+    kind, missing = FailureKind(fields.pop("kind")), tuple(fields.pop("missing"))
+    return RankFailure(kind=kind, missing=missing, **fields)
+
+
+def keep_measurement(measurement: RankMeasurement, folder: Path, plan: int) -> None:
+    """Write what a rank measured of a plan, in one piece."""
+    path = measurement_path(folder, measurement.rank, plan)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    write_measurement(measurement, draft)
+    draft.replace(path)
+
+
+def _json(fields: Mapping[str, object]) -> str:
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+
+def _write_new(path: Path, fields: Mapping[str, object]) -> bool:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_json(fields))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the fields of a record; None if it is not there or a kill left half of it."""
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return fields

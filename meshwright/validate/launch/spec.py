@@ -1,0 +1,102 @@
+"""What a run of real processes is told: a small JSON file that every rank reads."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from meshwright.hwprofiles.complaints import one_line
+from meshwright.simulator import PlanError
+
+Count = Annotated[int, Field(strict=True, ge=1, le=10**6)]
+Seconds = Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)]
+
+SHUTDOWN_S = 60.0  # to leave the group, to write results, to stop what hangs
+
+
+class Phase:
+    """Names of what a rank does, in order; between the warm-up and the report come steps."""
+
+    INIT = "init"
+    BUILD = "build"
+    WARM_UP = "warm-up"
+    REPORT = "report"
+    DONE = "done"
+
+    @staticmethod
+    def step(number: int) -> str:
+        """Return the phase of a timed step.
+
+        >>> Phase.step(2)
+        'step 2'
+        """
+        return f"step {number}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid"))
+class RunSpec:
+    """Which plans a run measures, and how long it may take.
+
+    Args:
+        plans: Plan files, run one after the other by the same processes.
+        backend: How the ranks talk: "gloo" on CPUs, "nccl" on GPUs.
+        results: Folder of the files that ranks write; one run, one folder.
+        num_steps: Timed steps of each plan.
+        warmup_steps: Steps before them; the first one makes the communicators.
+        init_timeout_s: Longest wait to join, and in everything before a plan's first timed step.
+        step_timeout_s: Longest timed step, and longest wait for another rank in it.
+        threads_per_rank: CPU threads of each rank.
+        measure: ``module:function`` from plan, spec and rank to a `RankMeasurement`.
+    """
+
+    plans: Annotated[tuple[Path, ...], Field(min_length=1)]
+    backend: Literal["gloo", "nccl"]
+    results: Path
+    num_steps: Count = 3
+    warmup_steps: Count = 1
+    init_timeout_s: Seconds = 300.0
+    step_timeout_s: Seconds = 60.0
+    threads_per_rank: Count = 1
+    measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = (
+        "meshwright.validate.program.measure:measure_rank"
+    )
+
+    def limit_s(self, phase: str) -> float:
+        """Return how long a rank may wait for another one in *phase*."""
+        return self.step_timeout_s if phase.startswith("step ") else self.init_timeout_s
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which a run that obeys its limits has ended.
+
+        Joining, then for each plan: building, the warm-up, the steps and the report.
+        """
+        of_plan_s = 3 * self.init_timeout_s + self.num_steps * self.step_timeout_s
+        return self.init_timeout_s + len(self.plans) * of_plan_s + SHUTDOWN_S
+
+
+_ADAPTER = TypeAdapter(RunSpec)
+
+
+def write_spec(spec: RunSpec, path: Path) -> None:
+    """Write *spec* as JSON; its relative paths mean files beside *path*."""
+    path.write_bytes(_ADAPTER.dump_json(spec, indent=1) + b"\n")
+
+
+def read_spec(path: Path) -> RunSpec:
+    """Return what `write_spec` wrote, its paths resolved beside *path*.
+
+    Raises:
+        PlanError: If the file cannot be read or says something that cannot be.
+    """
+    try:
+        spec = _ADAPTER.validate_json(path.read_bytes())
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise PlanError(f"{path}: {one_line(error)}") from None
+    beside = path.resolve().parent
+    plans = tuple(beside / plan for plan in spec.plans)
+    return replace(spec, plans=plans, results=beside / spec.results)

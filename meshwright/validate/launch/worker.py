@@ -1,0 +1,143 @@
+"""What every rank runs: ``python -m meshwright.validate.launch.worker SPEC.json``."""
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias
+
+from meshwright.hwprofiles import Offload, ProfileError
+from meshwright.planner.plan_file import SavedPlan, read_plan
+from meshwright.simulator import PlanError
+from meshwright.validate.launch.last_words import failures_kept, watch_for_end
+from meshwright.validate.launch.place import Place
+from meshwright.validate.launch.progress import enter_phase
+from meshwright.validate.launch.records import (
+    SPEC_NAME,
+    Heartbeat,
+    claim_rank,
+    keep_measurement,
+)
+from meshwright.validate.launch.spec import Phase, RunSpec, read_spec, write_spec
+from meshwright.validate.measurement import RankMeasurement
+from meshwright.validate.program.replicas_servers import num_processes
+
+USER_MISTAKE = 2
+Measure: TypeAlias = Callable[[SavedPlan, RunSpec, int], RankMeasurement]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one rank and return its exit status.
+
+    Args:
+        words: The spec file, and ``--results`` to write elsewhere than it says; by default
+            those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m meshwright.validate.launch.worker")
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args(words)
+    try:
+        spec = read_spec(options.spec)
+        if options.results is not None:
+            spec = replace(spec, results=options.results.resolve())
+        place = Place.from_environment(os.environ)
+        _claim(spec, place)
+        watch_for_end(spec, place.rank)
+        with failures_kept(spec, place.rank):
+            plans = _plans(spec, place.world_size)
+            # Under torchrun, `record` hands the exception to its agent.
+            from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415
+
+            record(run_rank)(spec, place, plans)
+    except (PlanError, ProfileError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return USER_MISTAKE
+    return 0
+
+
+def run_rank(spec: RunSpec, place: Place, plans: Sequence[SavedPlan]) -> None:
+    """Join the others and measure every plan.
+
+    Raises:
+        MissingRanksError: If other ranks do not come.
+    """
+    import torch  # noqa: PLC0415 - a plan that cannot run needs no torch
+
+    from meshwright.validate.launch.process_group import barrier, join, leave  # noqa: PLC0415
+
+    torch.set_num_threads(spec.threads_per_rank)
+    measure = measure_function(spec.measure)
+    enter_phase(spec, place.rank, Phase.INIT)  # its clock starts once torch has been imported
+    offloads = any(saved.plan.offload is not Offload.NONE for saved in plans)
+    control = join(spec.backend, place, timeout_s=spec.init_timeout_s, offloads=offloads)
+    for index, saved in enumerate(plans):
+        enter_phase(spec, place.rank, Phase.BUILD, plan=index)
+        barrier(control, timeout_s=spec.init_timeout_s)
+        measurement = measure(saved, spec, place.rank)
+        enter_phase(spec, place.rank, Phase.REPORT)
+        keep_measurement(measurement, spec.results, index)
+    barrier(control, timeout_s=spec.init_timeout_s)
+    leave()
+    enter_phase(spec, place.rank, Phase.DONE)
+
+
+def check_world_size(saved: SavedPlan, world_size: int, *, name: str) -> None:
+    """Refuse a plan for another number of ranks than there are.
+
+    Raises:
+        PlanError: Naming both numbers.
+    """
+    plan, needed = saved.plan, num_processes(saved.plan, saved.stack)
+    if needed != world_size:
+        layout = f"tp {plan.tp} x pp {plan.pp} x dp {plan.dp}"
+        raise PlanError(f"{name} needs {needed} ranks ({layout}); this run has {world_size}")
+
+
+def measure_function(name: str) -> Measure:
+    """Return the function that a spec names as ``module:function``.
+
+    Raises:
+        PlanError: If there is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        function: Measure = getattr(import_module(module_name), function_name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise PlanError(f"measure={name}: {error}") from None
+    return function
+
+
+def _plans(spec: RunSpec, world_size: int) -> list[SavedPlan]:
+    plans = [read_plan(path) for path in spec.plans]
+    for path, saved in zip(spec.plans, plans, strict=True):
+        check_world_size(saved, world_size, name=path.name)
+    return plans
+
+
+def _claim(spec: RunSpec, place: Place) -> None:
+    """Say that this rank has started; refuse a folder where an earlier run did so."""
+    heartbeat = Heartbeat(
+        rank=place.rank,
+        world_size=place.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        phase=Phase.INIT,
+        plan=None,
+        time_s=time.time(),
+    )
+    if not claim_rank(heartbeat, spec.results):
+        raise PlanError(
+            f"results={spec.results} holds rank {place.rank} of an earlier run; name a new folder"
+        )
+    if place.rank == 0 and not (spec.results / SPEC_NAME).exists():
+        write_spec(spec, spec.results / SPEC_NAME)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""A plan by what a user types after ``meshwright simulate`` to get it."""
+
+import shlex
+
+from meshwright.planner.buckets import with_buckets
+from meshwright.planner.option_words import as_command, run_command_line
+from meshwright.planner.options import JobOptions, LayoutOptions, ReplicaOptions
+from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.request import read_setting, resolve_plan
+
+
+def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
+    """Return the plan that ``simulate OPTIONS --cluster CLUSTER`` writes with ``--out``.
+
+    Raises:
+        PlanError: If no plan can be so.
+        ProfileError: If there is no such cluster or stack.
+
+    >>> plan_of_words("gpt2 --gpus 8 --global-batch 8 --stack ddp", "dgx-h200").plan.dp
+    8
+    """
+    found: list[SavedPlan] = []
+
+    def keep(job: JobOptions, layout: LayoutOptions, replicas: ReplicaOptions) -> int:
+        setting = with_buckets(read_setting(job), replicas)
+        plan = resolve_plan(setting, layout, replicas)
+        cluster, stack = setting.cluster, setting.stack
+        found.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))
+        return 0
+
+    read = as_command(keep, JobOptions, LayoutOptions, ReplicaOptions)
+    words = ["simulate", *shlex.split(options), "--cluster", cluster_name]
+    # Of a single command the name would not be read; the second one is never called.
+    run_command_line({"simulate": read, "": lambda: 0}, words)
+    return found[0]

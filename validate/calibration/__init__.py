@@ -1,6 +1,0 @@
-"""Micro-benchmarks of a machine, and the device and cluster profiles made of them."""
-
-from validate.calibration.command import run_calibrate
-from validate.calibration.options import Accelerator, CalibrateOptions
-
-__all__ = ["Accelerator", "CalibrateOptions", "run_calibrate"]
