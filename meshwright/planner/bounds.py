@@ -23,9 +23,8 @@ from meshwright.planner.roles import Role
 from meshwright.planner.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space import Column, Space
 from meshwright.simulator import CostModel
-from meshwright.simulator.closing_sums import leaves_sums
-from meshwright.simulator.data_parallel import Stage, norm_cost
-from meshwright.simulator.step_builder import PPM, overhead_per_million
+from meshwright.simulator.replication import Stage, leaves_sums, norm_cost
+from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
 

@@ -6,7 +6,7 @@ from meshwright.hwprofiles import ProfileError, parse_bytes
 from meshwright.planner.options import ReplicaOptions
 from meshwright.planner.request import Setting
 from meshwright.simulator import PlanError
-from meshwright.simulator.data_parallel import Wire
+from meshwright.simulator.replication import Wire
 
 
 def with_buckets(setting: Setting, options: ReplicaOptions) -> Setting:

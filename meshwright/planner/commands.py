@@ -83,8 +83,7 @@ def run_simulate(
     from meshwright.planner.report import step_report
     from meshwright.planner.request import read_budget, read_setting, resolve_plan
     from meshwright.planner.result_files import write_step
-    from meshwright.simulator import simulate
-    from meshwright.simulator.chrome_trace import write_chrome_trace
+    from meshwright.simulator import simulate, write_chrome_trace
 
     setting = with_buckets(read_setting(job, files.plan), replicas)
     plan = resolve_plan(setting, layout, replicas)

@@ -18,8 +18,8 @@ from meshwright.simulator import (
     StepResult,
     TrainingJob,
     count_parameters,
-    model_flops,
 )
+from meshwright.simulator.blocks import model_flops
 
 
 def json_text(document: Mapping[str, Json]) -> str:

@@ -19,18 +19,15 @@ from meshwright.planner.shapes import ShapeBytes, ShapeTable
 from meshwright.planner.space import Column, Space
 from meshwright.planner.unit_footprint import UnitPeaks
 from meshwright.simulator import SCHEDULES, Phase, Schedule
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Replication, Stage, sum_layers
-from meshwright.simulator.fp8_casts import weight_copy_bytes
-from meshwright.simulator.gradient_buckets import reduced_parts
+from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
+from meshwright.simulator.layout import GroupSpan, syncs_by_default
 from meshwright.simulator.memory import (
     Shards,
     StateBytes,
     pass_workspace_bytes,
     sharded_workspace_bytes,
 )
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.plan import syncs_by_default
+from meshwright.simulator.replication import Replication, Stage, reduced_parts, sum_layers
 
 
 class Group(NamedTuple):

@@ -21,9 +21,7 @@ from meshwright.planner.matmul_wording import boxing_text, chain_text, format_se
 from meshwright.planner.output_folder import new_folder
 from meshwright.planner.plan_file import Json
 from meshwright.planner.report import facts_table, format_count
-from meshwright.simulator.boxing import Boxing
-from meshwright.simulator.placement_chain import Chain, LocalRun
-from meshwright.simulator.signatures import Signature
+from meshwright.simulator.matmul import Boxing, Chain, LocalRun, Signature
 
 
 def matmul_report(study: MatmulStudy) -> RenderableType:

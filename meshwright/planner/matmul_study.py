@@ -13,11 +13,23 @@ from meshwright.hwprofiles import Cluster, Precision, load_cluster
 from meshwright.hwprofiles.names import shown
 from meshwright.planner.options import MatmulOptions
 from meshwright.simulator import Cost, PlanError
-from meshwright.simulator.boxing import Boxing, DeviceMesh, TensorSize, boxing
-from meshwright.simulator.costs.collectives import p2p_cost
-from meshwright.simulator.placement import Replicate, Split
-from meshwright.simulator.placement_chain import Chain, LocalRun, best_chain, local_run
-from meshwright.simulator.signatures import REPLICATED, PlacedOperator, Shape, Signature, matmul
+from meshwright.simulator.costs import p2p_cost
+from meshwright.simulator.layout import Replicate, Split
+from meshwright.simulator.matmul import (
+    REPLICATED,
+    Boxing,
+    Chain,
+    DeviceMesh,
+    LocalRun,
+    PlacedOperator,
+    Shape,
+    Signature,
+    TensorSize,
+    best_chain,
+    boxing,
+    local_run,
+    matmul,
+)
 
 MAX_DEVICES = 1024
 MAX_MATRICES = 8

@@ -4,8 +4,7 @@ from fractions import Fraction
 
 from meshwright.hwprofiles import KIBI, format_bytes
 from meshwright.planner.matmul_study import shape_text
-from meshwright.simulator.boxing import Boxing
-from meshwright.simulator.placement_chain import Chain, LocalRun
+from meshwright.simulator.matmul import Boxing, Chain, LocalRun
 
 
 def chain_text(chain: Chain) -> str:

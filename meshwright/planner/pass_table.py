@@ -13,10 +13,17 @@ from numpy.typing import NDArray
 
 from meshwright.planner.roles import PERIODS
 from meshwright.simulator import Phase, Schedule
-from meshwright.simulator.data_parallel import Stage
-from meshwright.simulator.memory import ChunkMemory, KeptUnits, Moment, PassMoments, RankMemory
-from meshwright.simulator.pass_states import kept_levels, pass_states
-from meshwright.simulator.sent_messages import SentBytes
+from meshwright.simulator.memory import (
+    ChunkMemory,
+    KeptUnits,
+    Moment,
+    PassMoments,
+    RankMemory,
+    SentBytes,
+    kept_levels,
+    pass_states,
+)
+from meshwright.simulator.replication import Stage
 
 DIGIT_BITS = 32
 NUM_SIZES = 18

@@ -37,7 +37,7 @@ from meshwright.simulator import (
     list_models,
     load_model,
 )
-from meshwright.simulator.model_spec import parse_model
+from meshwright.simulator.model import parse_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 FORMAT = "meshwright-plan-1"

@@ -23,9 +23,9 @@ from meshwright.simulator import (
     TrainingJob,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import with_overhead
-from meshwright.simulator.step_builder import overhead_per_million
+from meshwright.simulator.step import overhead_per_million
 
 Servers = int | Literal["all"] | None
 # A pass starts when the one before it has ended, so that two show what lives at once.

@@ -7,29 +7,27 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.roles import Role
 from meshwright.planner.space import Space
 from meshwright.simulator import Axis, CostModel, Mesh
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.closing_sums import sums_first, tensor_sums_cost
+from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost
-from meshwright.simulator.data_parallel import (
+from meshwright.simulator.layout import ParallelPlan, syncs_by_default
+from meshwright.simulator.replication import (
     Replication,
     Stage,
+    StagePart,
     Wire,
+    bucket_limit,
+    bucket_parts,
     buffer_copies,
     gather_cost,
     reduce_cost,
+    reduced_parts,
     sum_layers,
     sum_parameters,
+    sums_first,
+    tensor_sums_cost,
     update_cost,
 )
-from meshwright.simulator.fp8_casts import step_cast_bytes
-from meshwright.simulator.gradient_buckets import (
-    StagePart,
-    bucket_limit,
-    bucket_parts,
-    reduced_parts,
-)
-from meshwright.simulator.plan import ParallelPlan, syncs_by_default
-from meshwright.simulator.rank_work import shared_embedding_ps
+from meshwright.simulator.step import shared_embedding_ps
 
 
 class ReplicaTimes(NamedTuple):

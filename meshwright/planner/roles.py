@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.planner.space import Column
 from meshwright.simulator import Phase, Schedule
-from meshwright.simulator.data_parallel import Stage
+from meshwright.simulator.replication import Stage
 
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
 # takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.

@@ -9,8 +9,8 @@ from meshwright.planner.options import LayoutOptions, LimitOptions, check_counts
 from meshwright.planner.request import Setting, default_attention
 from meshwright.planner.space import SpaceLimits, tp_divides
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
-from meshwright.simulator.costs.compute import peak_flops_per_s
-from meshwright.simulator.plan import stack_refusal
+from meshwright.simulator.costs import peak_flops_per_s
+from meshwright.simulator.layout import stack_refusal
 
 V = TypeVar("V")
 

@@ -8,14 +8,10 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space import RECOMPUTES, Column, Space
 from meshwright.simulator import CostModel
-from meshwright.simulator.activations import (
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-)
-from meshwright.simulator.block_shape import BlockParameters, BlockShape
-from meshwright.simulator.parameters import Block
-from meshwright.simulator.rank_work import message_between
+from meshwright.simulator.blocks import BlockParameters, BlockShape
+from meshwright.simulator.liveness import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
+from meshwright.simulator.model import Block
+from meshwright.simulator.step import message_between
 
 ENDS: tuple[Block, ...] = ("embedding", "head")
 BLOCKS: tuple[Block, ...] = ("layer", *ENDS)

@@ -14,18 +14,18 @@ from meshwright.planner.roles import Role
 from meshwright.planner.shapes import ShapeTable
 from meshwright.planner.space import Column, Space
 from meshwright.simulator import Schedule
-from meshwright.simulator.data_parallel import Replication, Stage, Wire, sum_layers
-from meshwright.simulator.fp8_casts import weight_copy_bytes
+from meshwright.simulator.blocks import weight_copy_bytes
+from meshwright.simulator.layout import GroupSpan
 from meshwright.simulator.memory import (
     RankMemory,
     Shards,
     StateBytes,
+    pass_levels,
+    update_level,
     with_copies,
 )
-from meshwright.simulator.memory_timeline import pass_levels, update_level
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.unit_bytes import PassBytes
-from meshwright.simulator.unit_memory import unit_rank_memory
+from meshwright.simulator.replication import Replication, Stage, Wire, sum_layers
+from meshwright.simulator.units import PassBytes, unit_rank_memory
 
 
 class _Rank(NamedTuple):

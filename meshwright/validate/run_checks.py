@@ -8,7 +8,7 @@ from statistics import fmean, median, quantiles
 from meshwright.hwprofiles import Precision
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import AsyncRun
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.comparison import Check, Unit, Verdict
 from meshwright.validate.measurement import RankMeasurement
 

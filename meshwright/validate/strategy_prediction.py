@@ -14,10 +14,10 @@ from meshwright.simulator import (
     StepResult,
     simulate,
 )
-from meshwright.simulator.data_parallel import NORM_BYTES
+from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.memory import reserved_bytes
-from meshwright.simulator.rank_counts import rank_flops
+from meshwright.simulator.replication import NORM_BYTES
 from meshwright.validate.measurement import ByteKind, CollectiveCount
 from meshwright.validate.prediction import (
     RECEIVE,

@@ -35,7 +35,7 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
-from meshwright.simulator.memory import device_bytes
+from meshwright.simulator.memory.rank import device_bytes
 
 
 @cache

@@ -12,7 +12,7 @@ from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
-from meshwright.simulator.memory import device_bytes
+from meshwright.simulator.memory.rank import device_bytes
 
 
 class Case(NamedTuple):
@@ -144,7 +144,7 @@ def brute_force(name: str) -> Brute:
 
 
 def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
-    from meshwright.simulator.plan import stack_refusal
+    from meshwright.simulator.layout.plan import stack_refusal
 
     return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
 

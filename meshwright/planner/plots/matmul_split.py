@@ -16,9 +16,8 @@ from meshwright.hwprofiles import PS_PER_S, format_time
 from meshwright.planner.matmul_study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
 from meshwright.planner.matmul_wording import boxing_text, chain_text, format_sent
 from meshwright.planner.plots import canvas
-from meshwright.simulator.placement import Partial, Placement, Replicate, Split
-from meshwright.simulator.placement_chain import Chain
-from meshwright.simulator.signatures import Shape
+from meshwright.simulator.layout import Partial, Placement, Replicate, Split
+from meshwright.simulator.matmul import Chain, Shape
 
 COLOURS = (
     *(canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PURPLE),

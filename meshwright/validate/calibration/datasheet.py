@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     parse_flops_per_s,
 )
 from meshwright.simulator import PlanError
-from meshwright.simulator.operators import MemoryBound
+from meshwright.simulator.blocks import MemoryBound
 from meshwright.validate.calibration.machine import Machine
 from meshwright.validate.calibration.options import Accelerator
 from meshwright.validate.calibration.rows import Group, Row

@@ -14,8 +14,8 @@ from meshwright.hwprofiles import (
     Source,
     load_cluster,
 )
-from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
-from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.costs import CollectiveCall, collective_cost, p2p_cost
+from meshwright.simulator.layout import GroupSpan
 from meshwright.validate.calibration.calibrated import Misfit, misfit_of
 from meshwright.validate.calibration.cost_fit import Floor, modelled_s
 from meshwright.validate.calibration.rows import Case, Group, Row

@@ -25,7 +25,7 @@ from meshwright.hwprofiles import (
 from meshwright.planner.output_folder import check_folder
 from meshwright.planner.plan_file import SavedPlan, plan_document
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
-from meshwright.simulator.model_spec import parse_model
+from meshwright.simulator.model import parse_model
 from meshwright.validate.calibration.step_clock import read_steps
 from meshwright.validate.calibration.step_table import Line, Step, markdown, step_of, write_lines
 from meshwright.validate.launch import RunSpec, run_local

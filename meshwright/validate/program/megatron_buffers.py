@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import StackProfile
-from meshwright.simulator.gradient_buckets import bucket_limit
+from meshwright.simulator.replication import bucket_limit
 from meshwright.validate.program.collectives import all_gather, reduce_scatter
 from meshwright.validate.program.fused_ops import accumulate_weight_gradient
 

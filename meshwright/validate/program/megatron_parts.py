@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.program.fused_ops import BiasDropoutAdd, PackedSwiglu, RmsNorm
 from meshwright.validate.program.tensor_parallel import (
     ColumnLinear,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import ParameterTensor, padded_vocab_size, parameter_tensors
+from meshwright.simulator.model import ParameterTensor, padded_vocab_size, parameter_tensors
 from meshwright.validate.program.tensor_parallel import TensorGroup
 from meshwright.validate.program.weights import initial_weight
 

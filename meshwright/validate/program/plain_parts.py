@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.program.fused_ops import RmsNorm
 from meshwright.validate.program.transformer import ResidualAdd, Stage
 from meshwright.validate.program.weights import initial_weight

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.gradient_formats import chosen_formats
-from meshwright.simulator.plan import syncs_by_default
+from meshwright.simulator.layout import chosen_formats, syncs_by_default
 from meshwright.validate.measurement import ByteKind
 from meshwright.validate.program.contract import ProgramRequest, refuse_offload
 from meshwright.validate.program.plain_parts import Embedding, Head, plain_parts, tie_embeddings

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import _utils as pipelining_parts
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.program.contract import ProgramRequest
 from meshwright.validate.program.pytorch_layout import RankLayout
 from meshwright.validate.program.pytorch_loss import LossOfMicrobatch
