@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, StepResult, get_schedule, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,

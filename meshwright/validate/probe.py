@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import (
     COMMUNICATION,
     CostModel,

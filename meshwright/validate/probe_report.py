@@ -7,9 +7,15 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from meshwright.planner.documents import json_text
-from meshwright.planner.output_folder import new_folder
-from meshwright.planner.plan_file import Json, SavedPlan, job_fields, plan_document, plan_fields
+from meshwright.planner.reports import (
+    Json,
+    SavedPlan,
+    job_fields,
+    json_text,
+    new_folder,
+    plan_document,
+    plan_fields,
+)
 from meshwright.validate.comparison import PEAK, Check, Unit, Verdict, has_failed
 from meshwright.validate.options import Backend
 from meshwright.validate.probe import ProbeReport, probe_table, timed_rows

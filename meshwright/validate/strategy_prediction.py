@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, Strategy
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import (
     AsyncRun,
     ParameterServer,

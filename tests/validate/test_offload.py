@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import backend_registration  # noqa: E402
 
 from meshwright.hwprofiles import Offload, Precision, Recompute, load_cluster, load_stack  # noqa: E402
-from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
 from meshwright.simulator.account.host_traffic import HostTraffic  # noqa: E402
 from meshwright.validate.comparison import (  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
 from meshwright.simulator.account.traffic import (
     module_link_bytes,

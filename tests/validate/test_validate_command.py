@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate import fake_run
 from meshwright.validate.fake_run import check_torch
 from meshwright.validate.measurement import RankMeasurement

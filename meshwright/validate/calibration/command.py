@@ -26,7 +26,7 @@ COLLECTIVE_SHARE = 0.35
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Measure this machine, or read what was measured, and write profiles of it."""
-    from meshwright.planner.commands import print_report
+    from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.results import read_runs, write_results
     from meshwright.validate.calibration.setting import read_setting
 
@@ -43,7 +43,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 def _show_traces(setting: "Setting") -> None:
     """Print where the time of each job went, and write it where there is a folder."""
-    from meshwright.planner.commands import print_report
+    from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.job_trace import read_job_trace
     from meshwright.validate.calibration.report import trace_report, write_trace
 
@@ -73,7 +73,7 @@ def _measure(setting: "Setting", folder: Path) -> "Measured":
             f"--device {setting.accelerator} needs PyTorch; install it with: "
             'pip install "meshwright[validate]"'
         ) from None
-    from meshwright.planner.commands import progress_bar
+    from meshwright.planner.cli import progress_bar
     from meshwright.validate.calibration.collective_bench import measure_collectives
     from meshwright.validate.calibration.results import Measured
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.hwprofiles import KILO
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.job_trace import COMMUNICATION, read_job_trace
 from meshwright.validate.counting.device_facts import device_facts

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.measurement import RankMeasurement
