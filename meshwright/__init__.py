@@ -143,20 +143,22 @@ def _complain(message: str, status: int) -> int:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
+    from meshwright.planner import options
     from meshwright.planner.cli import commands
     from meshwright.planner.options import as_command
-    from meshwright.planner.options import records as options
     from meshwright.validate.calibration.command import run_calibrate
     from meshwright.validate.calibration.options import CalibrateOptions
     from meshwright.validate.commands import run_validate
     from meshwright.validate.options import ValidateOptions, ValidateOutput
 
-    shared = (options.JobOptions, options.LayoutOptions)
+    shared = (options.JobOptions, options.LAYOUT)
     after = (options.MoneyOptions, options.OutputOptions)
     return {
-        "search": as_command(commands.run_search, *shared, options.LimitOptions, *after),
+        "search": as_command(
+            commands.run_search, *shared, options.LIMITS, options.RankingOptions, *after
+        ),
         "simulate": as_command(
-            commands.run_simulate, *shared, options.ReplicaOptions, options.FileOptions, *after
+            commands.run_simulate, *shared, options.REPLICATION, options.FileOptions, *after
         ),
         "matmul": as_command(commands.run_matmul, options.MatmulOptions, options.OutputOptions),
         "validate": as_command(run_validate, ValidateOptions, ValidateOutput),

@@ -155,12 +155,13 @@ def test_an_option_of_validate_changes_the_outcome(
 def test_every_option_is_walked() -> None:
     names = {each.name for each in fields(ValidateOptions)}
     assert names == set(VALIDATE_CHANGES)
-    records = (options.JobOptions, options.LayoutOptions, options.ReplicaOptions)
-    names = {each.name for record in (*records, options.MoneyOptions) for each in fields(record)}
-    assert names == set(STEP_CHANGES)
+    records = (options.JobOptions, options.MoneyOptions)
+    names = {each.name for record in records for each in fields(record)}
+    groups = (options.LAYOUT, options.REPLICATION)
+    assert names | {each.name for group in groups for each in group.options} == set(STEP_CHANGES)
     others = (options.OutputOptions, options.FileOptions)
     assert {each.name for record in others for each in fields(record)} == DESTINATIONS
-    assert {each.name for each in fields(options.LimitOptions)} <= set(SEARCH_CHANGES)
+    assert {each.name for each in options.LIMITS.options} | {"top"} <= set(SEARCH_CHANGES)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import TypedDict
 from meshwright.simulator.account import Lane, Span, StepResult, rank_streams
 from meshwright.simulator.costs import CostModel
 from meshwright.simulator.engine import StepTimes
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step
 
@@ -115,7 +116,7 @@ def _notes(result: StepResult) -> TraceNotes:
 
 
 def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    first = built.mesh.rank(pp_rank=pp_rank)
+    first = built.mesh.rank({Axis.PP: pp_rank})
     last = first + built.plan.tp * built.plan.dp - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     process = f"pipeline rank {pp_rank} ({ranks})"

@@ -14,7 +14,15 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import ParallelPlan, TrainingJob, check_sharding, stack_refusal
+from meshwright.simulator.layout import (
+    Axis,
+    ParallelPlan,
+    Stage,
+    TrainingJob,
+    check_sharding,
+    stack_refusal,
+    with_stages,
+)
 from meshwright.simulator.liveness import SavedTensor, layer_tensors, logits_tensor, saved_tensors
 from meshwright.simulator.memory import (
     MemoryEvent,
@@ -24,7 +32,6 @@ from meshwright.simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
-from meshwright.simulator.replication import Stage
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 from meshwright.simulator.strategies import STRATEGIES, Case
@@ -56,6 +63,7 @@ def simulate(
         PlanError: If the plan can never run: it does not divide the model or the batch, the
             schedule or the stack cannot express it, or the cluster is too small.
     """
+    plan = with_stages(job, plan, stack)
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
@@ -123,7 +131,7 @@ def _memory(
         device_bytes=device_bytes(worst.peak_bytes, costs.stack),
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
-        worst_rank=built.mesh.rank(pp_rank=worst.stage),
+        worst_rank=built.mesh.rank({Axis.PP: worst.stage}),
         by_stage=stages,
         host_bytes=node_host_bytes(built.mesh, [memory.host_bytes for memory in built.memory]),
         host_capacity_bytes=costs.cluster.host_memory_capacity_bytes,

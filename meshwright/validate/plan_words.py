@@ -4,9 +4,10 @@ import shlex
 
 from meshwright.planner.cli import read_setting, resolve_plan, with_buckets
 from meshwright.planner.options import (
+    LAYOUT,
+    REPLICATION,
+    Given,
     JobOptions,
-    LayoutOptions,
-    ReplicaOptions,
     as_command,
     run_command_line,
 )
@@ -25,14 +26,14 @@ def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
     """
     found: list[SavedPlan] = []
 
-    def keep(job: JobOptions, layout: LayoutOptions, replicas: ReplicaOptions) -> int:
-        setting = with_buckets(read_setting(job), replicas)
-        plan = resolve_plan(setting, layout, replicas)
+    def keep(job: JobOptions, layout: Given, replication: Given) -> int:
+        setting = with_buckets(read_setting(job), replication)
+        plan = resolve_plan(setting, {**layout, **replication})
         cluster, stack = setting.cluster, setting.stack
         found.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))
         return 0
 
-    read = as_command(keep, JobOptions, LayoutOptions, ReplicaOptions)
+    read = as_command(keep, JobOptions, LAYOUT, REPLICATION)
     words = ["simulate", *shlex.split(options), "--cluster", cluster_name]
     # Of a single command the name would not be read; the second one is never called.
     run_command_line({"simulate": read, "": lambda: 0}, words)

@@ -23,8 +23,8 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.costs import PhaseCost
+from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import block_parameters
-from meshwright.simulator.step import rank_stages
 from meshwright.validate.fake_run import check_torch, run_counted
 from meshwright.validate.prediction import pipeline_rank
 from meshwright.validate.spread import Spread

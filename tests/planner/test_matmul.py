@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 
 from meshwright import main
 from meshwright.hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
-from meshwright.planner.matmul.picture import COLOURS, panels_of
+from meshwright.planner.matmul.picture import COLOURS, panels_of, plot_matmul_split
 from meshwright.planner.matmul.study import (
     MatmulStudy,
     ProductRow,
@@ -27,7 +27,7 @@ from meshwright.planner.matmul.study import (
     study_matmul,
 )
 from meshwright.planner.matmul.wording import boxing_text, format_sent, product_text
-from meshwright.planner.plots import plot_matmul_split, save_figure
+from meshwright.planner.plots import save_figure
 from meshwright.simulator.blocks.operators import Gemm
 from meshwright.simulator.costs.collectives import p2p_cost
 from meshwright.simulator.costs.compute import gemm_cost

@@ -8,6 +8,7 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster,
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import CostModel
+from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.liveness.activations import (
     cached_layer_bytes,
     saved_head_bytes,
@@ -22,7 +23,7 @@ from meshwright.simulator.liveness.products import (
 )
 from meshwright.simulator.memory.rank import chunk_memory, pass_workspace_bytes
 from meshwright.simulator.replication.buckets import gradient_buckets
-from meshwright.simulator.step.build import build_step, rank_stages
+from meshwright.simulator.step.build import build_step
 
 DDP = load_stack("ddp")
 GPT = ModelSpec(

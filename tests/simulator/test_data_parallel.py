@@ -13,12 +13,12 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Stage,
     Wire,
     gather_cost,
     norm_cost,

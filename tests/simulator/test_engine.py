@@ -23,6 +23,7 @@ from meshwright.simulator.engine import (
 )
 from meshwright.simulator.engine.groups import busy_end_ps
 from meshwright.simulator.errors import DeadlockError
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.layout.mesh import Mesh
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 
@@ -277,7 +278,7 @@ def test_a_slow_port_makes_messages_queue(name: str, *, blocking: bool) -> None:
 
 def folded_view(times: StepTimes, mesh: Mesh) -> list[RankTimes]:
     """Return the times of each rank of *mesh* in a folded run."""
-    return [times.ranks[mesh.coordinates(rank).pp_rank] for rank in range(mesh.world_size)]
+    return [times.ranks[mesh.coordinates(rank)[Axis.PP]] for rank in range(mesh.world_size)]
 
 
 def assert_unfolded_equals_folded(work: StepWork, mesh: Mesh) -> None:

@@ -32,6 +32,7 @@ from meshwright.simulator.account.streams import SpanKind, rank_streams
 from meshwright.simulator.account.traffic import Traffic, rank_traffic
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
+from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, Mesh
 from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.model.parameters import local_shape, padded_vocab_size, parameter_tensors
@@ -41,8 +42,8 @@ from meshwright.simulator.replication.buckets import (
     bucket_parts,
     gradient_buckets,
 )
-from meshwright.simulator.replication.data_parallel import Stage, stage_parameters, sum_parameters
-from meshwright.simulator.step.build import build_step, rank_stages
+from meshwright.simulator.replication.data_parallel import stage_parameters, sum_parameters
+from meshwright.simulator.step.build import build_step
 
 RELAXED = settings(deadline=None, max_examples=80)
 CLUSTER = load_cluster("dgx-a100")

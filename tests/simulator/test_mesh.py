@@ -29,8 +29,8 @@ def enumerated_groups(mesh: Mesh, axis: Axis) -> set[tuple[int, ...]]:
     """Return the ranks that share all coordinates but the one of *axis*."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
-        coordinates = mesh.coordinates(rank)._asdict()
-        del coordinates[f"{axis}_rank"]
+        coordinates = mesh.coordinates(rank)
+        del coordinates[axis]
         groups.setdefault(tuple(coordinates.values()), []).append(rank)
     return {tuple(group) for group in groups.values()}
 
@@ -85,8 +85,8 @@ def test_twelve_devices_on_nodes_of_eight_leave_a_partial_node(
 
 def test_message_crosses_nodes_where_some_pair_of_ranks_does() -> None:
     for mesh in SMALL_MESHES:
-        size = mesh.tp * mesh.dp
-        for sender, receiver in product(range(mesh.pp), repeat=2):
+        size = mesh.stride(Axis.PP)
+        for sender, receiver in product(range(mesh.degree(Axis.PP)), repeat=2):
             pairs = [(sender * size + i, receiver * size + i) for i in range(size)]
             crossing = [one // mesh.node_size != two // mesh.node_size for one, two in pairs]
             assert mesh.crosses_nodes(sender, receiver) == any(crossing), mesh
@@ -104,8 +104,7 @@ def test_groups_of_an_axis_share_all_other_coordinates() -> None:
 def test_ranks_and_coordinates_are_each_others_inverse() -> None:
     for mesh in SMALL_MESHES:
         for rank in range(mesh.world_size):
-            tp_rank, dp_rank, pp_rank = mesh.coordinates(rank)
-            assert mesh.rank(tp_rank=tp_rank, dp_rank=dp_rank, pp_rank=pp_rank) == rank
+            assert mesh.rank(mesh.coordinates(rank)) == rank
 
 
 def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_are_farthest() -> None:

@@ -33,15 +33,11 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account.host_traffic import HostTraffic, host_traffic
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.replication.buckets import StagePart, reduced_parts, unit_shards
-from meshwright.simulator.replication.data_parallel import (
-    Replication,
-    Stage,
-    Wire,
-    stage_parameters,
-)
+from meshwright.simulator.replication.data_parallel import Replication, Wire, stage_parameters
 from meshwright.simulator.step.offload import (
     TILE_PARAMETERS,
     HostSide,
@@ -326,7 +322,7 @@ def test_the_fullest_host_is_found(tp: int, dp: int, held: list[int], node_size:
     nodes: dict[int, int] = {}
     for rank in range(mesh.world_size):
         node = rank // node_size
-        nodes[node] = nodes.get(node, 0) + held[mesh.coordinates(rank).pp_rank]
+        nodes[node] = nodes.get(node, 0) + held[mesh.coordinates(rank)[Axis.PP]]
     assert node_host_bytes(mesh, held) == max(nodes.values())
 
 

@@ -25,6 +25,7 @@ from meshwright.simulator.blocks.operators import Collective, Gemm, Operator, su
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, Segment
+from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.layout.stages import resolve_stages
@@ -34,16 +35,11 @@ from meshwright.simulator.model.spec import ModelSpec
 from meshwright.simulator.replication.buckets import bucket_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Stage,
     Wire,
     gather_cost,
     reduce_cost,
 )
-from meshwright.simulator.step.build import (
-    BuiltStep,
-    build_step,
-    rank_stages,
-)
+from meshwright.simulator.step.build import BuiltStep, build_step
 from meshwright.simulator.step.rank import chunk_cost, message_between, shared_embedding_ps
 
 RELAXED = settings(deadline=None, max_examples=40)

@@ -27,8 +27,9 @@ from meshwright.simulator.account.traffic import (
 from meshwright.simulator.blocks.ends import head_operators
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.engine import TaskKind
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import Axis
-from meshwright.simulator.replication.data_parallel import Stage, stage_parameters
+from meshwright.simulator.replication.data_parallel import stage_parameters
 from meshwright.simulator.strategies import STRATEGIES, graph_step
 from meshwright.simulator.strategies.data_parallel_module import LOSS_OPERATORS
 

@@ -24,7 +24,8 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account.traffic import Traffic, rank_traffic, sent_bytes
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.replication.data_parallel import Stage, stage_parameters
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.replication.data_parallel import stage_parameters
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, num_heads=8, vocab_size=1024, seq_len=128

@@ -30,11 +30,11 @@ from meshwright.simulator.account.result import StepResult
 from meshwright.simulator.account.traffic import rank_traffic, sent_bytes
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs.links import bus_ratio, sent_ratio
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Stage,
     Wire,
     gather_cost,
     reduce_cost,

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.bounds.replicas import ReplicaCosts, ReplicaTimes, layout_replication
+from meshwright.planner.bounds.replicas import ReplicaCosts, ReplicaTimes
 from meshwright.planner.footprint import Group, pipeline_groups
 from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
 from meshwright.simulator import CostModel
-from meshwright.simulator.replication import Stage, leaves_sums, norm_cost
-from meshwright.simulator.step import PPM, overhead_per_million
+from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
+from meshwright.simulator.replication import leaves_sums, norm_cost
+from meshwright.simulator.step import PPM, overhead_per_million, replication_of
 
 LONGEST_PS = 2**62
 
@@ -138,7 +139,9 @@ class StepBounds:
         rows = []
         for (tp, dp, zero_stage, _), index in zip(distinct.tolist(), first.tolist(), strict=True):
             shape = self._table.shapes[self._table.index[group.indices[index]]]
-            to = layout_replication(self._costs, tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
+            plan = ParallelPlan(tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
+            mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
+            to = replication_of(plan, self._costs.stack, mesh)
             rows.append(self._replicas.times(shape, role, group.pp, to))
         values = np.array(rows, np.int64)[member.reshape(-1)]
         return ReplicaTimes(*values.T)

@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space import Role, Space
-from meshwright.simulator import Axis, CostModel, Mesh
+from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost
-from meshwright.simulator.layout import ParallelPlan, syncs_by_default
+from meshwright.simulator.layout import ParallelPlan, Stage
 from meshwright.simulator.replication import (
     Replication,
-    Stage,
     StagePart,
     Wire,
     bucket_limit,
@@ -68,20 +67,6 @@ class ReplicaTimes(NamedTuple):
     port_each: int = 0
     port_last: int = 0
     sums_last: int = 0
-
-
-def layout_replication(
-    costs: CostModel, *, tp: int, pp: int, dp: int, zero_stage: int
-) -> Replication:
-    """Return the data-parallel side of a layout."""
-    stack = costs.stack
-    mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=costs.cluster.devices_per_node)
-    return Replication.of(
-        zero_stage,
-        mesh.span(Axis.DP),
-        reduces_each_microbatch=syncs_by_default(stack, zero_stage, pp),
-        parameter_gather=stack.parameter_gather,
-    )._replace(keeps_units=stack.root_unit and pp > 1)
 
 
 class ReplicaCosts:
@@ -225,10 +210,8 @@ class ReplicaCosts:
         return self._costs_of(self._parts(shape, stage, to.dp), gather_cost, to)
 
     def _shared_embedding(self, shape: BlockShape, pp: int, dp: int) -> int:
-        stages = (1,) * pp
-        plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp, stages=stages)
-        node_size = self._costs.cluster.devices_per_node
-        mesh = Mesh(tp=shape.tp, dp=dp, pp=pp, node_size=node_size)
+        plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp)
+        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
         return shared_embedding_ps(self._costs, shape, plan, mesh)
 
 

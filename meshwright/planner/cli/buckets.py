@@ -4,18 +4,19 @@ from dataclasses import replace
 
 from meshwright.hwprofiles import ProfileError, parse_bytes
 from meshwright.planner.cli.request import Setting
-from meshwright.planner.options import ReplicaOptions
+from meshwright.planner.options import Given
 from meshwright.simulator import PlanError
 from meshwright.simulator.replication import Wire
 
 
-def with_buckets(setting: Setting, options: ReplicaOptions) -> Setting:
+def with_buckets(setting: Setting, given: Given) -> Setting:
     """Return *setting* with a stack whose buckets have the wanted size, if one is given.
 
     Raises:
         PlanError: If the size is no size, or the stack does not reduce bucket by bucket.
     """
-    if options.bucket_size is None:
+    size = given.get("bucket_size")
+    if size is None:
         return setting
     stack = setting.stack
     if not stack.overlap_gradient_reduce:
@@ -24,12 +25,12 @@ def with_buckets(setting: Setting, options: ReplicaOptions) -> Setting:
             "at once; allowed: with a stack that overlaps their reduction"
         )
     try:
-        size_bytes = parse_bytes(options.bucket_size)
+        size_bytes = parse_bytes(str(size))
     except ProfileError as error:
         raise PlanError(f"--bucket-size: {error}") from None
     width = Wire.of(stack, setting.job.precision).reduce_bytes
     if size_bytes < width:
-        raise PlanError(f"--bucket-size {options.bucket_size} holds no gradient of {width} bytes")
+        raise PlanError(f"--bucket-size {size} holds no gradient of {width} bytes")
     update = {
         "gradient_bucket_parameters": size_bytes // width,
         "gradient_bucket_parameters_per_replica": 0,

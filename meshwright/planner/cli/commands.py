@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
     from meshwright.planner.options import (
         FileOptions,
+        Given,
         JobOptions,
-        LayoutOptions,
-        LimitOptions,
         MatmulOptions,
         MoneyOptions,
         NameOptions,
         OutputOptions,
-        ReplicaOptions,
+        RankingOptions,
     )
     from meshwright.planner.reports import Json
 
@@ -34,19 +33,22 @@ NOTHING_FITS = 1
 
 def run_search(
     job: "JobOptions",
-    layout: "LayoutOptions",
-    limits: "LimitOptions",
+    layout: "Given",
+    limits: "Given",
+    ranking: "RankingOptions",
     money: "MoneyOptions",
     output: "OutputOptions",
 ) -> int:
     """Find the fastest layouts of a model on a cluster, with a proof."""
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
+    from meshwright.planner.options import check_counts
     from meshwright.planner.reports import search_document, search_report, write_search
     from meshwright.planner.search import search
 
     setting = read_setting(job)
-    pins = read_limits(setting, layout, limits)
+    check_counts(ranking)
+    pins = read_limits(setting, {**layout, **limits})
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
     with progress_bar() as progress:
@@ -57,7 +59,7 @@ def run_search(
             setting.world_size,
             limits=pins,
             memory_limit_bytes=setting.memory_limit_bytes,
-            top=limits.top,
+            top=ranking.top,
             progress=progress,
         )
     if folder is not None:
@@ -68,8 +70,8 @@ def run_search(
 
 def run_simulate(
     job: "JobOptions",
-    layout: "LayoutOptions",
-    replicas: "ReplicaOptions",
+    layout: "Given",
+    replication: "Given",
     files: "FileOptions",
     money: "MoneyOptions",
     output: "OutputOptions",
@@ -86,8 +88,8 @@ def run_simulate(
     )
     from meshwright.simulator import simulate, write_chrome_trace
 
-    setting = with_buckets(read_setting(job, files.plan), replicas)
-    plan = resolve_plan(setting, layout, replicas)
+    setting = with_buckets(read_setting(job, files.plan), replication)
+    plan = resolve_plan(setting, {**layout, **replication})
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
     trace = None if files.trace is None else check_file("--trace", files.trace)

@@ -1,26 +1,26 @@
 """From options to what is asked for: job, cluster, stack and plan, every default resolved."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import (
     Attention,
     Cluster,
-    Offload,
     Precision,
-    Recompute,
     StackProfile,
     load_cluster,
     load_stack,
 )
 from meshwright.planner.cli.servers import resolve_servers
 from meshwright.planner.options import (
+    Given,
     JobOptions,
-    LayoutOptions,
     MoneyOptions,
-    ReplicaOptions,
     check_counts,
+    check_given,
     option_name,
     read_memory_limit,
     read_price,
@@ -37,11 +37,11 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
+from meshwright.simulator.layout import AXES, PLAN_FIELDS
 
 DEFAULT_STACK = "megatron-core"
 # Published 16-bit training runs used fp16 before this year, bf16 from it on.
 FIRST_BF16_DATE = "2022"
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,94 +142,70 @@ def _job(
     )
 
 
-def resolve_plan(
-    setting: Setting, layout: LayoutOptions, replicas: ReplicaOptions | None = None
-) -> ParallelPlan:
-    """Return the plan of *layout* and *replicas*, completed from plan file and stack defaults.
+class Draft(NamedTuple):
+    """A plan that is being completed: what was given, and what is known of it so far."""
+
+    setting: Setting
+    given: Given
+    known: dict[str, object]
+
+    @property
+    def saved(self) -> ParallelPlan | None:
+        """The plan of the plan file, if there is one."""
+        return self.setting.saved.plan if self.setting.saved else None
+
+    def number(self, name: str) -> int:
+        """Return a field that is known by now."""
+        return cast("int", self.known[name])
+
+    def value(self, name: str, default: object) -> object:
+        """Return a field as it is given, else as the plan file has it, else *default*."""
+        usual = getattr(self.saved, name) if self.saved else default
+        return self.given.get(name, usual)
+
+
+def resolve_plan(setting: Setting, given: Given) -> ParallelPlan:
+    """Return the plan of the options in *given*, completed from plan file and stack defaults.
 
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
     """
-    check_counts(layout)
-    old = setting.saved.plan if setting.saved else None
-    tp = layout.tp or (old.tp if old else 1)
-    pp = layout.pp or (old.pp if old else 1)
-    vpp = layout.vpp or (old.num_virtual_stages if old else 1)
-    stack = setting.stack
-    usual = default_attention(setting.cluster, stack)
-    sequence_parallel = old.sequence_parallel if old else False
-    if layout.sequence_parallel is not None:
-        sequence_parallel = layout.sequence_parallel
-    zero_stage = old.zero_stage if old else stack.zero_stage
-    replicas = replicas or ReplicaOptions()
-    dp = _dp(setting, layout, tp, pp)
-    plan = ParallelPlan(
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        num_virtual_stages=vpp,
-        microbatch_size=layout.micro_batch or (old.microbatch_size if old else 1),
-        zero_stage=zero_stage if layout.zero is None else layout.zero,
-        sequence_parallel=sequence_parallel,
-        recompute=layout.recompute or (old.recompute if old else Recompute.NONE),
-        attention=layout.attention or (old.attention if old else usual),
-        schedule=_schedule(layout, old, vpp),
-        stages=_stages(setting, layout, pp * vpp),
-        parameter_server=resolve_servers(replicas, stack, old),
-        dp_shard=_dp_shard(replicas, old, dp),
-        reshard_after_forward=_reshards(replicas, old),
-        gradient_precision=replicas.gradient_precision or (old.gradient_precision if old else None),
-        reduce_precision=replicas.reduce_precision or (old.reduce_precision if old else None),
-        sync_each_microbatch=_syncs(replicas, old),
-        offload=replicas.offload or (old.offload if old else Offload.NONE),
-        find_unused=_finds_unused(replicas, old),
-    )
+    check_given(given)
+    draft = Draft(setting, given, {})
+    for name, field in PLAN_FIELDS.items():
+        resolve = RESOLVERS.get(name)
+        draft.known[name] = resolve(draft) if resolve else draft.value(name, field.default)
+    plan = ParallelPlan.of(draft.known)
     _check_passes(setting.job, plan)
     return plan
 
 
-def _finds_unused(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool:
-    if replicas.find_unused is not None:
-        return replicas.find_unused
-    return old.find_unused if old else False
-
-
-def _syncs(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool | None:
-    if replicas.sync_each_microbatch is not None:
-        return replicas.sync_each_microbatch
-    return old.sync_each_microbatch if old else None
-
-
-def _reshards(replicas: ReplicaOptions, old: ParallelPlan | None) -> bool:
-    if replicas.reshard_after_forward is not None:
-        return replicas.reshard_after_forward
-    return old.reshard_after_forward if old else True
-
-
-def _dp_shard(replicas: ReplicaOptions, old: ParallelPlan | None, dp: int) -> int | None:
-    """Return the ranks that share a set of shards, None where all do."""
-    dp_shard = replicas.dp_shard
-    if dp_shard is None:
-        dp_shard = old.dp_shard if old else None
-    return None if dp_shard == dp else dp_shard
-
-
-def _dp(setting: Setting, layout: LayoutOptions, tp: int, pp: int) -> int:
-    """Return the data-parallel degree: as given, or what the devices leave."""
-    dp = layout.dp
-    if setting.num_gpus is None and dp is not None:
-        return dp
+def _dp(draft: Draft) -> int:
+    """Return the data-parallel degree: as given, or what the other axes leave of the devices."""
+    setting, given = draft.setting, draft.given.get("dp")
+    if setting.num_gpus is None and given is not None:
+        return cast("int", given)
     num_gpus = setting.world_size
-    if dp is None:
-        if num_gpus % (tp * pp):
+    others = {axis: draft.number(axis) for axis, known in AXES.items() if not known.takes_rest}
+    product = prod(others.values())
+    text = " x ".join(f"{axis}={degree}" for axis, degree in others.items())
+    if given is None:
+        if num_gpus % product:
             raise PlanError(
-                f"gpus={num_gpus} is not a multiple of tp={tp} x pp={pp} = {tp * pp}; "
-                f"{_near_multiples(num_gpus, tp * pp)}"
+                f"gpus={num_gpus} is not a multiple of {text} = {product}; "
+                f"{_near_multiples(num_gpus, product)}"
             )
-        return num_gpus // (tp * pp)
-    if tp * pp * dp != num_gpus:
-        raise PlanError(f"gpus={num_gpus} is not tp={tp} x pp={pp} x dp={dp} = {tp * pp * dp}")
+        return num_gpus // product
+    dp = cast("int", given)
+    if product * dp != num_gpus:
+        raise PlanError(f"gpus={num_gpus} is not {text} x dp={dp} = {product * dp}")
     return dp
+
+
+def _dp_shard(draft: Draft) -> int | None:
+    """Return the ranks that share a set of shards, None where all do."""
+    wanted = cast("int | None", draft.value("dp_shard", None))
+    return None if wanted == draft.known["dp"] else wanted
 
 
 def _near_multiples(number: int, step: int) -> str:
@@ -242,23 +218,46 @@ def _near_multiples(number: int, step: int) -> str:
     return f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
 
 
-def _schedule(layout: LayoutOptions, old: ParallelPlan | None, vpp: int) -> str:
-    if layout.schedule is not None:
-        return get_schedule(layout.schedule).name
-    if old and get_schedule(old.schedule).interleaves == (vpp > 1):
-        return old.schedule
-    return "interleaved" if vpp > 1 else "1f1b"
+def _schedule(draft: Draft) -> str:
+    given, saved = draft.given.get("schedule"), draft.saved
+    interleaves = draft.number("num_virtual_stages") > 1
+    if given is not None:
+        return get_schedule(cast("str", given)).name
+    if saved and get_schedule(saved.schedule).interleaves == interleaves:
+        return saved.schedule
+    return "interleaved" if interleaves else "1f1b"
 
 
-def _stages(setting: Setting, layout: LayoutOptions, num_stages: int) -> tuple[int, ...]:
-    job, saved = setting.job, setting.saved
-    if layout.stages is not None:
-        wanted = parse_stages(layout.stages)
+def _stages(draft: Draft) -> tuple[int, ...]:
+    job, saved = draft.setting.job, draft.setting.saved
+    given = cast("str | None", draft.given.get("stages"))
+    num_stages = draft.number("pp") * draft.number("num_virtual_stages")
+    if given is not None:
+        wanted = parse_stages(given)
     elif saved and len(saved.plan.stages) == num_stages and saved.job.model == job.model:
         wanted = saved.plan.stages
     else:
-        wanted = setting.stack.stage_split
+        wanted = draft.setting.stack.stage_split
     return resolve_stages(job.model, job.seq_len, num_stages, wanted)
+
+
+def _attention(draft: Draft) -> object:
+    setting = draft.setting
+    return draft.value("attention", default_attention(setting.cluster, setting.stack))
+
+
+# Fields whose value is not simply the given one, that of the plan file or the field's default.
+RESOLVERS: dict[str, Callable[[Draft], object]] = {
+    "dp": _dp,
+    "zero_stage": lambda draft: draft.value("zero_stage", draft.setting.stack.zero_stage),
+    "attention": _attention,
+    "schedule": _schedule,
+    "stages": _stages,
+    "parameter_server": lambda draft: resolve_servers(
+        draft.given, draft.setting.stack, draft.saved
+    ),
+    "dp_shard": _dp_shard,
+}
 
 
 def _check_passes(job: TrainingJob, plan: ParallelPlan) -> None:

@@ -1,48 +1,38 @@
 """From options to the servers of a plan."""
 
 import re
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 from meshwright.hwprofiles import StackProfile, Strategy
 from meshwright.hwprofiles.names import shown
-from meshwright.planner.options import ReplicaOptions
+from meshwright.planner.options import Given, option_of
 from meshwright.simulator import ParallelPlan, ParameterServer, PlanError
+from meshwright.simulator.layout import SERVER_FIELDS
 
 NUMBER = re.compile(r"[0-9]{1,30}")
 
 
 def resolve_servers(
-    options: ReplicaOptions, stack: StackProfile, old: ParallelPlan | None
+    given: Given, stack: StackProfile, saved: ParallelPlan | None
 ) -> ParameterServer | None:
-    """Return the servers that *options* ask for, completed from a plan file and the defaults.
+    """Return the servers that are asked for, completed from a plan file and the defaults.
 
     Raises:
         PlanError: If a value is at fault, or the stack has no servers.
     """
+    wanted = {name: given[name] for name in SERVER_FIELDS if name in given}
     if stack.strategy is not Strategy.PARAMETER_SERVER:
-        _refuse(options, stack)
-        return None
-    usual = (old and old.parameter_server) or ParameterServer()
-    is_async, slow_worker = options.asynchronous, options.slow_worker
-    return ParameterServer(
-        servers=usual.servers if options.servers is None else _servers(options.servers),
-        asynchronous=usual.asynchronous if is_async is None else is_async,
-        slow_worker=usual.slow_worker if slow_worker is None else slow_worker,
-    )
-
-
-def _refuse(options: ReplicaOptions, stack: StackProfile) -> None:
-    given = {
-        "--servers": options.servers is not None,
-        "--async": options.asynchronous is not None,
-        "--slow-worker": options.slow_worker is not None,
-    }
-    for option, is_given in given.items():
-        if is_given:
+        for name in wanted:
             raise PlanError(
-                f"{option} is not offered by stack {stack.name}; allowed: with a stack of "
+                f"{option_of(name)} is not offered by stack {stack.name}; allowed: with a stack of "
                 f"strategy {Strategy.PARAMETER_SERVER}"
             )
+        return None
+    if "servers" in wanted:
+        wanted["servers"] = _servers(str(wanted["servers"]))
+    usual = (saved and saved.parameter_server) or ParameterServer()
+    return replace(usual, **cast("dict[str, Any]", wanted))
 
 
 def _servers(text: str) -> int | Literal["all"]:

@@ -22,14 +22,14 @@ from meshwright.planner.space import (
 )
 from meshwright.simulator import SCHEDULES, Phase, Schedule
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
-from meshwright.simulator.layout import GroupSpan, syncs_by_default
+from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
 from meshwright.simulator.memory import (
-    Shards,
     StateBytes,
     pass_workspace_bytes,
     sharded_workspace_bytes,
 )
-from meshwright.simulator.replication import Replication, Stage, reduced_parts, sum_layers
+from meshwright.simulator.replication import Replication, reduced_parts, sum_layers
+from meshwright.simulator.step import replication_of
 
 
 class Group(NamedTuple):
@@ -180,12 +180,10 @@ def _group_peaks(
     """Return the peaks of layouts with one pipeline and one ZeRO stage."""
     shapes, dp = table.index[group.indices], space.column("dp")[group.indices]
     # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
-    reduces_each = syncs_by_default(space.stack, zero_stage, group.pp)
-    split = Shards.of(2, zero_stage, reduces_each_microbatch=reduces_each)
-    to = Replication.of(zero_stage, GroupSpan(2, 1, 2), reduces_each_microbatch=reduces_each)
-    state = sizes.state
+    plan = ParallelPlan(pp=group.pp, dp=2, zero_stage=zero_stage)
+    to = replication_of(plan, space.stack, Mesh.of(plan, node_size=2))
+    split, state = to.shards, sizes.state
     if space.stack.root_unit:
-        to = to._replace(keeps_units=group.pp > 1)
         return sizes.units.of_layouts(group.indices, group.roles, group.pp, group.schedule, to)
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:

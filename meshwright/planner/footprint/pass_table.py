@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space import PERIODS
 from meshwright.simulator import Phase, Schedule
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     ChunkMemory,
     KeptUnits,
@@ -23,7 +24,6 @@ from meshwright.simulator.memory import (
     kept_levels,
     pass_states,
 )
-from meshwright.simulator.replication import Stage
 
 DIGIT_BITS = 32
 NUM_SIZES = 18

@@ -13,7 +13,7 @@ from meshwright.planner.footprint.pass_table import PassTable, telling_order
 from meshwright.planner.space import Column, Role, ShapeTable, Space
 from meshwright.simulator import Schedule
 from meshwright.simulator.blocks import weight_copy_bytes
-from meshwright.simulator.layout import GroupSpan
+from meshwright.simulator.layout import GroupSpan, Stage
 from meshwright.simulator.memory import (
     RankMemory,
     Shards,
@@ -22,7 +22,7 @@ from meshwright.simulator.memory import (
     update_level,
     with_copies,
 )
-from meshwright.simulator.replication import Replication, Stage, Wire, sum_layers
+from meshwright.simulator.replication import Replication, Wire, sum_layers
 from meshwright.simulator.units import PassBytes, unit_rank_memory
 
 

@@ -1,35 +1,44 @@
 """The options of the command line as records, and the words that they are read from."""
 
+from meshwright.planner.options.plan_options import (
+    LAYOUT,
+    LIMITS,
+    REPLICATION,
+    check_given,
+    option_of,
+)
 from meshwright.planner.options.records import (
     FileOptions,
     JobOptions,
-    LayoutOptions,
-    LimitOptions,
     MatmulOptions,
     MoneyOptions,
     NameOptions,
     OutputOptions,
-    ReplicaOptions,
+    RankingOptions,
     check_counts,
     read_memory_limit,
     read_price,
     read_tokens,
 )
-from meshwright.planner.options.words import as_command, option_name, run_command_line
+from meshwright.planner.options.words import Given, as_command, option_name, run_command_line
 
 __all__ = [
+    "LAYOUT",
+    "LIMITS",
+    "REPLICATION",
     "FileOptions",
+    "Given",
     "JobOptions",
-    "LayoutOptions",
-    "LimitOptions",
     "MatmulOptions",
     "MoneyOptions",
     "NameOptions",
     "OutputOptions",
-    "ReplicaOptions",
+    "RankingOptions",
     "as_command",
     "check_counts",
+    "check_given",
     "option_name",
+    "option_of",
     "read_memory_limit",
     "read_price",
     "read_tokens",

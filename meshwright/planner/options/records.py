@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, parse_bytes, parse_price
+from meshwright.hwprofiles import Precision, parse_bytes, parse_price
 from meshwright.planner.options.words import option_name
 from meshwright.simulator import PlanError
 
@@ -57,110 +57,9 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutOptions:
-    """A layout, or the axes of one that are pinned."""
+class RankingOptions:
+    """How many plans a search reports."""
 
-    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel degree.")] = None
-    pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline-parallel degree.")] = None
-    dp: Annotated[
-        int | None, typer.Option(metavar="N", help="Data-parallel degree [what is left].")
-    ] = None
-    vpp: Annotated[
-        int | None, typer.Option(metavar="N", help="Virtual stages of a pipeline rank.")
-    ] = None
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences of one forward pass.")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Pipeline schedule [1f1b; interleaved with --vpp]."),
-    ] = None
-    zero: Annotated[int | None, typer.Option(metavar="N", help="ZeRO stage [the stack's].")] = None
-    sequence_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="Split activations outside tensor-parallel regions over the tp axis.",
-            show_default=False,
-        ),
-    ] = None
-    recompute: Annotated[
-        Recompute | None,
-        typer.Option(
-            metavar="|".join(Recompute),
-            help="What backward computes again; selective: attention; selective-op: torchtitan's.",
-        ),
-    ] = None
-    attention: Annotated[
-        Attention | None,
-        typer.Option(metavar="|".join(Attention), help="Attention kernel [the stack's]."),
-    ] = None
-    stages: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RULE|LIST",
-            help="Layers of the stages: even, balanced, greedy or 3,2,2,1 [the stack's].",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaOptions:
-    """How data-parallel ranks share states: shards and replicas of them, or servers and workers."""
-
-    dp_shard: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks that share one set of shards [--dp].")
-    ] = None
-    reshard_after_forward: Annotated[
-        bool | None, typer.Option(help="Gather again for backward.", show_default=False)
-    ] = None
-    bucket_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
-    ] = None
-    gradient_precision: Annotated[
-        Precision | None,
-        typer.Option(metavar="fp32|fp16|bf16", help="Format of kept gradients [the stack's]."),
-    ] = None
-    reduce_precision: Annotated[
-        Precision | None,
-        typer.Option(metavar="fp32|fp16|bf16", help="Format of reduced ones [the stack's]."),
-    ] = None
-    sync_each_microbatch: Annotated[
-        bool | None,
-        typer.Option(help="Reduce gradients in every microbatch.", show_default=False),
-    ] = None
-    find_unused: Annotated[
-        bool | None,
-        typer.Option(help="Search weights without a gradient.", show_default=False),
-    ] = None
-    offload: Annotated[
-        Offload | None,
-        typer.Option(metavar="|".join(Offload), help="What is kept and updated on the host."),
-    ] = None
-
-    servers: Annotated[
-        str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")
-    ] = None
-    asynchronous: Annotated[
-        bool | None,
-        typer.Option("--async/--no-async", help="Workers loop on their own.", show_default=False),
-    ] = None
-    slow_worker: Annotated[
-        float | None, typer.Option(metavar="FACTOR", help="How much slower the last worker is [1].")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LimitOptions:
-    """Upper limits of a search, and how many plans it reports."""
-
-    max_tp: Annotated[int | None, typer.Option(metavar="N", help="Largest --tp.")] = None
-    max_pp: Annotated[int | None, typer.Option(metavar="N", help="Largest --pp.")] = None
-    max_dp: Annotated[int | None, typer.Option(metavar="N", help="Largest --dp.")] = None
-    max_vpp: Annotated[int | None, typer.Option(metavar="N", help="Largest --vpp.")] = None
-    max_micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Largest --micro-batch.")
-    ] = None
     top: Annotated[int, typer.Option(metavar="N", help="Plans to report.")] = 10
 
 
@@ -230,18 +129,20 @@ class MatmulOptions:
     ] = None
 
 
-def check_counts(record: JobOptions | LayoutOptions | LimitOptions) -> None:
+def check_counts(record: JobOptions | RankingOptions) -> None:
     """Raise PlanError when a whole number of *record* is out of range."""
-    most = {"gpus": MAX_GPUS, "top": MAX_TOP, "global_batch": 10**9, "seq_len": 10**8}
     for field in fields(record):
-        value = getattr(record, field.name)
-        if isinstance(value, bool) or not isinstance(value, int) or field.name == "zero":
-            continue
-        limit = most.get(field.name, MAX_COUNT)
-        if not 1 <= value <= limit:
-            raise PlanError(
-                f"{option_name(field.name)} {value} is out of range; allowed 1 to {limit}"
-            )
+        check_count(field.name, getattr(record, field.name))
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise PlanError when *value* of the option *name* is a whole number out of range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return
+    most = {"gpus": MAX_GPUS, "top": MAX_TOP, "global_batch": 10**9, "seq_len": 10**8}
+    limit = most.get(name, MAX_COUNT)
+    if not 1 <= value <= limit:
+        raise PlanError(f"{option_name(name)} {value} is out of range; allowed 1 to {limit}")
 
 
 def read_tokens(tokens: float | None) -> float | None:

@@ -3,10 +3,20 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from types import NoneType
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeAlias,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from typer.main import get_command
@@ -31,32 +41,67 @@ _NUMBERS: dict[type, tuple[Callable[[str], float], re.Pattern[str], str]] = {
 _USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.mro()[2])
 
 
-def as_command(run: Callable[..., int], *records: type) -> Callable[..., int]:
-    """Return *run* as typer wants it: a parameter for each field of the records it takes.
+Given: TypeAlias = Mapping[str, object]
+"""Values of options by the name of what they set; an option that was not given is not there."""
+
+
+class Option(NamedTuple):
+    """An option or an argument of a command.
+
+    Args:
+        key: What it sets: a field of a record or of a plan.
+        name: How it is written, without its dashes, as a Python name.
+        kind: Type of its value.
+        info: What typer shows of it.
+        default: Its value where it is not given.
+    """
+
+    key: str
+    name: str
+    kind: type
+    info: object
+    default: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """Options that a command takes together, and what it takes them as."""
+
+    options: tuple[Option, ...]
+    build: Callable[[Given], object]
+
+    @classmethod
+    def of(cls, record: type) -> "OptionGroup":
+        """Return the options of a record of `records`: one for each of its fields."""
+        hints = get_type_hints(record, include_extras=True)
+        options = tuple(
+            Option(field.name, field.name, _kind(hint), get_args(hint)[1], field.default)
+            for field in fields(cast("Any", record))
+            for hint in [hints[field.name]]
+        )
+        return cls(options, lambda given: cast("Callable[..., object]", record)(**given))
+
+
+def as_command(run: Callable[..., int], *groups: type | OptionGroup) -> Callable[..., int]:
+    """Return *run* as typer wants it: a parameter for each option of the groups it takes.
 
     Typer sees texts and flags; the texts are read here, so that a mistake has our words.
 
     Args:
-        run: Takes one instance of each record, in order; returns the exit status.
-        records: Record types of this module.
+        run: Takes what each group builds, in order; returns the exit status.
+        groups: Groups of options, or record types of this package.
     """
-    hints = [get_type_hints(record, include_extras=True) for record in records]
+    taken = [each if isinstance(each, OptionGroup) else OptionGroup.of(each) for each in groups]
 
     def command(**values: object) -> int:
         return run(
             *(
-                cast("Callable[..., object]", record)(
-                    **{name: _read(name, hint, values[name]) for name, hint in group.items()}
-                )
-                for record, group in zip(records, hints, strict=True)
+                group.build({each.key: _read(each, values[each.key]) for each in group.options})
+                for group in taken
             )
         )
 
-    parameters = [
-        _parameter(field, group[field.name])
-        for record, group in zip(records, hints, strict=True)
-        for field in fields(record)
-    ]
+    parameters = [_parameter(each) for group in taken for each in group.options]
     target = cast("Any", command)  # a function's attributes, which its type does not know
     target.__doc__ = run.__doc__
     target.__signature__ = inspect.Signature(parameters)
@@ -64,43 +109,48 @@ def as_command(run: Callable[..., int], *records: type) -> Callable[..., int]:
     return command
 
 
-def _parameter(field: Field[object], hint: object) -> inspect.Parameter:
-    """Return a field as a parameter of texts and flags alone."""
-    annotation, default = hint, field.default
-    if get_origin(_kind(hint)) is not list and _kind(hint) is not bool:
-        (info,) = get_args(hint)[1:]
-        annotation = Annotated[str | None, info]
-        default = None if default is None else str(default)
+def _parameter(option: Option) -> inspect.Parameter:
+    """Return an option as a parameter of texts and flags alone."""
+    default: object = None if option.default is None else str(option.default)
+    annotation: object = Annotated[str | None, option.info]
+    if option.kind is list:
+        default, annotation = option.default, Annotated[list[str] | None, option.info]
+    if option.kind is bool:
+        default, annotation = option.default, Annotated[bool | None, option.info]
+        if option.default is not None:
+            annotation = Annotated[bool, option.info]
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        option.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
 def _kind(hint: object) -> type:
-    """Return ``int`` of ``Annotated[int | None, ...]``."""
+    """Return ``int`` of ``Annotated[int | None, ...]``, ``list`` of one of texts."""
     inner = get_args(hint)[0]
-    kinds = [each for each in get_args(inner) or (inner,) if each is not NoneType]
-    return cast("type", kinds[0])
+    kinds = [inner]
+    if get_origin(inner) in (Union, UnionType):
+        kinds = [each for each in get_args(inner) if each is not NoneType]
+    return cast("type", get_origin(kinds[0]) or kinds[0])
 
 
-def _read(name: str, hint: object, value: object) -> object:
-    """Return the value of an option, of the type its field has.
+def _read(option: Option, value: object) -> object:
+    """Return the value of an option, of the type it has.
 
     Raises:
         PlanError: If a text is no such value.
     """
-    kind = _kind(hint)
+    kind = option.kind
     if not isinstance(value, str) or kind is str:
         return value
-    option, text = option_name(name), value.strip()
+    name, text = option_name(option.name), value.strip()
     if issubclass(kind, StrEnum):
         known = [str(member) for member in kind]
         if text not in known:
-            raise PlanError(f"{option} {shown(value)} is unknown; {suggestion(text, known)}")
+            raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, known)}")
         return kind(text)
     read, pattern, word = _NUMBERS[kind]
     if not pattern.fullmatch(text):
-        raise PlanError(f"{option} {shown(value)} is not {word}")
+        raise PlanError(f"{name} {shown(value)} is not {word}")
     return read(text)
 
 

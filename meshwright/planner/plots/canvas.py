@@ -84,9 +84,8 @@ def describe_job(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gp
 
 def describe_plan(plan: ParallelPlan) -> str:
     """Return the degrees of a layout in one short line."""
-    return (
-        f"tp{plan.tp} pp{plan.pp} dp{plan.dp} vpp{plan.num_virtual_stages} mb{plan.microbatch_size}"
-    )
+    degrees = " ".join(f"{axis}{degree}" for axis, degree in plan.degrees.items())
+    return f"{degrees} vpp{plan.num_virtual_stages} mb{plan.microbatch_size}"
 
 
 def describe_step(step: StepResult) -> tuple[str, str]:

@@ -6,19 +6,16 @@ in full, so that the plan file stands alone.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from meshwright.hwprofiles import (
-    Attention,
     Cluster,
-    Offload,
     Precision,
     ProfileError,
-    Recompute,
     StackProfile,
     list_clusters,
     list_stacks,
@@ -37,6 +34,7 @@ from meshwright.simulator import (
     list_models,
     load_model,
 )
+from meshwright.simulator.layout import MAX_ZERO_STAGE, PLAN_FIELDS, SERVER_FIELDS, PlanField
 from meshwright.simulator.model import parse_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -70,38 +68,43 @@ class _JobEntry(_Entry):
     precision: Precision
 
 
-class _ServerEntry(_Entry):
-    servers: Degree | Literal["all"]
-    asynchronous: Annotated[bool, Field(strict=True)]
-    slow_worker: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+def _entry_type(field: PlanField) -> object:
+    """Return what a plan file may hold for a field; numbers and flags are taken as written."""
+    kind: object = {
+        int: Degree,
+        bool: Annotated[bool, Field(strict=True)],
+        float: Annotated[float, Field(strict=True, allow_inf_nan=False)],
+        tuple: tuple[Degree, ...],
+    }.get(field.kind, field.kind)
+    if field.name == "zero_stage":
+        kind = Annotated[int, Field(strict=True, ge=0, le=MAX_ZERO_STAGE)]
+    if field.name == "servers":
+        kind = Degree | Literal["all"]
+    return kind | None if field.is_optional else kind  # type: ignore[operator]  # types at run time
 
 
-class _PlanEntry(_Entry):
-    tp: Degree
-    pp: Degree
-    dp: Degree
-    num_virtual_stages: Degree
-    microbatch_size: Degree
-    zero_stage: Annotated[int, Field(strict=True, ge=0, le=3)]
-    sequence_parallel: Annotated[bool, Field(strict=True)]
-    recompute: Recompute
-    attention: Attention
-    schedule: str
-    stages: tuple[Degree, ...]
-    dp_shard: Degree | None = None
-    reshard_after_forward: Annotated[bool, Field(strict=True)] = True
-    gradient_precision: Precision | None = None
-    reduce_precision: Precision | None = None
-    sync_each_microbatch: Annotated[bool, Field(strict=True)] | None = None
-    find_unused: Annotated[bool, Field(strict=True)] = False
-    offload: Offload = Offload.NONE
-    parameter_server: _ServerEntry | None = None
+def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[_Entry]:
+    """Return the model of a record's entry; fields that are not basic may be left out."""
+    described = {
+        key: (
+            parts.get(key) or _entry_type(each),
+            ... if each.declaration.is_basic else each.default,
+        )
+        for key, each in fields.items()
+    }
+    made = create_model(name, __base__=_Entry, **cast("dict[str, Any]", described))
+    return cast("type[_Entry]", made)
 
-    def plan(self) -> ParallelPlan:
-        """Return the plan; raises PlanError where no layout can be so."""
-        values = self.model_dump()
-        servers = values.pop("parameter_server")
-        return ParallelPlan(**values, parameter_server=servers and ParameterServer(**servers))
+
+_ServerEntry = _entry("_ServerEntry", SERVER_FIELDS)
+_PlanEntry = _entry("_PlanEntry", PLAN_FIELDS, parameter_server=_ServerEntry | None)
+
+
+def _plan(entry: _Entry) -> ParallelPlan:
+    """Return the plan of an entry; raises PlanError where no layout can be so."""
+    values = entry.model_dump()
+    servers = values.pop("parameter_server")
+    return ParallelPlan.of({**values, "parameter_server": servers and ParameterServer(**servers)})
 
 
 class _PlanFile(_Entry):
@@ -110,15 +113,15 @@ class _PlanFile(_Entry):
     cluster: str | dict[str, object]
     stack: str | dict[str, object]
     job: _JobEntry
-    plan: _PlanEntry
+    plan: _PlanEntry  # type: ignore[valid-type]  # made of the declared fields
 
 
 def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
     """Return every field of a plan by name."""
     values: dict[str, Json] = {
-        field.name: list(value) if isinstance(value, tuple) else value
-        for field in fields(plan)
-        for value in [getattr(plan, field.name)]
+        name: list(value) if isinstance(value, tuple) else value
+        for name in PLAN_FIELDS
+        for value in [getattr(plan, name)]
     }
     if plan.parameter_server is not None:
         values["parameter_server"] = asdict(plan.parameter_server)
@@ -167,7 +170,7 @@ def read_plan(path: Path) -> SavedPlan:
     stack = resolved("stack", load_stack, lambda data: _profile(StackProfile, data))
     try:
         job = TrainingJob(model=model, **entry.job.model_dump())
-        plan = entry.plan.plan()
+        plan = _plan(entry.plan)
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)

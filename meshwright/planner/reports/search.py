@@ -1,6 +1,7 @@
 """A search as text for a terminal: the best plans, the proof, what was refused and why."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,19 +10,23 @@ from rich.text import Text
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.step import (
+    degrees_text,
     facts_table,
     format_stages,
     headline,
     job_text,
     switches_text,
+    value_text,
     warning_lines,
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, SearchResult
 from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.simulator.layout import SEARCHED_FIELDS
 
 MAX_FRONTIER_LINES = 8
-LAYOUT_COLUMNS = ("tp", "pp", "dp", "vpp", "mb", "zero", "sp", "recompute", "schedule")
+LAYOUT_COLUMNS = tuple(str(each.declaration.heading) for each in SEARCHED_FIELDS)
+WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
 RESULT_COLUMNS = ("step s", "tok/s/GPU", "MFU", "GiB", "bubble", "comm s")
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
@@ -65,7 +70,7 @@ def layout_text(plan: ParallelPlan) -> str:
     """Return a plan in one line, for people."""
     servers = plan.parameter_server
     return (
-        f"tp={plan.tp} pp={plan.pp} dp={plan.dp} vpp={plan.num_virtual_stages} "
+        f"{degrees_text(plan)} vpp={plan.num_virtual_stages} "
         f"mb={plan.microbatch_size} {plan.schedule} {switches_text(plan)}"
         f"{'' if servers is None else f' servers={servers.servers}'}"
     )
@@ -115,8 +120,8 @@ def _frontier_table(result: SearchResult) -> Table:
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for name in names:
-        is_word = name in {"recompute", "schedule", "sp", "proven"}
-        table.add_column(name, justify="left" if is_word else "right", no_wrap=True)
+        justify: Literal["left", "right"] = "left" if name in WORD_COLUMNS else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     return table
 
 
@@ -127,15 +132,10 @@ def _layout_columns(result: SearchResult) -> tuple[str, ...]:
 
 
 def _layout_cells(plan: ParallelPlan) -> list[str]:
-    degrees = (plan.tp, plan.pp, plan.dp, plan.num_virtual_stages, plan.microbatch_size)
-    return [
-        *(str(degree) for degree in degrees),
-        str(plan.zero_stage),
-        yes_no(plan.sequence_parallel),
-        plan.recompute,
-        plan.schedule,
-        *([] if plan.parameter_server is None else [str(plan.parameter_server.servers)]),
-    ]
+    values = [getattr(plan, each.name) for each in SEARCHED_FIELDS]
+    if plan.parameter_server is not None:
+        values.append(plan.parameter_server.servers)
+    return [value_text(value) for value in values]
 
 
 def _result_cells(step: StepResult) -> list[str]:

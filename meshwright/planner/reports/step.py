@@ -30,10 +30,18 @@ from meshwright.simulator import (
     TrainingJob,
     count_parameters,
 )
+from meshwright.simulator.layout import PLAN_FIELDS, Axis
 
 WIDTH = 100
 BAR_WIDTH = 14
 MAX_STAGES_LISTED = 8
+# Fields of a plan that a report says in words of their own; the others are its switches.
+FIELDS_WITH_LINES = {
+    *(axis.value for axis in Axis),
+    *("num_virtual_stages", "microbatch_size", "schedule", "stages", "parameter_server"),
+    *("dp_shard", "reshard_after_forward", "gradient_precision", "reduce_precision"),
+    *("sync_each_microbatch", "offload", "find_unused"),
+}
 
 
 def step_report(result: StepResult, budget: Budget | None = None) -> RenderableType:
@@ -119,11 +127,10 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     plan = result.plan
-    degrees = f"tp={plan.tp} pp={plan.pp} dp={plan.dp}"
     batches = f"{result.num_microbatches:,} microbatches, microbatch_size={plan.microbatch_size}"
     facts = [
         ("job", job_text(result.job)),
-        ("layout", f"{degrees}, {batches}"),
+        ("layout", f"{degrees_text(plan)}, {batches}"),
         ("pipeline", f"schedule={plan.schedule} vpp={plan.num_virtual_stages}"),
         ("stages", f"{format_stages(plan.stages)} layers"),
         ("switches", switches_text(plan)),
@@ -168,12 +175,25 @@ def _async_text(run: AsyncRun) -> str:
     return f"{rounds}; stale by {stale}"
 
 
+def degrees_text(plan: ParallelPlan) -> str:
+    """Return the degrees of a plan in one line."""
+    return " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
+
+
+def value_text(value: object) -> str:
+    """Return the value of a field for people."""
+    return yes_no(value) if isinstance(value, bool) else str(value)
+
+
 def switches_text(plan: ParallelPlan) -> str:
-    """Return everything of a plan that is not a degree."""
-    return (
-        f"zero_stage={plan.zero_stage} sequence_parallel={yes_no(plan.sequence_parallel)} "
-        f"recompute={plan.recompute} attention={plan.attention}"
+    """Return the switches of a plan, and what else of it is not as usual and has no line."""
+    shown = (
+        each
+        for each in PLAN_FIELDS.values()
+        if each.name not in FIELDS_WITH_LINES
+        and (each.declaration.is_basic or getattr(plan, each.name) != each.default)
     )
+    return " ".join(f"{each.name}={value_text(getattr(plan, each.name))}" for each in shown)
 
 
 def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.reports.money import Budget
 from meshwright.simulator import StepResult
+from meshwright.simulator.layout import PLAN_FIELDS
 
 Row = Mapping[str, object]
 
@@ -32,18 +33,7 @@ def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
     plan, memory = result.plan, result.memory
     row: dict[str, object] = {
         "plan": rank,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "dp": plan.dp,
-        "num_virtual_stages": plan.num_virtual_stages,
-        "microbatch_size": plan.microbatch_size,
-        "num_microbatches": result.num_microbatches,
-        "zero_stage": plan.zero_stage,
-        "sequence_parallel": plan.sequence_parallel,
-        "recompute": plan.recompute.value,
-        "attention": plan.attention.value,
-        "schedule": plan.schedule,
-        "stages": " ".join(str(count) for count in plan.stages),
+        **_plan_cells(result),
         "step_time_s": result.step_time_s,
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
         "model_flops_per_s_per_gpu": result.model_flops_per_s_per_gpu,
@@ -67,6 +57,19 @@ def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
         run = budget.run(result)
         row |= {"days": run.days, "gpu_hours": run.gpu_hours, "cost_usd": run.cost_usd}
     return row
+
+
+def _plan_cells(result: StepResult) -> Row:
+    """Return the fields that every plan has, the number of microbatches behind their size."""
+    cells: dict[str, object] = {}
+    for name, field in PLAN_FIELDS.items():
+        if field.declaration.is_basic:
+            value = getattr(result.plan, name)
+            is_list = isinstance(value, tuple)
+            cells[name] = " ".join(str(count) for count in value) if is_list else value
+        if name == "microbatch_size":
+            cells["num_microbatches"] = result.num_microbatches
+    return cells
 
 
 def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:

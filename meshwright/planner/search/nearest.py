@@ -50,7 +50,7 @@ def _changes(
     if space.stack.strategy is not Strategy.MESH:
         return tuple(changes)
     free = SpaceLimits(attention=limits.attention, stages=limits.stages)
-    if limits != free:
+    if not limits.is_free:
         changes += _freed(candidates, free, space.rows[index])
     if len(changes) == 1:
         changes += _more_gpus(candidates, free)

@@ -25,6 +25,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import with_overhead
+from meshwright.simulator.layout import AXES
 from meshwright.simulator.step import overhead_per_million
 
 Servers = int | Literal["all"] | None
@@ -54,14 +55,17 @@ def enumerate_replicas(
     their own where the cluster has them.
     """
     modes = tuple(mode for mode in Recompute if mode in stack.recompute_modes)
-    wanted = modes if limits.recompute is None else limits.recompute
-    replicas = replace(
-        limits,
-        tp=tuple(tp for tp in limits.tp or (1,) if tp == 1),
-        pp=tuple(pp for pp in limits.pp or (1,) if pp == 1),
+    wanted = modes if limits.values("recompute") is None else limits.values("recompute") or ()
+    only_dp = {
+        axis.value: tuple(degree for degree in limits.values(axis) or (1,) if degree == 1)
+        for axis, known in AXES.items()
+        if not known.takes_rest
+    }
+    replicas = limits.pinned(
+        **only_dp,
         zero_stage=(0,),
         recompute=tuple(mode for mode in wanted if mode in modes),
-        schedule=limits.schedule or stack.schedules,
+        schedule=limits.values("schedule") or stack.schedules,
     )
     space = enumerate_space(job, stack, num_gpus, replicas)
     choices = _server_choices(cluster, stack, num_gpus)

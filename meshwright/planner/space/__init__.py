@@ -16,7 +16,6 @@ from meshwright.planner.space.space import (
     Space,
     SpaceLimits,
     enumerate_space,
-    tp_divides,
 )
 
 __all__ = [
@@ -37,5 +36,4 @@ __all__ = [
     "fullest_moments",
     "pipeline_roles",
     "telling_microbatches",
-    "tp_divides",
 ]

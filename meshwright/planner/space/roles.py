@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.space.space import Column
-from meshwright.simulator import Phase, Schedule
-from meshwright.simulator.replication import Stage
+from meshwright.simulator import ParallelPlan, Phase, Schedule
+from meshwright.simulator.layout import Stage, rank_stages
 
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
 # takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
@@ -49,14 +49,10 @@ def pipeline_roles(layers: Sequence[int], pp: int) -> list[Role]:
     >>> [(role.first, role.last) for role in pipeline_roles([2, 2, 2, 2], 4)]
     [(0, 0), (1, 2), (3, 3)]
     """
-    last_stage = len(layers) - 1
+    plan = ParallelPlan(pp=pp, num_virtual_stages=len(layers) // pp, stages=tuple(layers))
     members: dict[tuple[Stage, ...], list[int]] = {}
     for rank in range(pp):
-        held = tuple(
-            Stage(layers[index], index == 0, index == last_stage)
-            for index in range(rank, len(layers), pp)
-        )
-        members.setdefault(held, []).append(rank)
+        members.setdefault(rank_stages(plan, rank), []).append(rank)
     return [
         Role(
             held,

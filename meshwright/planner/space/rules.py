@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.space.space import RECOMPUTES, Column, Space
+from meshwright.planner.space.space import COLUMNS, Column, Space
+from meshwright.simulator.layout import stack_gaps
 from meshwright.simulator.memory import usable_bytes
 
 Mask = NDArray[np.bool_]
@@ -34,32 +35,10 @@ def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the software stack cannot express."""
     space, stack = candidates.space, candidates.space.stack
     reasons: dict[str, Mask] = {}
-    for axis, offered in (("tp", stack.tensor_parallel), ("pp", stack.pipeline_parallel)):
-        if not offered:
-            reasons[f"{axis} > 1"] = space.column(axis) > 1
-    for index, mode in enumerate(RECOMPUTES):
-        if mode not in stack.recompute_modes:
-            reasons[f"recompute={mode}"] = space.column("recompute") == index
-    for index, name in enumerate(space.schedules):
-        if name not in stack.schedules:
-            reasons[f"schedule={name}"] = space.column("schedule") == index
-    if not stack.sequence_parallel:
-        split = (space.column("sequence_parallel") == 1) & (space.column("tp") > 1)
-        reasons["sequence_parallel"] = split
-    reasons |= _zero_offers(space)
-    return {f"{stack.name} lacks {reason}": mask for reason, mask in reasons.items()}
-
-
-def _zero_offers(space: Space) -> dict[str, Mask]:
-    """Return the ZeRO stages that the stack lacks; with one replica a stage has no effect."""
-    stack, zero = space.stack, space.column("zero_stage")
-    replicated, staged = space.column("dp") > 1, space.column("pp") > 1
-    reasons: dict[str, Mask] = {}
-    for stage in np.unique(zero[replicated]).tolist():
-        if stage not in stack.zero_stages:
-            reasons[f"zero_stage={stage}"] = (zero == stage) & replicated
-        elif stage not in stack.pipeline_zero_stages:
-            reasons[f"zero_stage={stage} in a pipeline"] = (zero == stage) & replicated & staged
+    for gap in stack_gaps(stack):
+        if gap.field in COLUMNS:
+            reason, mask = f"{stack.name} lacks {gap.reason}", gap.lacks(space.column)
+            reasons[reason] = reasons.get(reason, False) | mask
     return reasons
 
 

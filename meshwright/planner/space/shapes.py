@@ -1,14 +1,15 @@
 """The few block shapes that a space has, with their bytes and times as columns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space.space import RECOMPUTES, Column, Space
+from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
-from meshwright.simulator.blocks import BlockParameters, BlockShape
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import sums_microbatches, syncs_by_default
 from meshwright.simulator.liveness import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
 from meshwright.simulator.model import Block
 from meshwright.simulator.step import message_between
@@ -31,46 +32,22 @@ class ShapeTable:
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
         flags = (in_pipeline, _defers_sums(space))
         columns = np.stack([*(space.column(name) for name in names), *flags], axis=1)
-        distinct, index = np.unique(columns, axis=0, return_inverse=True)
-        return cls(_shapes(space, distinct), index.reshape(-1))
+        _, first, index = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        return cls(_shapes(space, first), index.reshape(-1))
 
 
 def _defers_sums(space: Space) -> Column:
     """Return `BlockShape.defers_sums` of every layout."""
-    stack, zero_stages = space.stack, space.column("zero_stage")
-    each = (zero_stages >= 2) & stack.reduces_each_microbatch
-    once = (space.column("pp") > 1) | ((space.num_microbatches > 1) & ~each)
+    stack = space.stack
+    each = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
+    once = sums_microbatches(each, space.column("pp"), space.num_microbatches)
     return np.asarray(once & stack.sums_norms_each_microbatch, np.int64)
 
 
-def _shapes(space: Space, distinct: NDArray[np.int64]) -> tuple[BlockShape, ...]:
-    shapes: dict[int, BlockShape] = {}
-    table = []
-    for tp, microbatch_size, sequence_parallel, recompute, *flags in distinct.tolist():
-        if tp not in shapes:
-            shapes[tp] = BlockShape(
-                model=space.job.model,
-                seq_len=space.job.seq_len,
-                precision=space.job.precision,
-                microbatch_size=1,
-                tp=tp,
-                sequence_parallel=False,
-                recompute=RECOMPUTES[0],
-                attention=space.attention,
-                stack=space.stack,
-                parameters=BlockParameters.of(space.job.model, tp),
-            )
-        table.append(
-            replace(
-                shapes[tp],
-                microbatch_size=microbatch_size,
-                sequence_parallel=bool(sequence_parallel) and tp > 1,
-                recompute=RECOMPUTES[recompute],
-                in_pipeline=bool(flags[0]),
-                defers_sums=bool(flags[1]),
-            )
-        )
-    return tuple(table)
+def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
+    """Return the shapes of the layouts of *rows*."""
+    plans = (space.plan(row) for row in rows.tolist())
+    return tuple(BlockShape.of(space.job, plan, space.stack) for plan in plans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit
+from meshwright.hwprofiles.names import suggestion
 from meshwright.simulator import (
     SCHEDULES,
     ModelSpec,
@@ -16,68 +18,76 @@ from meshwright.simulator import (
     TrainingJob,
     resolve_stages,
 )
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, Axis, PlanField, divides
 
 Column = NDArray[np.int64]
 
-RECOMPUTES = tuple(Recompute)
-COLUMNS = (
-    "tp",
-    "pp",
-    "dp",
-    "num_virtual_stages",
-    "microbatch_size",
-    "zero_stage",
-    "sequence_parallel",
-    "recompute",
-    "schedule",
-)
+COLUMNS = tuple(each.name for each in SEARCHED_FIELDS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SpaceLimits:
-    """What of the space is searched: allowed values of an axis (None: all), and largest values.
+    """What of the space is searched: allowed values of a field (None: all), and largest values.
 
-    ``attention`` and ``stages`` are not searched: they default to the stack's.
+    ``attention`` and ``stages`` are not searched: they default to the stack's. Values of a field
+    are a tuple by its name, as ``tp=(4, 8)``; a largest value is a number, as ``max_pp=16``.
+
+    Raises:
+        PlanError: If a name is no searched field, or a limit leaves nothing of one.
+
+    >>> SpaceLimits(tp=(8,), max_pp=16)
+    SpaceLimits(tp=(8,), max_pp=16)
     """
 
-    tp: tuple[int, ...] | None = None
-    pp: tuple[int, ...] | None = None
-    dp: tuple[int, ...] | None = None
-    num_virtual_stages: tuple[int, ...] | None = None
-    microbatch_size: tuple[int, ...] | None = None
-    zero_stage: tuple[int, ...] | None = None
-    sequence_parallel: tuple[bool, ...] | None = None
-    recompute: tuple[Recompute, ...] | None = None
-    schedule: tuple[str, ...] | None = None
-    max_tp: int | None = None
-    max_pp: int | None = None
-    max_dp: int | None = None
-    max_virtual_stages: int | None = None
-    max_microbatch_size: int | None = None
-    attention: Attention | None = None
-    stages: StageSplit | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse limits that leave nothing of an axis."""
-        for each in fields(self):
-            value = getattr(self, each.name)
+    def __init__(
+        self,
+        *,
+        attention: Attention | None = None,
+        stages: StageSplit | None = None,
+        **limits: tuple[object, ...] | int | None,
+    ) -> None:
+        self.attention = attention
+        self.stages = stages
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+        known = [*COLUMNS, *(each.limit for each in SEARCHED_FIELDS if each.declaration.is_limited)]
+        for name, value in self._limits.items():
+            if name not in known:
+                raise PlanError(f"{name} is no field of a search; {suggestion(name, known)}")
             if isinstance(value, int) and value < 1:
-                raise PlanError(f"{each.name}={value} leaves nothing; allowed: at least 1")
+                raise PlanError(f"{name}={value} leaves nothing; allowed: at least 1")
 
-    def allows(self, axis: str, value: object, largest: int | None = None) -> bool:
-        """Return whether *value* of *axis* may be searched."""
-        allowed = getattr(self, axis)
+    def __repr__(self) -> str:
+        """Return the limits as they are written."""
+        ends = {"attention": self.attention, "stages": self.stages}
+        said = self._limits | {name: value for name, value in ends.items() if value is not None}
+        return f"SpaceLimits({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is pinned or limited."""
+        return not self._limits
+
+    def values(self, name: str) -> tuple[object, ...] | None:
+        """Return the allowed values of a field, None for all."""
+        return cast("tuple[object, ...] | None", self._limits.get(name))
+
+    def allows(self, name: str, value: object) -> bool:
+        """Return whether *value* of the field *name* may be searched."""
+        allowed, largest = self.values(name), self._limits.get(PLAN_FIELDS[name].limit)
         if allowed is not None and value not in allowed:
             return False
-        return largest is None or not isinstance(value, int) or value <= largest
+        return largest is None or cast("int", value) <= cast("int", largest)
+
+    def pinned(self, **values: tuple[object, ...]) -> "SpaceLimits":
+        """Return the same limits with other allowed values."""
+        return SpaceLimits(attention=self.attention, stages=self.stages, **self._limits | values)
 
 
 @dataclass(frozen=True)
 class Space:
     """Layouts of a job on a number of GPUs, one row each, with what they share.
 
-    ``rows`` has a column for each of `COLUMNS`; recompute and schedule are indices into
-    `RECOMPUTES` and ``schedules``.
+    ``rows`` has a column for each of `COLUMNS`; of a field with few values it holds the index of
+    one (`PlanField.choices`).
     """
 
     job: TrainingJob
@@ -86,21 +96,20 @@ class Space:
     attention: Attention
     stages: StageSplit
     rows: NDArray[np.int64]
-    schedules: tuple[str, ...] = field(default=tuple(SCHEDULES))
 
     def __len__(self) -> int:
         """Return the number of layouts."""
         return len(self.rows)
 
     def column(self, name: str) -> Column:
-        """Return the values of one axis."""
+        """Return the numbers of one field."""
         return self.rows[:, COLUMNS.index(name)]
 
     @cached_property
     def num_microbatches(self) -> Column:
-        """Microbatches of each layout's replicas."""
-        per_replica = self.job.global_batch_size // self.column("dp")
-        return per_replica // self.column("microbatch_size")
+        """Microbatches of each layout's data-parallel ranks."""
+        sequences = self.job.global_batch_size // self.column("dp")
+        return sequences // self.column("microbatch_size")
 
     def layers(self, pp: int, num_virtual_stages: int) -> tuple[int, ...]:
         """Return the layers of each virtual stage."""
@@ -110,22 +119,13 @@ class Space:
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
-        tp, pp, dp, vpp, microbatch, zero, sequence, recompute, schedule = (
-            int(value) for value in self.rows[index]
-        )
-        return ParallelPlan(
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            num_virtual_stages=vpp,
-            microbatch_size=microbatch,
-            zero_stage=zero,
-            sequence_parallel=bool(sequence),
-            recompute=RECOMPUTES[recompute],
-            attention=self.attention,
-            schedule=self.schedules[schedule],
-            stages=self.layers(pp, vpp),
-        )
+        codes = self.rows[index].tolist()
+        values = {
+            field.name: field.value(code)
+            for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
+        }
+        plan = ParallelPlan.of({**values, "attention": self.attention})
+        return replace(plan, stages=self.layers(plan.pp, plan.num_virtual_stages))
 
 
 def enumerate_space(
@@ -133,11 +133,10 @@ def enumerate_space(
 ) -> Space:
     """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow."""
     limits = _with_recomputes(limits, stack)
-    zero_stages = tuple(sorted({0, 1, *stack.zero_stages}))
     blocks = [
-        _block(job, limits, (tp, pp, dp, vpp), schedules, zero_stages)
-        for tp, pp, dp in _degrees(job, num_gpus, limits)
-        for vpp, schedules in _virtual_stages(job.model, pp, limits)
+        _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
+        for degrees in _degrees(job, num_gpus, limits)
+        for vpp, schedules in _virtual_stages(job.model, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(COLUMNS)), np.int64)])
     return Space(
@@ -155,34 +154,29 @@ def _with_recomputes(limits: SpaceLimits, stack: StackProfile) -> SpaceLimits:
 
     It is there where it is asked for, and then a rule rejects it by its name.
     """
-    if limits.recompute is not None or Recompute.SELECTIVE_OP in stack.recompute_modes:
+    asked = limits.values("recompute") is not None
+    if asked or Recompute.SELECTIVE_OP in stack.recompute_modes:
         return limits
-    others = tuple(mode for mode in RECOMPUTES if mode is not Recompute.SELECTIVE_OP)
-    return replace(limits, recompute=others)
+    others = tuple(mode for mode in Recompute if mode is not Recompute.SELECTIVE_OP)
+    return limits.pinned(recompute=others)
 
 
-def _degrees(
-    job: TrainingJob, num_gpus: int, limits: SpaceLimits
-) -> Iterator[tuple[int, int, int]]:
-    for tp in divisors(num_gpus):
-        if not (tp_divides(job.model, tp) and limits.allows("tp", tp, limits.max_tp)):
-            continue
-        for pp in divisors(num_gpus // tp):
-            dp = num_gpus // tp // pp
-            if (
-                pp <= job.model.num_layers
-                and job.global_batch_size % dp == 0
-                and limits.allows("pp", pp, limits.max_pp)
-                and limits.allows("dp", dp, limits.max_dp)
-            ):
-                yield tp, pp, dp
+def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[dict[str, int]]:
+    """Yield the degrees of all axes, in the order of a plan's fields; one takes what is left."""
+    names = [each.name for each in SEARCHED_FIELDS if each.declaration.axis]
+    free = [Axis(name) for name in names if not AXES[Axis(name)].takes_rest]
+    (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
 
+    def chosen(left: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
+        if len(known) < len(free):
+            axis = free[len(known)]
+            for degree in divisors(left):
+                if divides(job, axis, degree) and limits.allows(axis, degree):
+                    yield from chosen(left // degree, {**known, axis: degree})
+        elif divides(job, rest, left) and limits.allows(rest, left):
+            yield {name: left if name == rest else known[name] for name in names}
 
-def tp_divides(model: ModelSpec, tp: int) -> bool:
-    """Return whether heads, key-value heads and MLP width can be split *tp* ways."""
-    whole = (model.num_heads, model.ffn_hidden_size, model.hidden_size)
-    kv_heads = model.num_kv_heads
-    return all(size % tp == 0 for size in whole) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    yield from chosen(num_gpus, {})
 
 
 def _virtual_stages(
@@ -197,7 +191,7 @@ def _virtual_stages(
     for vpp in range(1, per_rank + 1):
         if vpp > 1 and (pp == 1 or not _divides_into(model.num_layers, pp * vpp)):
             continue
-        if not limits.allows("num_virtual_stages", vpp, limits.max_virtual_stages):
+        if not limits.allows("num_virtual_stages", vpp):
             continue
         schedules = [
             index
@@ -214,47 +208,68 @@ def _divides_into(num_layers: int, num_stages: int) -> bool:
 
 def _block(
     job: TrainingJob,
+    stack: StackProfile,
     limits: SpaceLimits,
-    degrees: tuple[int, int, int, int],
+    fixed: dict[str, int],
     schedules: Sequence[int],
-    zero_stages: tuple[int, ...],
 ) -> NDArray[np.int64]:
-    """Return the rows of one choice of degrees: the product of the axes that are left."""
-    tp, pp, dp, vpp = degrees
-    per_replica = job.global_batch_size // dp
-    axes = (
-        [
-            size
-            for size in divisors(per_replica)
-            if limits.allows("microbatch_size", size, limits.max_microbatch_size)
-            and _schedulable(schedules, pp, per_replica // size, vpp)
-        ],
-        list(_effective(limits.zero_stage, zero_stages, dp)),
-        [
-            int(value)
-            for value in _effective(limits.sequence_parallel, (False, True), tp)
-            if not value or job.seq_len % tp == 0
-        ],
-        [index for index, mode in enumerate(RECOMPUTES) if limits.allows("recompute", mode)],
-        list(schedules),
-    )
-    grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
-    head = np.tile(np.array(degrees, np.int64), (len(grid), 1))
-    return np.concatenate([head, grid.astype(np.int64)], axis=1)
+    """Return the rows of one choice of degrees: the product of the fields that are left."""
+
+    def numbers(field: PlanField) -> list[int]:
+        if field.name in fixed:
+            return [fixed[field.name]]
+        if field.name == "schedule":
+            return list(schedules)
+        if field.name == "microbatch_size":
+            return _microbatch_sizes(job, limits, fixed, schedules)
+        return _switches(job, stack, limits, field, fixed)
+
+    axes = [numbers(field) for field in SEARCHED_FIELDS]
+    grid = np.meshgrid(*axes, indexing="ij")
+    return np.stack([axis.ravel() for axis in grid], axis=1).astype(np.int64)
 
 
-def _effective(
-    wanted: tuple[int, ...] | None, every: tuple[int, ...], degree: int
-) -> tuple[int, ...]:
-    """Return the values of a switch; on an axis of degree 1 it has no effect, one is enough."""
+def _microbatch_sizes(
+    job: TrainingJob, limits: SpaceLimits, fixed: dict[str, int], schedules: Sequence[int]
+) -> list[int]:
+    """Return the sizes that divide a data-parallel rank's sequences and that schedules can run."""
+    sequences, known = job.global_batch_size // fixed["dp"], tuple(SCHEDULES.values())
+
+    def is_runnable(size: int) -> bool:
+        pp, vpp = fixed["pp"], fixed["num_virtual_stages"]
+        counts = (pp, sequences // size, vpp)
+        return all(known[index].refusal(*counts) is None for index in schedules)
+
+    return [
+        size
+        for size in divisors(sequences)
+        if limits.allows("microbatch_size", size) and is_runnable(size)
+    ]
+
+
+def _switches(
+    job: TrainingJob,
+    stack: StackProfile,
+    limits: SpaceLimits,
+    field: PlanField,
+    fixed: dict[str, int],
+) -> list[int]:
+    """Return the values of a switch as numbers.
+
+    On an axis of degree 1 it has no effect, one value is enough.
+    """
+    every: tuple[object, ...] = field.choices
+    if field.name == "zero_stage":
+        every = tuple(sorted({0, 1, *stack.zero_stages}))
+    wanted = limits.values(field.name)
     values = every if wanted is None else wanted
-    return values if degree > 1 else values[:1]
-
-
-def _schedulable(schedules: Sequence[int], pp: int, num_microbatches: int, vpp: int) -> bool:
-    """Return whether every schedule of this kind can run so many microbatches."""
-    known = tuple(SCHEDULES.values())
-    return all(known[index].refusal(pp, num_microbatches, vpp) is None for index in schedules)
+    acts_on = field.declaration.acts_on
+    if acts_on is not None and fixed[acts_on] == 1:
+        values = values[:1]
+    if field.name == "sequence_parallel" and job.seq_len % fixed["tp"]:
+        values = tuple(value for value in values if not value)
+    in_order = values if acts_on is not None else [value for value in every if value in values]
+    return [field.code(value) for value in in_order]
 
 
 def divisors(number: int) -> list[int]:

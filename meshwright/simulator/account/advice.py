@@ -3,7 +3,7 @@
 from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
-from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -62,16 +62,16 @@ def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
 
 def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
     warnings = []
-    if plan.sequence_parallel and plan.tp == 1:
-        warnings.append("sequence_parallel has no effect at tp=1")
-    if plan.zero_stage and plan.dp == 1 and plan.offload is Offload.NONE:
-        warnings.append(f"zero_stage={plan.zero_stage} has no effect at dp=1")
-    if plan.dp == 1:
-        warnings += [
-            f"{field}={getattr(plan, field)} has no effect at dp=1"
-            for field in ("reduce_precision", "sync_each_microbatch")
-            if getattr(plan, field) is not None
-        ]
+    for axis in Axis:
+        for field in PLAN_FIELDS.values():
+            value = getattr(plan, field.name)
+            is_idle = field.declaration.acts_on is axis and plan.degree(axis) == 1
+            # States that are offloaded are sharded, too, over one rank.
+            is_used = field.name == "zero_stage" and plan.offload is not Offload.NONE
+            if is_idle and value != field.default and not is_used:
+                is_flag = field.kind is bool and not field.is_optional
+                said = field.name if is_flag else f"{field.name}={value}"
+                warnings.append(f"{said} has no effect at {axis}=1")
     return warnings
 
 

@@ -17,9 +17,8 @@ from meshwright.simulator.blocks import (
     head_operators,
     layer_operators,
 )
-from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
-from meshwright.simulator.replication import Stage, Wire, tensor_sums, tied_table_bytes
-from meshwright.simulator.step import rank_stages
+from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob, rank_stages
+from meshwright.simulator.replication import Wire, tensor_sums, tied_table_bytes
 
 
 def rank_flops(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob, rank_stages
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
     Wire,
@@ -13,7 +13,7 @@ from meshwright.simulator.replication import (
     sum_parameters,
     unit_shards,
 )
-from meshwright.simulator.step import owned_share, rank_refetches, rank_stages, replication_of
+from meshwright.simulator.step import owned_share, rank_refetches, replication_of
 
 
 class HostTraffic(NamedTuple):
@@ -42,7 +42,7 @@ def host_traffic(
     if plan.offload is Offload.NONE:
         return NO_TRAFFIC
     shape = BlockShape.of(job, plan, stack)
-    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1)
+    mesh = Mesh.of(plan)
     to = replication_of(plan, stack, mesh)
     stages = rank_stages(plan, pp_rank)
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)

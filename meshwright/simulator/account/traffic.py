@@ -15,10 +15,9 @@ from meshwright.simulator.blocks import (
     layer_operators,
 )
 from meshwright.simulator.costs import sent_ratio
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob, rank_stages
 from meshwright.simulator.replication import (
     Replication,
-    Stage,
     Wire,
     bucket_parts,
     part_gathers,
@@ -27,7 +26,7 @@ from meshwright.simulator.replication import (
     used_map_bytes,
 )
 from meshwright.simulator.schedules import Refetches
-from meshwright.simulator.step import rank_refetches, rank_stages, replication_of
+from meshwright.simulator.step import rank_refetches, replication_of
 
 
 class Traffic(NamedTuple):
@@ -97,7 +96,7 @@ def _replica_collectives(
     if plan.dp == 1:
         return
     stages = rank_stages(plan, pp_rank)
-    to = replication_of(plan, shape.stack, Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1))
+    to = replication_of(plan, shape.stack, Mesh.of(plan))
     wire = Wire.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)
     in_each = num_microbatches if to.reduces_each_microbatch else 1

@@ -122,9 +122,8 @@ class CostModel:
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
         if tp not in self._tp_spans:
-            mesh = Mesh(
-                tp=tp, dp=self.world_size // tp, pp=1, node_size=self.cluster.devices_per_node
-            )
+            node_size = self.cluster.devices_per_node
+            mesh = Mesh(tp=tp, dp=self.world_size // tp, node_size=node_size)
             self._tp_spans[tp] = mesh.span(Axis.TP)
         return self._tp_spans[tp]
 

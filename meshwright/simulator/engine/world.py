@@ -11,7 +11,7 @@ from meshwright.simulator.layout import Axis, Mesh
 
 def simulate_folded(work: StepWork) -> StepTimes:
     """Run *work* with one representative for the equal ranks of each pipeline rank."""
-    return _simulate(work, Mesh(tp=1, dp=1, pp=work.pp, node_size=1))
+    return _simulate(work, Mesh(pp=work.pp, node_size=1))
 
 
 def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
@@ -21,8 +21,8 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
     collective when all its members are ready.  On a symmetric cluster the times equal those
     of `simulate_folded` to the picosecond.
     """
-    if mesh.pp != work.pp:
-        raise ValueError(f"mesh has pp={mesh.pp}, the work pp={work.pp}")
+    if mesh.degree(Axis.PP) != work.pp:
+        raise ValueError(f"mesh has pp={mesh.degree(Axis.PP)}, the work pp={work.pp}")
     return _simulate(work, mesh)
 
 
@@ -48,13 +48,15 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
     places = []
     ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
     for rank in range(mesh.world_size):
-        pp_rank = mesh.coordinates(rank).pp_rank
-        tp_first, dp_first, pp_first = (mesh.group(rank, axis)[0] for axis in Axis)
-        if mesh.tp > 1 and (Axis.TP, tp_first) not in meetings:
-            meetings[Axis.TP, tp_first] = Meeting(env, mesh.tp, max)
+        pp_rank = mesh.coordinates(rank)[Axis.PP]
+        first = {axis: mesh.group(rank, axis)[0] for axis in Axis}
+        tp_first, dp_first, pp_first = first[Axis.TP], first[Axis.DP], first[Axis.PP]
+        if mesh.degree(Axis.TP) > 1 and (Axis.TP, tp_first) not in meetings:
+            meetings[Axis.TP, tp_first] = Meeting(env, mesh.degree(Axis.TP), max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            streams[dp_first] = stream, collective_meeting(env, mesh.dp, stream)
+            meeting = collective_meeting(env, mesh.degree(Axis.DP), stream)
+            streams[dp_first] = stream, meeting
         if ties and (Axis.PP, pp_first) not in meetings:
             meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
         is_end = pp_rank in (0, work.pp - 1)

@@ -1,5 +1,7 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
+from meshwright.simulator.layout.axes import AXES, Axis, divides
+from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
     Casts,
@@ -9,7 +11,8 @@ from meshwright.simulator.layout.formats import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh, strided_span
+from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.mesh import GroupSpan, Mesh, strided_span
 from meshwright.simulator.layout.placement import (
     PairCommunication,
     Partial,
@@ -25,17 +28,35 @@ from meshwright.simulator.layout.placement import (
     zero_communication,
 )
 from meshwright.simulator.layout.plan import (
+    PLAN_FIELDS,
+    SEARCHED_FIELDS,
+    SERVER_FIELDS,
     ParallelPlan,
     ParameterServer,
-    TrainingJob,
+)
+from meshwright.simulator.layout.refusals import (
+    MAX_ZERO_STAGE,
     check_sharding,
     reduces_once,
+    stack_gaps,
     stack_refusal,
+    sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.layout.stages import parse_stages, resolve_stages
+from meshwright.simulator.layout.stages import (
+    Stage,
+    parse_stages,
+    rank_stages,
+    resolve_stages,
+    with_stages,
+)
 
 __all__ = [
+    "AXES",
+    "MAX_ZERO_STAGE",
+    "PLAN_FIELDS",
+    "SEARCHED_FIELDS",
+    "SERVER_FIELDS",
     "STACKS_OWN",
     "Axis",
     "Casts",
@@ -48,24 +69,32 @@ __all__ = [
     "Partial",
     "Placement",
     "Placements",
+    "PlanField",
     "Redistribution",
     "Replicate",
     "Split",
+    "Stage",
     "TrainingJob",
     "casts_of",
     "check_sharding",
     "chosen_formats",
+    "divides",
     "gradient_bytes",
+    "in_option_order",
     "linear_pair_communication",
     "main_gradient_bytes",
     "matmul_signatures",
     "parse_stages",
+    "rank_stages",
     "redistribute",
     "reduces_once",
     "resolve_stages",
     "shard_shape",
+    "stack_gaps",
     "stack_refusal",
     "strided_span",
+    "sums_microbatches",
     "syncs_by_default",
+    "with_stages",
     "zero_communication",
 ]

@@ -1,30 +1,15 @@
 """Ranks and their coordinates; which nodes the group of an axis spans.
 
-Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then data, then
-pipeline (Narayanan et al. 2021, section 3).  Nodes are filled in rank order.
+Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import pairwise
-from math import gcd
+from collections.abc import Mapping
+from itertools import pairwise, takewhile
+from math import gcd, prod
 from typing import NamedTuple
 
-
-class Axis(StrEnum):
-    """Axes of the device mesh, fastest first."""
-
-    TP = "tp"
-    DP = "dp"
-    PP = "pp"
-
-
-class Coordinates(NamedTuple):
-    """Position of a rank on each axis."""
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
+from meshwright.simulator.layout.axes import Axis
+from meshwright.simulator.layout.plan import ParallelPlan
 
 
 class GroupSpan(NamedTuple):
@@ -68,51 +53,54 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     return GroupSpan(size, num_nodes, min(before[0], in_last, *inner))
 
 
-@dataclass(frozen=True, slots=True)
 class Mesh:
-    """The device mesh of a plan on nodes of *node_size* devices."""
+    """The device mesh of a plan on nodes of *node_size* devices.
 
-    tp: int
-    dp: int
-    pp: int
-    node_size: int
+    Args:
+        node_size: Devices of a node.
+        degrees: Ranks along each axis by its name; 1 where none is given.
+
+    >>> Mesh(tp=8, dp=6, pp=64, node_size=8).world_size
+    3072
+    """
+
+    __slots__ = ("_degrees", "node_size")
+
+    def __init__(self, *, node_size: int, **degrees: int) -> None:
+        assert degrees.keys() <= set(Axis), "each degree is that of an axis"
+        self.node_size = node_size
+        self._degrees = {axis: degrees.get(axis, 1) for axis in Axis}
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, node_size: int = 1) -> "Mesh":
+        """Return the mesh of *plan*."""
+        return cls(node_size=node_size, **{axis.value: plan.degree(axis) for axis in Axis})
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.dp * self.pp
+        return prod(self._degrees.values())
 
     def stride(self, axis: Axis) -> int:
-        """Return the distance in rank numbers of neighbours on *axis*."""
-        match axis:
-            case Axis.TP:
-                return 1
-            case Axis.DP:
-                return self.tp
-            case Axis.PP:
-                return self.tp * self.dp
+        """Return the distance in rank numbers of neighbours on *axis*: the ranks of faster ones."""
+        faster = takewhile(lambda other: other is not axis, Axis)
+        return prod(self._degrees[each] for each in faster)
 
     def degree(self, axis: Axis) -> int:
         """Return the number of ranks along *axis*."""
-        match axis:
-            case Axis.TP:
-                return self.tp
-            case Axis.DP:
-                return self.dp
-            case Axis.PP:
-                return self.pp
+        return self._degrees[axis]
 
-    def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of *rank*.
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Return the position of *rank* on each axis.
 
-        >>> Mesh(tp=8, dp=6, pp=64, node_size=8).coordinates(3071)
-        Coordinates(tp_rank=7, dp_rank=5, pp_rank=63)
+        >>> [*Mesh(tp=8, dp=6, pp=64, node_size=8).coordinates(3071).values()]
+        [7, 5, 63]
         """
-        return Coordinates(rank % self.tp, rank // self.tp % self.dp, rank // (self.tp * self.dp))
+        return {axis: rank // self.stride(axis) % self.degree(axis) for axis in Axis}
 
-    def rank(self, *, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> int:
-        """Return the rank at the given coordinates."""
-        return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
+    def rank(self, coordinates: Mapping[Axis, int]) -> int:
+        """Return the rank at a position, the first one of each axis that is left out."""
+        return sum(self.stride(axis) * place for axis, place in coordinates.items())
 
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
         """Return the ranks of the communicator of *axis* that *rank* belongs to."""
@@ -142,7 +130,7 @@ class Mesh:
 
     def crosses_nodes(self, pp_rank: int, next_pp_rank: int) -> bool:
         """Whether any message between two pipeline ranks leaves its node."""
-        size = self.tp * self.dp
+        size = self.stride(Axis.PP)
         distance = (next_pp_rank - pp_rank) * size
         first = pp_rank * size
         return any(

@@ -1,10 +1,35 @@
 """Which layers each pipeline stage holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from meshwright.hwprofiles import StageSplit
+from meshwright.hwprofiles import StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.plan import ParallelPlan
 from meshwright.simulator.model import ModelSpec
+
+
+class Stage(NamedTuple):
+    """Layers of one virtual stage and whether it holds an end of the model."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+    """Return the virtual stages of pipeline rank ``r``: number ``r, p + r, 2 p + r, ...``.
+
+    >>> rank_stages(ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 4)), 0)[1]
+    Stage(num_layers=3, has_embedding=False, has_head=False)
+    """
+    last = plan.num_stages - 1
+    return tuple(
+        Stage(plan.stages[index], index == 0, index == last)
+        for index in range(pp_rank, plan.num_stages, plan.pp)
+    )
 
 
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
@@ -107,3 +132,15 @@ def resolve_stages(
         cost = head_cost_layers(model, seq_len)
         return split_layers(model.num_layers, num_stages, wanted, head_cost=cost)
     return tuple(wanted)
+
+
+def with_stages(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> ParallelPlan:
+    """Return *plan* with the stages of the stack's rule where it lists none.
+
+    Raises:
+        PlanError: If there are more stages than layers.
+    """
+    if plan.stages:
+        return plan
+    stages = resolve_stages(job.model, job.seq_len, plan.num_stages, stack.stage_split)
+    return replace(plan, stages=stages)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import num_gathers
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
     Block,
     ParameterTensor,
@@ -23,7 +24,7 @@ from meshwright.simulator.model import (
     padded_vocab_size,
     parameter_tensors,
 )
-from meshwright.simulator.replication.data_parallel import Replication, Stage, stage_parameters
+from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
 from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 
 USED_BYTES = 4  # an int32 for each tensor

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import (
     embedding_backward_steps,
     fullest_arrival,
@@ -13,7 +14,6 @@ from meshwright.simulator.liveness import (
     whole_backward_steps,
 )
 from meshwright.simulator.replication.buckets import StagePart
-from meshwright.simulator.replication.data_parallel import Stage
 
 
 def bucket_cast_bytes(

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Cost, CostModel
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import parameter_tensors
-from meshwright.simulator.replication.data_parallel import Stage, Wire
+from meshwright.simulator.replication.data_parallel import Wire
 
 
 class ClosingSum(NamedTuple):

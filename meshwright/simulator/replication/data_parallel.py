@@ -12,6 +12,7 @@ from meshwright.simulator.layout import (
     Casts,
     GroupSpan,
     ParallelPlan,
+    Stage,
     casts_of,
     gradient_bytes,
     main_gradient_bytes,
@@ -23,14 +24,6 @@ from meshwright.simulator.memory import Shards, rank_parameters
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
 NORM_BYTES = 4
-
-
-class Stage(NamedTuple):
-    """Layers of one virtual stage and whether it holds an end of the model."""
-
-    num_layers: int
-    has_embedding: bool
-    has_head: bool
 
 
 class Replication(NamedTuple):

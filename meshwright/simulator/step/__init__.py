@@ -6,7 +6,6 @@ from meshwright.simulator.step.build import (
     build_step,
     overhead_per_million,
     rank_refetches,
-    rank_stages,
     replication_of,
 )
 from meshwright.simulator.step.offload import node_host_bytes, offload_refusal, owned_share
@@ -29,7 +28,6 @@ __all__ = [
     "overhead_per_million",
     "owned_share",
     "rank_refetches",
-    "rank_stages",
     "replication_of",
     "shared_embedding_ps",
 ]

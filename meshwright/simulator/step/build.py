@@ -10,7 +10,15 @@ from meshwright.hwprofiles import Offload, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
 from meshwright.simulator.costs import CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob, syncs_by_default
+from meshwright.simulator.layout import (
+    Axis,
+    Mesh,
+    ParallelPlan,
+    Stage,
+    TrainingJob,
+    rank_stages,
+    syncs_by_default,
+)
 from meshwright.simulator.memory import (
     ChunkMemory,
     RankMemory,
@@ -22,7 +30,6 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.replication import (
     Replication,
-    Stage,
     Wire,
     bucket_cast_bytes,
     norm_cost,
@@ -99,15 +106,6 @@ def overhead_per_million(stack: StackProfile) -> int:
     return round(stack.step_overhead_fraction * PPM)
 
 
-def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
-    """Return the virtual stages of a pipeline rank: ``r, p + r, 2 p + r, ...``."""
-    last = plan.num_stages - 1
-    return tuple(
-        Stage(plan.stages[index], index == 0, index == last)
-        for index in range(pp_rank, plan.num_stages, plan.pp)
-    )
-
-
 def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
@@ -181,7 +179,7 @@ def _context(
     job: TrainingJob, plan: ParallelPlan, costs: CostModel, stages: tuple[Stage, ...]
 ) -> StepContext:
     node_size = costs.cluster.devices_per_node
-    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    mesh = Mesh.of(plan, node_size)
     shape = BlockShape.of(job, plan, costs.stack)
     to = replication_of(plan, costs.stack, mesh)
     wire = Wire.of(costs.stack, job.precision, plan)

@@ -14,12 +14,11 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import RankWork, num_gathers
-from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
     Replication,
-    Stage,
     StagePart,
     Wire,
     part_gathers,
@@ -304,7 +303,7 @@ def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:
     """
     if not any(stage_bytes):
         return 0
-    size, node = mesh.tp * mesh.dp, mesh.node_size
+    size, node = mesh.stride(Axis.PP), mesh.node_size
     # The ranks of a stage are neighbours: its first and last node, and one between, show all.
     nodes = {
         number
@@ -315,7 +314,7 @@ def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:
 
 
 def _held_on_node(first: int, mesh: Mesh, stage_bytes: Sequence[int]) -> int:
-    size, total = mesh.tp * mesh.dp, 0
+    size, total = mesh.stride(Axis.PP), 0
     last = min(first + mesh.node_size, mesh.world_size)
     while first < last:
         end = min(last, (first // size + 1) * size)

@@ -8,10 +8,9 @@ from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import ChunkWork, Message, RankWork, Segment, Unit
-from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.replication import (
     Replication,
-    Stage,
     StagePart,
     Wire,
     bucket_parts,

@@ -25,9 +25,10 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
-from meshwright.simulator.replication import Stage, Wire, stage_parameters
+from meshwright.simulator.replication import Wire, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
     Case,
     GraphDevice,

@@ -16,10 +16,10 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per_s, ports_per_node
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import ParameterServer
+from meshwright.simulator.layout import ParameterServer, Stage
 from meshwright.simulator.liveness import saved_tensors
 from meshwright.simulator.memory import RankMemory, StateBytes, chunk_memory
-from meshwright.simulator.replication import Stage, Wire, spread, stage_parameters
+from meshwright.simulator.replication import Wire, spread, stage_parameters
 from meshwright.simulator.step import ChunkCost, chunk_cost
 from meshwright.simulator.strategies.async_rounds import Round, account_rounds
 from meshwright.simulator.strategies.graph_step import (

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import (
     embedding_backward_steps,
     head_workspace_bytes,
@@ -16,7 +17,7 @@ from meshwright.simulator.liveness import (
     saved_layer_bytes,
 )
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.replication import Replication, Stage, stage_parameters
+from meshwright.simulator.replication import Replication, stage_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

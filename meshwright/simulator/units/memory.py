@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import kept_output_bytes, message_buffer_bytes
 from meshwright.simulator.memory import (
     ChunkMemory,
@@ -17,7 +18,7 @@ from meshwright.simulator.memory import (
     fuller,
     rank_memory,
 )
-from meshwright.simulator.replication import Replication, Stage, sum_parameters
+from meshwright.simulator.replication import Replication, sum_parameters
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sums import SumBytes, with_sums

@@ -9,8 +9,9 @@ final norm, head) is gathered first and reduced last.
 
 from typing import NamedTuple
 
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import Moment, PassMoments
-from meshwright.simulator.replication import Replication, Stage
+from meshwright.simulator.replication import Replication
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
 
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.layout import gradient_bytes
+from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.schedules import Phase, get_schedule
-from meshwright.simulator.step import rank_stages
 from meshwright.validate.measurement import ByteKind
 from meshwright.validate.program.contract import ProgramRequest, refuse_offload
 from meshwright.validate.program.mail import Mail, StageMail

@@ -1,0 +1,98 @@
+"""The options that set fields of a plan, or pin and limit those that a search varies.
+
+They are made from the declarations of the fields (`meshwright.simulator.layout`).
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import typer
+
+from meshwright.planner.options.records import check_count
+from meshwright.planner.options.words import Given, Option, OptionGroup, option_name
+from meshwright.simulator.layout import (
+    PLAN_FIELDS,
+    SEARCHED_FIELDS,
+    SERVER_FIELDS,
+    PlanField,
+    in_option_order,
+)
+
+# The size of a stack's gradient buckets is no field of a plan: it changes the stack.
+BUCKET_SIZE = Option(
+    "bucket_size",
+    "bucket_size",
+    str,
+    typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".'),
+)
+BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
+
+
+def _option(field: PlanField) -> Option:
+    """Return the option that sets a field; a list or a choice with words is read later."""
+    declaration, name = field.declaration, field.option
+    dashed = name.replace("_", "-")
+    if field.kind is bool:
+        flags = f"--{dashed}/--no-{dashed}"
+        info = typer.Option(flags, help=declaration.help, show_default=False)
+        return Option(field.name, name, bool, info)
+    words = (
+        "|".join(str(each) for each in field.choices) if issubclass(field.kind, StrEnum) else "N"
+    )
+    metavar = declaration.metavar or words
+    info = typer.Option(f"--{dashed}", metavar=metavar, help=declaration.help)
+    return Option(field.name, name, str if field.kind is tuple else field.kind, info)
+
+
+def _options(group: str) -> Iterable[Option]:
+    of_group = [each for each in PLAN_FIELDS.values() if each.declaration.group == group]
+    for field in in_option_order(tuple(of_group)):
+        if (
+            field.name == "parameter_server"
+        ):  # a record of its own, an option for each of its fields
+            yield from map(_option, SERVER_FIELDS.values())
+        else:
+            yield _option(field)
+        yield from BEHIND.get(field.name, [])
+
+
+def _limit(field: PlanField) -> Option:
+    info = typer.Option(
+        f"--max-{field.option.replace('_', '-')}",
+        metavar="N",
+        help=f"Largest {option_name(field.option)}.",
+    )
+    return Option(field.limit, f"max_{field.option}", int, info)
+
+
+def _given(values: Given) -> Given:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+LAYOUT = OptionGroup(tuple(_options("layout")), _given)
+REPLICATION = OptionGroup(tuple(_options("replication")), _given)
+LIMITS = OptionGroup(
+    tuple(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited), _given
+)
+_NAMES = {each.key: each.name for group in (LAYOUT, REPLICATION, LIMITS) for each in group.options}
+
+
+def option_of(key: str) -> str:
+    """Return the option that sets a field or its limit.
+
+    >>> option_of("num_virtual_stages"), option_of("max_microbatch_size")
+    ('--vpp', '--max-micro-batch')
+    """
+    return option_name(_NAMES[key])
+
+
+def check_given(given: Given) -> None:
+    """Raise PlanError when a whole number that was given is out of range.
+
+    A ZeRO stage is a number of a list, not a count; the stack says which it knows. What shares
+    states among data-parallel ranks is checked where the plan is made.
+    """
+    counts = {each.key for group in (LAYOUT, LIMITS) for each in group.options} - {"zero_stage"}
+    for key, value in given.items():
+        if key in counts:
+            check_count(_NAMES[key], value)

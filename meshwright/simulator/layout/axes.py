@@ -1,0 +1,85 @@
+"""The parallel axes, each declared once: its place in the rank order, what it divides, who has it.
+
+The mesh, plans, the command line, the search, tables and refusals read these declarations. A new
+axis is a member of `Axis`, a line in `AXES` and a field of the plan.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.simulator.layout.job import TrainingJob
+
+
+class Axis(StrEnum):
+    """Axes of the device mesh, fastest first.
+
+    Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then data, then
+    pipeline (Narayanan et al. 2021, section 3).
+    """
+
+    TP = "tp"
+    DP = "dp"
+    PP = "pp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelAxis:
+    """What is known of an axis.
+
+    Args:
+        title: What its degree is called.
+        refusal: Why a degree cannot split the tensors or the batch of a job; None if it can.
+        most: Largest degree that a rule for stages can lay out; None without a limit.
+        offered_by: Trait of the stacks that have the axis; None where all do.
+        takes_rest: Whether its degree is what the others leave of the devices.
+    """
+
+    title: str
+    refusal: Callable[[TrainingJob, int], str | None]
+    most: Callable[[TrainingJob], int] | None = None
+    offered_by: str | None = None
+    takes_rest: bool = False
+
+
+def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
+    model = job.model
+    for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
+        size = getattr(model, name)
+        if size % degree:
+            return f"{name}={size} is not divisible by tp={degree}"
+    # Ranks beyond the key-value heads hold copies of them, as many of each.
+    if model.num_kv_heads % degree and degree % model.num_kv_heads:
+        return f"num_kv_heads={model.num_kv_heads} and tp={degree}: one must divide the other"
+    return None
+
+
+def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
+    if job.global_batch_size % degree:
+        return f"global_batch_size={job.global_batch_size} is not divisible by dp={degree}"
+    return None
+
+
+def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
+    return None
+
+
+AXES: dict[Axis, ParallelAxis] = {
+    Axis.TP: ParallelAxis(
+        title="Tensor-parallel", refusal=_tensors_refusal, offered_by="tensor_parallel"
+    ),
+    Axis.DP: ParallelAxis(title="Data-parallel", refusal=_batch_refusal, takes_rest=True),
+    Axis.PP: ParallelAxis(
+        title="Pipeline-parallel",
+        refusal=_no_refusal,
+        most=lambda job: job.model.num_layers,
+        offered_by="pipeline_parallel",
+    ),
+}
+
+
+def divides(job: TrainingJob, axis: Axis, degree: int) -> bool:
+    """Return whether *job* can be split *degree* ways on *axis*."""
+    known = AXES[axis]
+    small_enough = known.most is None or degree <= known.most(job)
+    return small_enough and known.refusal(job, degree) is None

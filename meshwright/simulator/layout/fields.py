@@ -1,0 +1,143 @@
+"""How the field of a plan is declared: once, for everyone who reads or writes plans.
+
+The command line makes options of fields, plan files and JSON their keys, the search its columns,
+reports and CSV files theirs; `docs/plan.md` lists them. A new field is one declaration.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from meshwright.simulator.layout.axes import AXES, Axis
+
+T = TypeVar("T")
+DECLARATION = "declaration"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """What is known of a field beside its name, type and default.
+
+    Args:
+        help: What its option says.
+        option: Name of its option where it is not the field's own.
+        metavar: What stands for its value in help; by default what its type says.
+        group: Which commands take the option: ``layout`` is of both search and simulate.
+        after: Field behind which the option stands in help, where it is not the one before.
+        heading: Head of its column in tables of plans; such a field is searched.
+        is_limited: Whether a search takes a largest value.
+        is_basic: Whether every plan file and every row of a CSV file has it.
+        choices: Values of a text, by name.
+        offered_by: Trait of the stacks that offer it, or that lists which values they offer.
+        acts_on: Axis without which it has no effect.
+        axis: The axis whose degree it is.
+    """
+
+    help: str = ""
+    option: str | None = None
+    metavar: str | None = None
+    group: str = "layout"
+    after: str | None = None
+    heading: str | None = None
+    is_limited: bool = False
+    is_basic: bool = False
+    choices: Callable[[], tuple[str, ...]] | None = None
+    offered_by: str | None = None
+    acts_on: Axis | None = None
+    axis: Axis | None = None
+
+    def field(self, default: T) -> T:
+        """Return a dataclass field with this declaration; to a type checker, its default."""
+        return field(default=default, metadata={DECLARATION: self})
+
+
+def degree(axis: Axis) -> int:
+    """Return the field of the degree of *axis*."""
+    rest = " [what is left]" if AXES[axis].takes_rest else ""
+    declaration = Declaration(
+        help=f"{AXES[axis].title} degree{rest}.",
+        heading=axis.value,
+        is_limited=True,
+        is_basic=True,
+        offered_by=AXES[axis].offered_by,
+        axis=axis,
+    )
+    return declaration.field(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanField:
+    """A field of a plan: its name, the type of its values, its default and its declaration."""
+
+    name: str
+    kind: type
+    is_optional: bool
+    default: object
+    declaration: Declaration
+
+    @property
+    def option(self) -> str:
+        """The field's option without its dashes, as a Python name."""
+        return self.declaration.option or self.name
+
+    @property
+    def limit(self) -> str:
+        """Name of the largest value that a search may take.
+
+        The count that ``num_`` announces is left out: ``max_virtual_stages``.
+        """
+        return f"max_{self.name.removeprefix('num_')}"
+
+    @property
+    def choices(self) -> tuple[object, ...]:
+        """All values in order, where they are few; a column holds the index of one."""
+        if self.declaration.choices is not None:
+            return self.declaration.choices()
+        if self.kind is bool:
+            return (False, True)
+        return tuple(self.kind) if issubclass(self.kind, StrEnum) else ()
+
+    def code(self, value: object) -> int:
+        """Return *value* as the whole number that a column of the search holds."""
+        return self.choices.index(value) if self.choices else cast("int", value)
+
+    def value(self, code: int) -> object:
+        """Return the value that *code* stands for."""
+        return self.choices[code] if self.choices else code
+
+
+def fields_of(record: type) -> tuple[PlanField, ...]:
+    """Return the declared fields of a dataclass, in order."""
+    hints = get_type_hints(record)
+    return tuple(
+        PlanField(
+            name=each.name,
+            kind=_kind(hints[each.name]),
+            is_optional=NoneType in get_args(hints[each.name]),
+            default=each.default,
+            declaration=each.metadata[DECLARATION],
+        )
+        for each in fields(cast("Any", record))
+        if DECLARATION in each.metadata
+    )
+
+
+def _kind(hint: object) -> type:
+    """Return ``int`` of ``int | None``, ``str`` of a choice between a number and a word."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [each for each in get_args(hint) if each is not NoneType]
+        return kinds[0] if len(kinds) == 1 else str
+    kind = get_origin(hint) or hint
+    return cast("type", kind)
+
+
+def in_option_order(declared_fields: tuple[PlanField, ...]) -> list[PlanField]:
+    """Return fields in the order in which help shows their options."""
+    ordered = [each for each in declared_fields if each.declaration.after is None]
+    for each in declared_fields:
+        if each.declaration.after is not None:
+            names = [other.name for other in ordered]
+            ordered.insert(names.index(each.declaration.after) + 1, each)
+    return ordered

@@ -1,0 +1,186 @@
+"""What can never run: a plan that does not divide its job, or that its stack does not offer.
+
+What a stack lacks is said once, in whole numbers, and read for one plan and for columns of plans.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import and_, eq, gt
+from typing import Any, NamedTuple, TypeAlias
+
+from meshwright.hwprofiles import StackProfile, Strategy
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout.axes import AXES
+from meshwright.simulator.layout.formats import formats_refusal
+from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+
+# The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
+# compare to combines with "&".  This package does without NumPy, so the type is open.
+Number: TypeAlias = Any
+MAX_ZERO_STAGE = 3
+
+
+class Condition(NamedTuple):
+    """A comparison of a field's number with a constant."""
+
+    field: str
+    compare: Callable[[Number, int], Number]
+    value: int
+
+
+class Gap(NamedTuple):
+    """Values of a field that a stack does not offer.
+
+    Args:
+        field: Name of the field.
+        reason: The values in words.
+        conditions: What holds of the plans that have such a value, all of them.
+        allowed: What a plan may have instead.
+    """
+
+    field: str
+    reason: str
+    conditions: tuple[Condition, ...]
+    allowed: tuple[object, ...]
+
+    def lacks(self, number: Callable[[str], Number]) -> Number:
+        """Return whether a plan has such a value, from the numbers of its fields by name."""
+        return reduce(
+            and_, (each.compare(number(each.field), each.value) for each in self.conditions)
+        )
+
+
+def stack_gaps(stack: StackProfile) -> Iterator[Gap]:
+    """Yield what *stack* does not offer of all that plans may have, in the order it is said."""
+    for axis, known in AXES.items():
+        if known.offered_by is not None and not getattr(stack, known.offered_by):
+            yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
+    traits = [
+        (field, getattr(stack, field.declaration.offered_by))
+        for field in PLAN_FIELDS.values()
+        if field.declaration.offered_by is not None and field.declaration.axis is None
+    ]
+    for field, offered in traits:
+        if isinstance(offered, tuple):
+            for code, value in enumerate(field.choices):
+                if value not in offered:
+                    said = f"{field.name}={value}"
+                    yield Gap(field.name, said, (Condition(field.name, eq, code),), offered)
+    for field, offered in traits:
+        if offered is False:
+            acts_on = field.declaration.acts_on
+            effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
+            is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
+            yield Gap(field.name, field.name, (is_on, *effect), (False,))
+    yield from _zero_gaps(stack)
+
+
+def _zero_gaps(stack: StackProfile) -> Iterator[Gap]:
+    """Yield the ZeRO stages that *stack* lacks; at dp=1 a stage has no effect."""
+    in_pipelines = tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        name = f"zero_stage={stage}"
+        has_stage = (Condition("zero_stage", eq, stage), Condition("dp", gt, 1))
+        if stage not in in_pipelines:
+            reason = name if stage not in stack.zero_stages else f"{name} in a pipeline"
+            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+        if stage not in stack.zero_stages:
+            yield Gap("zero_stage", name, has_stage, stack.zero_stages)
+
+
+def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
+    """Raise PlanError unless *plan* divides the tensors and the batch of *job* evenly.
+
+    Raises:
+        PlanError: Naming the first dimension that does not divide.
+    """
+    for axis, known in AXES.items():
+        refusal = known.refusal(job, plan.degree(axis))
+        if refusal is not None:
+            raise PlanError(refusal)
+    if plan.sequence_parallel and job.seq_len % plan.tp:
+        raise PlanError(f"seq_len={job.seq_len} is not divisible by tp={plan.tp}")
+    sequences = job.global_batch_size // plan.dp
+    if sequences % plan.microbatch_size:
+        raise PlanError(
+            f"global_batch_size={job.global_batch_size} leaves {sequences} sequences a replica "
+            f"at dp={plan.dp}, not divisible by microbatch_size={plan.microbatch_size}"
+        )
+    if sum(plan.stages) != job.model.num_layers:
+        raise PlanError(
+            f"stages hold {sum(plan.stages)} layers in all; {job.model.name} has "
+            f"{job.model.num_layers}"
+        )
+
+
+def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot run *plan*, or None when it can."""
+    if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
+        return f"parameter_server is not offered by stack {stack.name}; it has no servers"
+    if job.precision not in stack.precisions:
+        return _not_offered("precision", job.precision, stack.precisions, plan, stack)
+    for gap in stack_gaps(stack):
+        if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
+            value = getattr(plan, gap.field)
+            return _not_offered(gap.field, value, gap.allowed, plan, stack)
+    if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
+        return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
+    if not plan.reshard_after_forward and not (stack.hybrid_sharding and plan.zero_stage >= 3):
+        kept = plan.reshard_after_forward
+        return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
+    return _gradient_refusal(job, plan, stack)
+
+
+def _not_offered(
+    field: str, value: object, allowed: tuple[object, ...], plan: ParallelPlan, stack: StackProfile
+) -> str:
+    known = ", ".join(str(each) for each in allowed) or f"none at pp={plan.pp}"
+    return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
+
+
+def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
+    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
+
+    In a pipeline they stay whole until the last microbatch, whatever the stage.
+    """
+    return (zero_stage >= 2) & (pp == 1) & stack.reduces_each_microbatch
+
+
+def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) -> Number:
+    """Return whether gradients are summed over several microbatches before they are reduced.
+
+    So they are in a pipeline, however few its microbatches.
+    """
+    return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
+
+
+def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
+    """Return whether *plan* sums gradients over microbatches before it reduces them."""
+    each = plan.sync_each_microbatch
+    if each is None:
+        each = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    return bool(sums_microbatches(each, plan.pp, plan.num_microbatches(job)))
+
+
+def _gradient_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot treat gradients as *plan* wants, or None when it can."""
+    sync = plan.sync_each_microbatch
+    if plan.find_unused and sync:
+        return "find_unused=True does not go with sync_each_microbatch=True; allowed: False"
+    if stack.strategy is not Strategy.MESH:
+        for field in ("gradient_precision", "reduce_precision", "sync_each_microbatch"):
+            if getattr(plan, field) is not None:
+                return (
+                    f"{field}={getattr(plan, field)} is not offered by stack {stack.name}; "
+                    f"allowed: with a stack of strategy {Strategy.MESH}"
+                )
+    if sync and plan.pp > 1:
+        return f"sync_each_microbatch=True does not go with pp={plan.pp}; allowed: False"
+    usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    if sync is not None and sync != usual and not stack.optional_microbatch_sync:
+        return (
+            f"sync_each_microbatch={sync} is not offered by stack {stack.name} at "
+            f"zero_stage={plan.zero_stage}; allowed: {usual}"
+        )
+    return formats_refusal(stack, job.precision, plan.gradient_formats)
