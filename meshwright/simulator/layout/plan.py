@@ -46,13 +46,9 @@ class ParameterServer:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ParallelPlan:
-    """A complete layout; the product of its degrees is the world size.
-
-    >>> ParallelPlan(tp=8, pp=2, dp=4)
-    ParallelPlan(tp=8, pp=2, dp=4)
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFields:
+    """What a plan says: each field with its default and all that is known of it."""
 
     tp: int = degree(Axis.TP)
     pp: int = degree(Axis.PP)
@@ -171,6 +167,15 @@ class ParallelPlan:
     ).field(False)
     """Look in each step for weights that the loss did not use, whose gradients the reduction would
     otherwise wait for, and tell the other data-parallel ranks which they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ParallelPlan(PlanFields):
+    """A complete layout; the product of its degrees is the world size.
+
+    >>> ParallelPlan(tp=8, pp=2, dp=4)
+    ParallelPlan(tp=8, pp=2, dp=4)
+    """
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
