@@ -76,8 +76,11 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Buck
     """
     stack = shape.stack
     usual = bucket_limit(stack, dp)
+    # Megatron-Core: on other stages reductions are not on the critical path, as the first one ends
+    # last (distributed_data_parallel.py).
     if stack.buckets_first_stage_only and not stage.has_embedding:
         usual = stage_parameters(shape, stage)
+    # DDP's first bucket is small, so that an all-reduce starts sooner.
     limit = stack.first_gradient_bucket_parameters or usual
     buckets: list[Bucket] = []
     held = 0
@@ -255,7 +258,7 @@ def unit_shards(
     """
     sizes = []
     for rows, width in _unit_weights(shape, unit):
-        most = -(-rows // num_shards)
+        most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
         held = most if shard is None else min(most, max(0, rows - shard * most))
         sizes.append(held * width)
     return sizes
