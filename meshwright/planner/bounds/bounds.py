@@ -80,6 +80,8 @@ class StepBounds:
 
     def _columns(self, group: Group, times: ShapeTimes) -> _Group:
         shapes = self._table.index[group.indices]
+        # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
+        # leave their node; below, some do not, and the lesser of both times holds for all.
         per_stage = self._space.column("tp") * self._space.column("dp")
         is_far = per_stage[group.indices] >= self._costs.cluster.devices_per_node
         messages = times.messages[shapes]
@@ -107,12 +109,14 @@ class StepBounds:
     def _group_bounds(self, group: Group, columns: _Group) -> Column:
         replicas = [self._replica_columns(group, role) for role in group.roles]
         first, first_replica = group.roles[0], replicas[0]
+        # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(columns, first, first_replica)
         total = np.zeros(len(group.indices), np.int64)
         update = np.zeros(len(group.indices), np.int64)
         for role, replica in zip(group.roles, replicas, strict=True):
             in_flight = self._in_flight(group, role, columns.num_microbatches)
             end = _rank_end(columns, role, replica, delay, in_flight)
+            # The first rank's own work may be short; its last pass waits for this rank's gradient.
             at_first = end + _way_back(columns, role)
             total = _largest(
                 total,
@@ -122,6 +126,8 @@ class StepBounds:
                 _reduced(columns, first, first_replica, at_first),
             )
             update = np.maximum(update, replica.update)
+        # All ranks meet between reductions and updates: the longest of each may be added, even of
+        # different ranks.
         return np.asarray(total + self._norm_ps + update, np.int64)
 
     def _in_flight(self, group: Group, role: Role, num_microbatches: Column) -> Column:
@@ -133,6 +139,7 @@ class StepBounds:
     def _replica_columns(self, group: Group, role: Role) -> ReplicaTimes:
         names = ("tp", "dp", "zero_stage")
         columns = [self._space.column(name)[group.indices] for name in names]
+        # Of a layout's other choices none moves these times: layouts that share them share a row.
         columns.append(self._leaves_sums[self._table.index[group.indices]])
         keys = np.stack(columns, axis=1)
         distinct, first, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -154,6 +161,7 @@ def _rank_end(
     count = columns.num_microbatches
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
+    # A message that blocks is work of its sender; one that does not is only part of the way.
     sent_forward = columns.vpp - sum(stage.has_head for stage in role.stages)
     sent_backward = columns.vpp - sum(stage.has_embedding for stage in role.stages)
     sends = columns.occupy * columns.blocking
@@ -162,9 +170,12 @@ def _rank_end(
     work = arrives + count * (forward + backward + waits + sends * (sent_forward + sent_backward))
     stages = columns.pp * columns.vpp
     whole = Stage(columns.num_layers, has_embedding=True, has_head=True)
+    # What a gradient passes before it reaches the rank's last stage: the stages behind that.
     behind = Stage(role.layers_after, has_embedding=False, has_head=role.last < columns.pp - 1)
     hops = stages - 1 + columns.pp - 1 - role.last
     returns = delay + columns.forward(whole) + columns.backward(behind) + hops * columns.travel
+    # Until then the schedule lets a rank run no more than *in_flight* forward passes, none longer
+    # than that of its longest stage: all others are still to come, and so are all backward passes.
     longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
     left = np.maximum(count * forward - in_flight * longest, 0)
     fill = returns + left + count * (backward + replica.backward_wait + sends * sent_backward)
@@ -177,6 +188,7 @@ def _before(role: Role) -> Stage:
 
 def _way_back(columns: _Group, role: Role) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
+    # A blocking send counts as the rank's work already, and is part of the first hop back.
     back = columns.backward(_before(role)) + role.last * columns.travel
     return np.asarray(back - columns.sent_last(role), np.int64)
 
@@ -198,6 +210,8 @@ def _first_reduced(columns: _Group, stage: Stage, replica: ReplicaTimes, phase: 
 
 def _gather_delay(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
     """Return by how much parameter gathers put off the end of the very first forward pass."""
+    # Gathers run one after the other under the pass: the last part waits for all of them, and the
+    # first part for the first one.
     stage = role.stages[0]
     final = _first_reduced(columns, stage, replica, 0)
     late = replica.gather_all + final - columns.forward(stage)
@@ -206,6 +220,8 @@ def _gather_delay(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
 
 def _reduced(columns: _Group, role: Role, replica: ReplicaTimes, end: Column) -> Column:
     """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
+    # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
+    # before the pass has completed the first, and they go one after the other.
     stage = role.stages[0]
     ready = _first_reduced(columns, stage, replica, 1)
     queued = end - columns.backward(stage) + ready + replica.first_chunk
@@ -222,7 +238,7 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
     follows all forward passes and, interleaved, all but p of the backward passes of each
     stage, with p - 1 of its own among them.
     """
-    group = columns.pp if columns.vpp > 1 else 1
+    group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
     layers, embedding = replica.last_chunk_layers, replica.last_chunk_embedding
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
@@ -241,6 +257,7 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
 
 def _port_alone(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
     """Return the least time at which collectives that every pass needs have left the port."""
+    # None of them can start before the first microbatch is at the rank; a port sends one at a time.
     arrives = columns.forward(_before(role)) + role.last * columns.travel
     port = columns.num_microbatches * replica.port_each + replica.port_last
     return np.asarray(arrives + port, np.int64)
@@ -252,5 +269,6 @@ def _largest(*columns: Column) -> Column:
 
 def _with_overhead(times: Column, per_million: int) -> Column:
     """Return the engine's `with_overhead` of each time, without overflow of the product."""
+    # The overhead grows with the time, so that what was a bound before it is one after.
     millions, rest = np.divmod(times, PPM)
     return np.asarray(times + millions * per_million + rest * per_million // PPM, np.int64)

@@ -51,17 +51,17 @@ class ReplicaTimes(NamedTuple):
         sums_last: Such sums that follow all reductions.
     """
 
-    exposed: int
-    first_chunk: int
-    every_chunk: int
-    first_chunk_layers: int
-    first_chunk_embedding: int
-    last_chunk_layers: int
-    last_chunk_embedding: int
-    gather_first: int
-    gather_all: int
-    update: int
-    shared_embedding: int
+    exposed: int = 0
+    first_chunk: int = 0
+    every_chunk: int = 0
+    first_chunk_layers: int = 0
+    first_chunk_embedding: int = 0
+    last_chunk_layers: int = 0
+    last_chunk_embedding: int = 0
+    gather_first: int = 0
+    gather_all: int = 0
+    update: int = 0
+    shared_embedding: int = 0
     forward_wait: int = 0
     backward_wait: int = 0
     port_each: int = 0
@@ -132,20 +132,17 @@ class ReplicaCosts:
             whole = self._rank_parameters(shape, role.stages)
             update += gather_cost(self._costs, whole, self._wire, to).time_ps
         times = ReplicaTimes(
-            exposed=0,
-            first_chunk=0,
-            every_chunk=0,
-            first_chunk_layers=0,
-            first_chunk_embedding=0,
-            last_chunk_layers=0,
-            last_chunk_embedding=0,
-            gather_first=0,
-            gather_all=0,
             update=update,
-            shared_embedding=0,
-            port_each=port_again * (1 if to.keeps_units else 2) + port_reduce * each,
-            port_last=port_gather - port_again * (not to.keeps_units) + port_reduce * (not each),
+            # Freed units are gathered in forward and in backward, or once a microbatch where they
+            # stay from a backward pass on; all others are gathered once at least.
+            port_each=(port_again if to.keeps_units else 2 * port_again)
+            + (port_reduce if each else 0),
+            port_last=port_gather
+            - (0 if to.keeps_units else port_again)
+            + (0 if each else port_reduce),
         )
+        # One ahead, all gathers may hide but a pass's first, and where there is a root even that
+        # one: it may be left from the pass before.  One by one, computation waits for all of them.
         if self._stack.prefetches_units:
             times = times._replace(
                 exposed=reduces[0][0],
@@ -250,9 +247,11 @@ def _with_copies(
     each = to.reduces_each_microbatch
     forward, backward = (again, 0) if to.keeps_units else (out, again)
     return times._replace(
-        exposed=times.exposed + copies[0].into * (not each),
+        # Reduced once a step, gradients are copied in the last passes, of which the very last is
+        # the first stage's: its copies put off the end.
+        exposed=times.exposed + (0 if each else copies[0].into),
         forward_wait=times.forward_wait + forward,
-        backward_wait=times.backward_wait + backward + into * each,
+        backward_wait=times.backward_wait + backward + (into if each else 0),
     )
 
 

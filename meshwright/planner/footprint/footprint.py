@@ -191,6 +191,7 @@ def _group_peaks(
         weights = _share(parameters, dp, is_split=split.parameters > 1)
         as_shard = (dp > 1) & (split.parameters > 1)
         weight = np.where(as_shard, state.sharded_parameter, state.parameter)
+        # The optimizer's share is what it updates, with what that needs for a moment.
         updated = _share(parameters, dp, is_split=split.optimizer > 1)
         static = (
             weights * weight
@@ -199,6 +200,7 @@ def _group_peaks(
             + sizes.counts.copies_bytes(shapes, role.stages)
         )
         moving = _moving_bytes(space, group, role, sizes, shapes, to)
+        # The update comes when all activations are gone: of both only the larger counts.
         moving = np.maximum(updated * state.update_temporary, moving)
         peaks = np.maximum(peaks, static + moving)
     return np.asarray(peaks, np.int64)
@@ -214,12 +216,14 @@ def _moving_bytes(
     """Return activations and workspaces of a role at its fullest moment."""
     most = np.zeros(len(group.indices), np.int64)
     has_replicas = space.column("dp")[group.indices] > 1
+    # Few numbers of microbatches tell layouts apart here: their moments are found once for each.
     microbatches = telling_microbatches(role, group.pp, space.num_microbatches[group.indices])
     for number in np.unique(microbatches).tolist():
         chosen = np.flatnonzero(microbatches == number)
         shapes = shape_index[chosen]
         for moment in sizes.fullest_moments(group, role, number):
             bytes_then = _moment_bytes(moment, sizes, shapes)
+            # Whole gradients, and parameters, of a unit are momentary only where shards are kept.
             if to.zero_stage >= 2:
                 which = 0 if moment.phase is Phase.FORWARD else 1
                 sharded = sizes.workspaces.of(to, moment.stage)[shapes, which]

@@ -95,13 +95,14 @@ def _moments(order: Order, memory: RankMemory) -> Iterator[tuple[int, int]]:
     """Yield what moves in each moment, and what each microbatch that is left out adds to that."""
     schedule, pp, pp_rank, count, kinds = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
+    # A search has no axis for units that stay from forward to backward: they never do.
     states = pass_states(actions, len(kinds), reshards=True)
     sent = sum(sum(chunk.kept_units.sent) for chunk in memory.chunks if chunk.kept_units)
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
     for index, levels in enumerate(kept_levels(memory, actions, states)):
         growth = 0
         if schedule.holds_sent and len(kinds) > 1:
-            growth = sent * (index >= forward[-min(len(forward), 2 * pp * len(kinds))])
+            growth = sent if index >= forward[-min(len(forward), 2 * pp * len(kinds))] else 0
         elif schedule.holds_sent:
             growth = sent if index == len(actions) - 1 else memory.chunks[0].saved_bytes
         for level in levels:
@@ -114,6 +115,7 @@ def _digits(number: int, num_digits: int) -> NDArray[np.int64]:
     >>> _digits(5 - 2 * 2**32, 3).tolist()
     [5, -2, 0]
     """
+    # Half of the base on every digit makes all of them positive, so that none borrows.
     half = 1 << (DIGIT_BITS - 1)
     shifted = number + sum(half << DIGIT_BITS * place for place in range(num_digits))
     raw = shifted.to_bytes(num_digits * DIGIT_BITS // 8, "little")

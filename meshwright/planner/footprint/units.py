@@ -23,7 +23,7 @@ from meshwright.simulator.memory import (
     with_copies,
 )
 from meshwright.simulator.replication import Replication, Wire, sum_layers
-from meshwright.simulator.units import PassBytes, unit_rank_memory
+from meshwright.simulator.units import ParameterBytes, PassBytes, unit_rank_memory
 
 
 class _Rank(NamedTuple):
@@ -73,6 +73,7 @@ class UnitPeaks:
         return np.array(peaks, np.int64)
 
     def _peak(self, rank: _Rank, to: Replication) -> int:
+        # A schedule holds functions: its name is what tells it from others.
         key = (*rank[:-1], rank.schedule.name)
         if key not in self._known:
             memory = self._rank_memory(rank, to)
@@ -111,6 +112,7 @@ class UnitPeaks:
     def _rank_memory(self, rank: _Rank, to: Replication) -> RankMemory:
         """Return the memory of a rank but for how many microbatches it runs."""
         to = to.in_steps_of(rank.num_microbatches)
+        # Where the ranks lie is no matter to memory: one span stands for all of so many.
         split = rank.dp if to.zero_stage >= 3 else 1
         shards = Shards(split, 1 if to.keeps_whole_gradients else split, split)
         to = to._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
@@ -120,8 +122,8 @@ class UnitPeaks:
             if rank.shape not in self._passes:
                 self._passes[rank.shape] = PassBytes.of(shape)
             wire = Wire.of(self.space.stack, self.space.job.precision)
-            sizes = (self.state, wire.reduce_bytes)
-            memory = unit_rank_memory(shape, self._passes[rank.shape], stages, to, sizes)
+            parameter = ParameterBytes(self.state, wire.reduce_bytes)
+            memory = unit_rank_memory(shape, self._passes[rank.shape], stages, to, parameter)
             copies = weight_copy_bytes(shape, sum_layers(stages))
             self._memory[key] = with_copies(memory, copies)
         return self._memory[key]

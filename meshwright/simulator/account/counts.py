@@ -4,20 +4,15 @@ The list of collectives that repeat is elsewhere; here stand the messages betwee
 what closes a step, and the FLOPs.
 """
 
-from collections.abc import Iterator
-
 from meshwright.hwprofiles import CollectiveOp, StackProfile
-from meshwright.simulator.account.traffic import Traffic
+from meshwright.simulator.account.traffic import Traffic, stage_blocks
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
     FlashAttention,
     Gemm,
-    embedding_operators,
-    head_operators,
-    layer_operators,
 )
-from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob, rank_stages
+from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob, rank_stages
 from meshwright.simulator.replication import Wire, tensor_sums, tied_table_bytes
 
 
@@ -43,16 +38,6 @@ def rank_flops(
         for operators, count in stage_blocks(shape, stage)
     )
     return microbatches * flops
-
-
-def stage_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[BlockOperators, int]]:
-    """Yield the operators of each kind of block of a virtual stage, and how many it has."""
-    if stage.num_layers:
-        yield layer_operators(shape), stage.num_layers
-    if stage.has_embedding:
-        yield embedding_operators(shape), 1
-    if stage.has_head:
-        yield head_operators(shape), 1
 
 
 def _counted_flops(block: BlockOperators) -> int:

@@ -76,14 +76,18 @@ def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
 
 
+def stage_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[BlockOperators, int]]:
+    """Yield the operators of each kind of block of a virtual stage, and how many it has."""
+    yield layer_operators(shape), stage.num_layers
+    if stage.has_embedding:
+        yield embedding_operators(shape), 1
+    if stage.has_head:
+        yield head_operators(shape), 1
+
+
 def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collective, int]]:
     """Yield the tensor-parallel collectives of one microbatch and how often each runs."""
-    blocks: list[tuple[BlockOperators, int]] = [(layer_operators(shape), stage.num_layers)]
-    if stage.has_embedding:
-        blocks.append((embedding_operators(shape), 1))
-    if stage.has_head:
-        blocks.append((head_operators(shape), 1))
-    for operators, count in blocks:
+    for operators, count in stage_blocks(shape, stage):
         for operator in (*operators.forward, *operators.recompute, *operators.backward):
             if isinstance(operator, Collective):
                 yield operator, count

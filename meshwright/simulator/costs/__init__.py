@@ -10,7 +10,7 @@ from meshwright.simulator.costs.compute import (
     memory_bound_cost,
     peak_flops_per_s,
 )
-from meshwright.simulator.costs.cost import Cost
+from meshwright.simulator.costs.cost import COMMUNICATION, Category, Cost, PhaseCost
 from meshwright.simulator.costs.cost_model import BlockCost, CostModel
 from meshwright.simulator.costs.links import (
     bus_factor,
@@ -19,7 +19,6 @@ from meshwright.simulator.costs.links import (
     ring_steps,
     sent_ratio,
 )
-from meshwright.simulator.costs.phase_cost import COMMUNICATION, Category, PhaseCost
 
 __all__ = [
     "ALIGNED_ELEMENTS",

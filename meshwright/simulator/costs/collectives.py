@@ -39,7 +39,7 @@ class CollectiveCall(NamedTuple):
 def collective_cost(call: CollectiveCall) -> Cost:
     """Return the time of a collective; a communicator of one rank costs nothing."""
     if call.span.num_ranks == 1:
-        return Cost(0, Source.DATASHEET)
+        return Cost(0, Source.DATASHEET)  # of no time, so no share of any evidence
     if not call.span.crosses_nodes:
         return _intra_node(call)
     offers = [
@@ -72,17 +72,26 @@ def ring_s(call: CollectiveCall) -> float:
     The slowest link carries ``bus_factor`` times the buffer; the ring passes between nodes
     once a node and round.
     """
+    path = _whole_path(call, call.span.num_nodes - 1)
+    carried_bytes = bus_factor(call.op, call.span.num_ranks) * call.size_bytes
+    return path.latency_s + carried_bytes / path.busbw_bytes_per_s
+
+
+def _whole_path(call: CollectiveCall, hops: int) -> Performance:
+    """Return what passes through all members reach, *hops* of them between nodes."""
     span = call.span
     rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
-    latency_s = _network_latency_s(call, span.num_nodes - 1)
+    latency_s = _network_latency_s(call, hops)
     if span.ranks_per_node > 1:
+        # The same bytes pass every link, inside the node and between nodes: the slowest decides.
         inside = _inside(call, span.ranks_per_node)
         rate = min(rate, inside.busbw_bytes_per_s)
         latency_s += inside.latency_s
-    return latency_s + bus_factor(call.op, span.num_ranks) * call.size_bytes / rate
+    return Performance(rate, latency_s, call.network_source)
 
 
 def _rounds(op: CollectiveOp) -> int:
+    # An all-reduce is a reduce-scatter and an all-gather, or goes up a tree and down again.
     return 2 if op is CollectiveOp.ALL_REDUCE else 1
 
 
@@ -97,15 +106,8 @@ def tree_s(call: CollectiveCall) -> float:
 
     Sanders, Speck and Traeff 2009; latency grows with the logarithm of the nodes.
     """
-    span = call.span
-    rounds = _rounds(call.op)
-    rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
-    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
-    if span.ranks_per_node > 1:
-        inside = _inside(call, span.ranks_per_node)
-        rate = min(rate, inside.busbw_bytes_per_s)
-        latency_s += inside.latency_s
-    return latency_s + rounds * call.size_bytes / rate
+    path = _whole_path(call, ceil(log2(call.span.num_nodes)))
+    return path.latency_s + _rounds(call.op) * call.size_bytes / path.busbw_bytes_per_s
 
 
 def hierarchical_s(call: CollectiveCall) -> float:
@@ -116,6 +118,8 @@ def hierarchical_s(call: CollectiveCall) -> float:
     """
     span = call.span
     local = span.ranks_per_node
+    # Not the rate of a ring through the node: its members run one ring each, over equal ranks of
+    # the nodes and all at once, so each has a device's share of the ports for its slice.
     rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
     latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
     slice_bytes = call.size_bytes / local
@@ -157,6 +161,7 @@ def p2p_cost(
     size_bytes: int, cluster: Cluster, *, crosses_nodes: bool, network_fraction: float
 ) -> MessageCost:
     """Return the time of one message between two devices."""
+    # Apart, as the port is free for the next message while this one is still on the way.
     if not crosses_nodes:
         inside = intra_node_performance(cluster.intra_node, CollectiveOp.P2P, 2)
         return MessageCost(

@@ -41,6 +41,7 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
     any other product of an fp8 *precision* is one of bf16.
     """
     kernels = device.gemm
+    # In fp8 training only the linear layers multiply in 8 bits; scores and logits stay in bf16.
     precision = Precision.FP8 if gemm.is_fp8 else precision.storage
     facts = kernels.of(precision)
     peak = peak_flops_per_s(device, precision) * facts.plateau_fraction
@@ -60,10 +61,12 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
 def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:
     if not gemm.is_fp8:
         return gemm.num_elements * precision.num_bytes
+    # A byte for each element of the operands; the product comes out in bf16, which is one more.
     return gemm.num_elements + gemm.num_outputs * (precision.num_bytes - 1)
 
 
 def _waves(gemm: Gemm, tile: tuple[int, int], num_sms: int, partial_share: float) -> float:
+    # A tile that hangs over the edge takes as long as a whole one.
     tiles = gemm.batch * -(-gemm.m // tile[0]) * -(-gemm.n // tile[1])
     waves = tiles / num_sms
     return waves + partial_share * (ceil(waves) - waves)
@@ -93,6 +96,7 @@ def flash_attention_cost(
             f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {known}"
         )
     facts = device.flash[kernel]
+    # Backward reaches less of the peak than forward, so each has a share of its own.
     fraction = facts.backward_fraction if attention.backward else facts.forward_fraction
     rate = peak_flops_per_s(device, precision.storage) * fraction
     return Cost.from_seconds(attention.flops / rate, facts.kind)

@@ -1,6 +1,8 @@
-"""A time that says where it comes from."""
+"""Times that say where they come from, and what they are spent on."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from meshwright.hwprofiles import Source, to_ps
 
@@ -16,3 +18,71 @@ class Cost:
     def from_seconds(cls, time_s: float, source: Source) -> "Cost":
         """Return the cost of *time_s*, rounded once to picoseconds."""
         return cls(to_ps(time_s), source)
+
+
+class Category(StrEnum):
+    """What a rank spends its time on; the parts of a step's time breakdown."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    KERNEL_LAUNCH = "kernel_launch"
+    HOST = "host"
+    RECOMPUTE = "recompute"
+    TP_COMM = "tp_comm"
+    PP_COMM = "pp_comm"
+    DP_COMM = "dp_comm"
+    HOST_COPY = "host_copy"
+    OPTIMIZER = "optimizer"
+    STEP_OVERHEAD = "step_overhead"
+    BUBBLE = "bubble"
+
+
+COMMUNICATION = (Category.TP_COMM, Category.PP_COMM, Category.DP_COMM, Category.HOST_COPY)
+
+_CATEGORY_INDEX = {category: index for index, category in enumerate(Category)}
+_SOURCE_INDEX = {source: index for index, source in enumerate(Source)}
+_ZERO_CATEGORIES = (0,) * len(Category)
+_ZERO_SOURCES = (0,) * len(Source)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """A total in picoseconds, split by `Category` and by `Source`; both splits add up to it."""
+
+    time_ps: int = 0
+    by_category_ps: tuple[int, ...] = _ZERO_CATEGORIES
+    by_source_ps: tuple[int, ...] = _ZERO_SOURCES
+
+    @classmethod
+    def total(cls, costs: Iterable[tuple[Category, Cost]]) -> "PhaseCost":
+        """Return the sum of costs with their categories."""
+        categories, sources = list(_ZERO_CATEGORIES), list(_ZERO_SOURCES)
+        for category, cost in costs:
+            categories[_CATEGORY_INDEX[category]] += cost.time_ps
+            sources[_SOURCE_INDEX[cost.source]] += cost.time_ps
+        return cls(sum(categories), tuple(categories), tuple(sources))
+
+    def __add__(self, other: "PhaseCost") -> "PhaseCost":
+        """Return the sum, part by part."""
+        return PhaseCost(
+            self.time_ps + other.time_ps,
+            tuple(a + b for a, b in zip(self.by_category_ps, other.by_category_ps, strict=True)),
+            tuple(a + b for a, b in zip(self.by_source_ps, other.by_source_ps, strict=True)),
+        )
+
+    def __mul__(self, count: int) -> "PhaseCost":
+        """Return *count* times the cost."""
+        return PhaseCost(
+            self.time_ps * count,
+            tuple(part * count for part in self.by_category_ps),
+            tuple(part * count for part in self.by_source_ps),
+        )
+
+    def category_ps(self, category: Category) -> int:
+        """Return the part that *category* takes."""
+        return self.by_category_ps[_CATEGORY_INDEX[category]]
+
+    def source_ps(self, source: Source) -> int:
+        """Return the part that rests on *source*."""
+        return self.by_source_ps[_SOURCE_INDEX[source]]

@@ -27,8 +27,7 @@ from meshwright.simulator.costs.compute import (
     gemm_cost,
     memory_bound_cost,
 )
-from meshwright.simulator.costs.cost import Cost
-from meshwright.simulator.costs.phase_cost import Category, PhaseCost
+from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
 from meshwright.simulator.model import Block
 
@@ -67,6 +66,8 @@ class CostModel:
         return self._blocks[key]
 
     def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
+        # Products or collectives, in the breakdown it is time that recomputation costs; what that
+        # time rests on stays as it is.
         recompute = self.phase_cost(operators.recompute, shape)
         redone = Category.RECOMPUTE
         marked = PhaseCost(
@@ -115,6 +116,7 @@ class CostModel:
         cost = self.collective(operator.op, operator.size_bytes, span, Axis.TP)
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost
+        # No more can hide than the product lasts that runs beside it.
         cover_ps = self._gemm_cost(operator.hides_under, shape.precision).time_ps
         hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
         return Cost(cost.time_ps - hidden_ps, cost.source)
@@ -122,6 +124,7 @@ class CostModel:
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
         if tp not in self._tp_spans:
+            # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
             node_size = self.cluster.devices_per_node
             mesh = Mesh(tp=tp, dp=self.world_size // tp, node_size=node_size)
             self._tp_spans[tp] = mesh.span(Axis.TP)
@@ -131,6 +134,8 @@ class CostModel:
         """Return the time of a collective over *axis* with nothing to hide it."""
         key = (op, size_bytes, span, axis)
         if key not in self._collectives:
+            # While a step runs, data-parallel collectives get less of the network than a benchmark
+            # does, by a share that is fitted; all others get what a benchmark gets.
             in_step = axis is Axis.DP
             network = self.cluster.inter_node
             call = CollectiveCall(

@@ -75,9 +75,11 @@ def intra_node_performance(link: Link, op: CollectiveOp, num_ranks: int) -> Perf
     if not facts:
         rate = link.bandwidth_bytes_per_s * link.busbw_fraction
         return Performance(rate, ring_steps(op, num_ranks) * link.latency_s, link.kind)
+    # Of two as near the smaller, whatever their order in the file.
     nearest = min(facts, key=lambda fact: (abs(fact.num_ranks - num_ranks), fact.num_ranks))
     if nearest.num_ranks == num_ranks:
         return Performance(nearest.busbw_bytes_per_s, nearest.latency_s, nearest.kind)
+    # Bus bandwidth is that of a link and does not depend on the ranks; the steps of a ring do.
     return Performance(
         nearest.busbw_bytes_per_s, _scaled_latency_s(nearest, num_ranks), Source.EXTRAPOLATED
     )

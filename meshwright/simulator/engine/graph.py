@@ -73,8 +73,10 @@ class TaskRun:
         self._num_missing = [len(set(task.after)) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
+            # A task may name the same one twice: two parts of it wait for one end.
             for before in dict.fromkeys(task.after):
                 self._followers[before].append(index)
+        # Ordered, as all that is walked here: a set of names differs from process to process.
         names = dict.fromkeys(name for task in tasks for name in task.resources)
         self._queues: dict[str, deque[int]] = {name: deque() for name in names}
         self._held: set[str] = set()
@@ -110,12 +112,15 @@ class TaskRun:
         for index in ready:
             for name in self._tasks[index].resources:
                 self._queues[name].append(index)
+        # Two that can start share no resource, each being first in all its queues, so the order in
+        # which they are tried does not decide who runs.
         heads = [self._queues[name][0] for name in freed if self._queues[name]]
         for index in dict.fromkeys([*heads, *ready]):
             if self._can_start(index):
                 self._start(index)
 
     def _can_start(self, index: int) -> bool:
+        # All resources or none: a task that held one while it waits for another could close a ring.
         names = self._tasks[index].resources
         return all(name not in self._held and self._queues[name][0] == index for name in names)
 

@@ -31,6 +31,8 @@ class Meeting(Generic[T, R]):
         self._brought.append(item)
         done = self._done
         if len(self._brought) == self._size:
+            # Made anew before anyone leaves: the first to go on may come to the next meeting while
+            # others have not yet been woken from this one.
             result = self._resolve(self._brought)
             self._brought = []
             self._done = Event(self._env)
@@ -57,6 +59,7 @@ def busy_end_ps(start_ps: int, work_ps: int, messages: Intervals) -> int:
     """
     end_ps = start_ps + work_ps
     first = bisect_right(messages, (start_ps, start_ps))
+    # The message that left before may not be out yet: it counts from the collective's start.
     if first and messages[first - 1][1] > start_ps:
         first -= 1
     for begin, finish in messages[first:]:
@@ -77,5 +80,6 @@ class CollectiveStream:
     def run(self, ready_ps: int, work_ps: int, messages: Sequence[Intervals]) -> int:
         """Return the end of the next collective, given the messages of each member."""
         self.start_ps = start_ps = max(self._free_ps, ready_ps)
+        # A ring goes at the pace of its slowest member: the one with most messages on its port.
         self._free_ps = max(busy_end_ps(start_ps, work_ps, each) for each in messages)
         return self._free_ps

@@ -57,6 +57,8 @@ def _forward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
     wraps = pp_rank == work.pp - 1
     is_last = wraps and chunk == work.num_virtual_stages - 1
     held = work.ranks[pp_rank].chunks[chunk]
+    # Stages go round the ranks: after the last rank's chunk comes the first rank's next one, so a
+    # message there jumps back p - 1 ranks and up one slot.
     return Instruction(
         inbox=-1 if is_first else chunk,
         compute_ps=held.forward_ps,
@@ -79,6 +81,7 @@ def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
     is_first = wraps and chunk == 0
     held = work.ranks[pp_rank].chunks[chunk]
     return Instruction(
+        # Slots of gradients lie behind those of activations: the two cross in 1F1B.
         inbox=-1 if is_last else slots + chunk,
         compute_ps=held.backward_ps,
         gathers=(),

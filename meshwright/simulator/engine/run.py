@@ -21,7 +21,11 @@ Process = Generator[Event, int, None]
 
 
 class Queued(NamedTuple):
-    """A collective that a rank has issued: when it is ready, its port time, its kind in a unit."""
+    """A collective that a rank has issued: when it is ready, its port time, its kind in a unit.
+
+    It is brought to the group when the rank waits for it, not when it is issued: by then all the
+    messages that it gives way to are known.
+    """
 
     ready_ps: int
     work_ps: int
@@ -98,7 +102,7 @@ class Run:
             instruction = instructions[chunk if phase is Phase.FORWARD else chunks + chunk]
             slot = instruction.inbox
             if slot >= 0:
-                if microbatch not in inbox[slot]:
+                if microbatch not in inbox[slot]:  # one that was sent is a number, not an event
                     yield _message(self.env, state, slot, microbatch)
                 now = max(now, inbox[slot].pop(microbatch))
             if place.tp_group is not None:
@@ -111,7 +115,7 @@ class Run:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
             elif instruction.reductions and (instruction.reduces_always or microbatch == last):
                 now = _reduced_backward(state, instruction.reductions, now)
-                if microbatch != last:
+                if microbatch != last:  # `_finish` waits for the last one's, with what else is left
                     now = yield from self._wait_for(place, len(state.queue), now)
             else:
                 now += instruction.compute_ps
@@ -127,7 +131,7 @@ class Run:
         end_ps = start_ps + message.occupy_ps
         state.port_free_ps = end_ps
         if self.work.shared_port and message.occupy_ps:
-            state.messages.append((start_ps, end_ps))
+            state.messages.append((start_ps, end_ps))  # in order, as `busy_end_ps` wants them
         target = self.states[place.index + instruction.target_step * place.stride]
         slot = instruction.target_slot
         target.inbox[slot][microbatch] = end_ps + message.delay_ps
@@ -142,6 +146,7 @@ class Run:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
         for segment in segments:
+            # Ready at 0: what it gathers was updated at the end of the step before.
             submission = Submission([Queued(0, segment.collective_ps)], state.messages)
             gathered_ps = yield place.dp_group.arrive(submission)
             state.gather_wait_ps += max(0, gathered_ps - now)
@@ -244,7 +249,7 @@ def _units_now(
     What that pass left may have been freed for want of room.
     """
     chunk = action.chunk
-    if freed and freed[len(state.starts_ps) - 1]:
+    if freed and freed[len(state.starts_ps) - 1]:  # this action has its start noted already
         state.passed.pop(chunk)
     before = state.passed.get(chunk)
     state.passed[chunk] = action.phase

@@ -186,6 +186,7 @@ def with_overhead(time_ps: int, overhead_per_million: int) -> int:
     >>> with_overhead(1_000_000, 4_000)
     1004000
     """
+    # In integers: a float would round above 2**53 ps, two and a half hours.
     return time_ps + time_ps * overhead_per_million // 1_000_000
 
 

@@ -11,6 +11,7 @@ from meshwright.simulator.layout import Axis, Mesh
 
 def simulate_folded(work: StepWork) -> StepTimes:
     """Run *work* with one representative for the equal ranks of each pipeline rank."""
+    # Durations in *work* know the real groups already; here only who waits for whom is left.
     return _simulate(work, Mesh(pp=work.pp, node_size=1))
 
 
@@ -58,6 +59,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
             meeting = collective_meeting(env, mesh.degree(Axis.DP), stream)
             streams[dp_first] = stream, meeting
         if ties and (Axis.PP, pp_first) not in meetings:
+            # Of a pipeline's ranks only the first and the last hold the tied table.
             meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
         is_end = pp_rank in (0, work.pp - 1)
         places.append(

@@ -49,7 +49,8 @@ def _outside_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     # Autocast casts the input of each separate product anew.
     qkv_copies = 3 if shape.casts_weights else 1
     mlp_copies = 2 if shape.casts_weights and model.gated_mlp else 1
-    mask = tokens * model.hidden_size * model.dropout
+    mask = tokens * model.hidden_size * model.dropout  # a byte an element
+    # Layer norm keeps a mean and a deviation of each token, RMS norm the latter alone.
     statistics = tokens * STATISTIC_BYTES * (2 if model.norm == "layernorm" else 1)
     return (
         SavedTensor("attention norm input", residual),
@@ -89,7 +90,7 @@ def _core_inputs(shape: BlockShape) -> tuple[int, int]:
     turned = (width + kv_width) if shape.model.positions == "rotary" else 0
     if shape.repeats_key_values and shape.recompute is not Recompute.SELECTIVE:
         return (0, width) if turned else (width, 0)
-    return width + 2 * kv_width - turned * (not shape.stack.fused_qkv), turned
+    return width + 2 * kv_width - (0 if shape.stack.fused_qkv else turned), turned
 
 
 def cast_weights(shape: BlockShape) -> tuple[SavedTensor, ...]:
@@ -121,12 +122,15 @@ def attention_core_tensors(shape: BlockShape) -> tuple[SavedTensor, ...]:
     """Return what the attention core keeps: the part that selective recomputation drops."""
     heads = shape.num_local_heads * shape.microbatch_size
     if shape.attention is Attention.FLASH:
+        # Backward makes the scores again from queries, keys and this; the output that it also reads
+        # is the input of the next product and counts as that.
         statistics = SavedTensor("log-sum-exp", heads * shape.seq_len * STATISTIC_BYTES)
         if not shape.keeps_fp8_inputs:
             return (statistics,)
         # Its backward reads its own output, of which the linear layer keeps only an fp8 copy.
         output = shape.num_tokens * shape.local_width * shape.element_bytes
         return (statistics, SavedTensor("attention output in bf16", output))
+    # With 2 + 1 + 2 bytes a score for what follows: the 5 a s of Korthikanti et al.
     scores = heads * shape.seq_len**2
     tensors = [SavedTensor("attention probabilities", scores * shape.element_bytes)]
     if shape.repeats_key_values:
@@ -187,7 +191,7 @@ def saved_embedding_bytes(shape: BlockShape) -> int:
     """Return what the embedding keeps: ids of tokens and types, a dropout mask, a norm's input."""
     model = shape.model
     element = shape.num_local_tokens * model.hidden_size
-    ids = shape.num_tokens * 8 * (2 if model.token_types else 1)
+    ids = shape.num_tokens * 8 * (2 if model.token_types else 1)  # int64
     return ids + element * (model.dropout + shape.element_bytes * model.embedding_norm)
 
 
@@ -200,6 +204,7 @@ def saved_head_bytes(shape: BlockShape) -> int:
     width = shape.num_local_scored_tokens * shape.model.hidden_size
     values = (3 if shape.model.mlm_head else 1) * shape.element_bytes + shape.residual_bytes
     if shape.sequence_parallel and shape.stack.keeps_gathered_inputs:
+        # The matrix multiplies all tokens: of tp parts of its input one counts already.
         values += (shape.tp - 1) * shape.element_bytes
     matrix = shape.local_vocab_size * shape.model.hidden_size * shape.element_bytes
     cast = matrix if shape.casts_weights else 0
@@ -220,6 +225,7 @@ def kept_output_bytes(shape: BlockShape, *, has_embedding: bool, has_head: bool)
     """
     if not shape.keeps_outputs:
         return 0
+    # A stage between the ends receives one tensor as large as the one it hands on.
     return (has_embedding - has_head) * shape.message_bytes
 
 
@@ -229,12 +235,14 @@ def message_buffer_bytes(shape: BlockShape, *, has_embedding: bool, has_head: bo
     PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
     stage, for gradients but on the last.
     """
+    # An activation comes from the stage before, a gradient from the one after, where there is one.
     ends = (not has_embedding) + (not has_head)
     return ends * shape.message_bytes if shape.keeps_outputs else 0
 
 
 def logits_tensor(shape: BlockShape) -> SavedTensor:
     """Return what the loss keeps of the logits: fp32 probabilities, or 16-bit logits if fused."""
+    # Unfused, its gradient is that of fp32 probabilities; a fused kernel makes them again.
     per_logit = shape.element_bytes if shape.stack.fused_loss else STATISTIC_BYTES
     size_bytes = shape.num_scored_tokens * shape.local_vocab_size * per_logit
     return SavedTensor("logits", size_bytes)

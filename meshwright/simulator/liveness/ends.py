@@ -7,9 +7,8 @@ from meshwright.simulator.liveness.activations import (
     logits_tensor,
     saved_head_bytes,
 )
-from meshwright.simulator.liveness.layer import column_steps
-from meshwright.simulator.liveness.products import Product, Step, highest
-from meshwright.simulator.liveness.widths import Widths
+from meshwright.simulator.liveness.products import Product, Step, column_steps, highest
+from meshwright.simulator.liveness.tensor_bytes import Widths
 
 
 def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
@@ -18,6 +17,7 @@ def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     An unfused loss casts the logits to fp32, where they are not in fp32 already.
     """
     wide = Widths.of(shape)
+    # The norm's input and its output: both wait for backward.
     norm = 2 * shape.num_local_scored_tokens * shape.model.hidden_size * shape.residual_bytes
     cast = _cast_operands(shape)
     logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
@@ -25,7 +25,7 @@ def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     copy = 0 if shape.stack.fused_loss or _has_fp32_logits(shape) else kept
     return (
         Step("final norm", norm, 0),
-        Step("logits", wide.gathered + cast + logits, wide.gathered + norm // 2 * bool(cast)),
+        Step("logits", wide.gathered + cast + logits, wide.gathered + (norm // 2 if cast else 0)),
         Step("loss", copy + kept, copy + logits - kept_logits_bytes(shape)),
     )
 
@@ -52,6 +52,7 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     eager *= 2 if shape.tp == 1 else 3
     return (
         Step("loss", eager, eager),
+        # Where logits were cast to fp32 their gradient is cast back, and the wide one goes.
         Step("16-bit gradient", narrow, kept if narrow else 0),
         *logits_backward_steps(shape, logits),
     )
@@ -85,6 +86,7 @@ def logits_backward_steps(
 def embedding_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     """Return the embedding's backward: the gradient of a whole table, before it is added."""
     table = shape.local_vocab_size * shape.model.hidden_size * shape.residual_bytes
+    # DTensor's look-up gives every tensor rank a gradient of all rows, of which it keeps its own.
     if shape.stack.whole_table_gradient:
         table *= shape.tp
     mask = shape.num_local_tokens * shape.model.hidden_size if shape.model.dropout else 0

@@ -12,27 +12,26 @@ from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.liveness.activations import (
     attention_core_tensors,
-    cast_weights,
     layer_tensors,
     saved_layer_bytes,
     saved_tensors,
     unread_tensors,
 )
-from meshwright.simulator.liveness.fp8_operands import (
-    column_backward_bytes,
-    column_forward_bytes,
-    row_backward_bytes,
-    row_forward_bytes,
-)
 from meshwright.simulator.liveness.products import (
     Product,
     Step,
-    cast_column_steps,
     cast_row_steps,
+    column_steps,
     highest,
     weight_gradient_bytes,
 )
-from meshwright.simulator.liveness.widths import Widths
+from meshwright.simulator.liveness.tensor_bytes import (
+    Widths,
+    column_backward_bytes,
+    forward_operands,
+    row_backward_bytes,
+    row_forward_bytes,
+)
 
 # Where a pass that keeps nothing frees the output of an operator: of a product, a sum, the core.
 FREED_IN = {
@@ -52,9 +51,9 @@ def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     recomputed = core if shape.recompute is Recompute.SELECTIVE else 0
     kept = shape.num_tokens * shape.local_width * shape.linear_input_bytes
     # Flash attention whose output is kept apart has it already; unfused, it is copied once.
-    outputs = 1 + (shape.attention is Attention.UNFUSED) - _keeps_output_apart(shape)
+    outputs = 2 if shape.attention is Attention.UNFUSED else int(not _keeps_output_apart(shape))
     output = outputs * wide.core + row_forward_bytes(shape, shape.local_width)
-    summed = wide.whole + _part(shape)
+    summed = wide.whole + wide.scattered
     cast = row_forward_bytes(shape, shape.local_ffn_width)
     cast += wide.mlp_out - wide.mlp_out // shape.element_bytes * shape.linear_input_bytes
     norm = wide.local if shape.casts_weights else 0  # what is kept of it is its 16-bit copies
@@ -93,13 +92,13 @@ def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     unfused = shape.attention is Attention.UNFUSED
     mask = wide.score_mask
     dropped = wide.scores if shape.model.dropout else 0
-    output = wide.whole + _part(shape)
-    qkv, of_core, mlp_in, of_mlp = _forward_operands(shape)
+    output = wide.whole + wide.scattered
+    qkv, of_core, mlp_in, of_mlp = forward_operands(shape)
     return (
         Step("attention norm", norm, 0),
         Step("qkv", qkv.size_bytes + wide.qkv, qkv.freed),
         Step("softmax", wide.repeated + 2 * wide.scores, wide.scores),
-        Step("attention dropout", dropped + mask, wide.scores * bool(dropped) + mask),
+        Step("attention dropout", dropped + mask, dropped + mask),
         Step(
             "core",
             wide.core * (1 + unfused),
@@ -113,37 +112,6 @@ def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
         Step("mlp out", output + of_mlp.size_bytes, of_mlp.freed + norm + wide.mlp_out),
         Step("mlp residual", wide.local, output + wide.local),
     )
-
-
-class _Operands(NamedTuple):
-    """Copies of a product's operands in another format, and what of them goes with the product."""
-
-    size_bytes: int
-    freed: int
-
-
-def _forward_operands(shape: BlockShape) -> tuple[_Operands, ...]:
-    """Return the copies of the four products' operands, for fp8 or under autocast."""
-    fp8 = (
-        column_forward_bytes(shape, shape.local_width + 2 * shape.local_kv_width),
-        row_forward_bytes(shape, shape.local_width),
-        column_forward_bytes(shape, shape.mlp_in_width),
-        row_forward_bytes(shape, shape.local_ffn_width),
-    )
-    if not shape.casts_weights:
-        return tuple(_Operands(size, size) for size in fp8)
-    # The inputs of the second and the fourth are in 16 bit as they come.
-    copies = (shape.num_tokens * shape.model.hidden_size * shape.element_bytes, 0) * 2
-    weights = [tensor.size_bytes for tensor in cast_weights(shape)]
-    return tuple(
-        _Operands(copy + weight, copy + weight * (not shape.caches_casts))
-        for copy, weight in zip(copies, weights, strict=True)
-    )
-
-
-def _part(shape: BlockShape) -> int:
-    """Return a rank's own tokens of a sum, where the sum is scattered."""
-    return shape.message_bytes if shape.sequence_parallel else 0
 
 
 def backward_steps(
@@ -184,7 +152,8 @@ class _Layer(NamedTuple):
 
     def dropout_step(self, name: str) -> Step:
         """Return the backward of a dropout, and of the cast after it."""
-        casts = self.dropped * bool(self.shape.casts_weights and self.shape.model.dropout)
+        # The stream's gradient is cast to 16 bit, from which dropout makes another of that size.
+        casts = self.dropped if self.shape.casts_weights and self.shape.model.dropout else 0
         return Step(name, self.dropped + casts, casts + self.kept[f"{name} mask"])
 
     def row_steps(self, product: Product, inputs_bytes: int, freed: int) -> tuple[Step, ...]:
@@ -196,7 +165,7 @@ class _Layer(NamedTuple):
             )
         weight = weight_gradient_bytes(self.shape, product.inputs * sum(product.outputs))
         again = row_backward_bytes(self.shape, product.inputs)
-        arrived = weight * (not self.stays)
+        arrived = 0 if self.stays else weight
         frees = again + arrived + product.gradient_bytes + freed
         return (Step(product.name, again + inputs_bytes + weight, frees, gradient=arrived),)
 
@@ -213,6 +182,7 @@ def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
     outputs = (ffn, ffn) if separate else (shape.mlp_in_width,)
     row = Product("mlp out", layer.dropped, ffn, (hidden,))
     return (
+        # It lives to the end, where the norm's input adds its own gradient to it.
         Step("gradient", arriving, 0),
         layer.dropout_step("mlp dropout"),
         *layer.row_steps(row, wide.mlp_out, kept["mlp activation output"]),
@@ -229,7 +199,8 @@ def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
     outputs = (width + 2 * kv_width,) if shape.stack.fused_qkv else (kv_width, kv_width, width)
     row = Product("attention output", layer.dropped, width, (hidden,))
     unfused = shape.attention is Attention.UNFUSED
-    freed = kept["attention output"] * (unfused or _keeps_output_apart(shape))
+    # Flash attention reads the product's input once more: it goes with the core.
+    freed = kept["attention output"] if unfused or _keeps_output_apart(shape) else 0
     return (
         layer.dropout_step("attention dropout"),
         *layer.row_steps(row, wide.core, freed),
@@ -239,26 +210,6 @@ def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
         Step("attention norm", wide.local, 2 * wide.local),
         Step("attention residual", 0, wide.local + kept["attention norm statistics"]),
     )
-
-
-def column_steps(
-    shape: BlockShape, product: Product, kept_input: int, *, operands: int, stays: bool = False
-) -> tuple[Step, ...]:
-    """Return the backward of a column-parallel layer: the input again, and its gradient.
-
-    Separate products of one input each make its gradient; the second is added to the first.
-    """
-    if shape.casts_weights:
-        return cast_column_steps(shape, product, shape.num_tokens, stays=stays)
-    wide = Widths.of(shape)
-    outputs = sum(product.outputs) if stays else max(product.outputs)
-    weight = weight_gradient_bytes(shape, outputs * product.inputs)
-    copies = min(2, len(product.outputs))
-    allocated = operands + copies * wide.whole + _part(shape) + weight
-    leaves = allocated - weight * stays - wide.local
-    arrived = weight * (not stays)
-    frees = leaves + product.gradient_bytes + kept_input
-    return (Step(product.name, allocated, frees, gradient=arrived),)
 
 
 def _unfused_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
@@ -276,7 +227,8 @@ def _unfused_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tupl
         Step("probability dropout", dropped, dropped + wide.score_mask),
         Step("softmax", wide.scores, 2 * wide.scores),
         Step("scores", wide.core + value, wide.scores + copies),
-        Step("repeats", 2 * wide.key_value * bool(copies), 2 * copies),
+        # The gradients of copies are summed to those of the heads they were made of.
+        Step("repeats", 2 * wide.key_value if copies else 0, 2 * copies),
         _rotary_step(shape, wide, kept["rotated queries and keys"]),
     )
 
@@ -291,8 +243,8 @@ def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[
     statistics = kept["log-sum-exp"]
     output = kept["attention output"]
     if _keeps_output_apart(shape):  # recomputed with the core where that is
-        is_kept = shape.recompute is not Recompute.SELECTIVE
-        output = kept["attention output in bf16"] * is_kept
+        is_again = shape.recompute is Recompute.SELECTIVE
+        output = 0 if is_again else kept["attention output in bf16"]
     rotated = kept["rotated queries and keys"]
     again = _recomputed_core(shape, wide.core + statistics, 0)
     recomputed = wide.core if again else 0
@@ -368,6 +320,8 @@ def _recomputation(shape: BlockShape) -> tuple[Step, ...]:
     kept = saved_layer_bytes(shape)
     match shape.recompute:
         case Recompute.FULL:
+            # Its input is there, as what was kept.  The output is made a second time and dropped at
+            # once: the layer behind has long had the first.
             first, *steps, last = forward_steps(shape)
             whole = sum(step.allocates - step.frees for step in (first, *steps, last))
             dropped = whole - sum(tensor.size_bytes for tensor in layer_tensors(shape))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.liveness.tensor_bytes import Widths
 
 
 class Step(NamedTuple):
@@ -72,6 +73,27 @@ def weight_gradient_bytes(shape: BlockShape, num_weights: int) -> int:
     return 0 if fused else num_weights * shape.element_bytes
 
 
+def column_steps(
+    shape: BlockShape, product: Product, kept_input: int, *, operands: int, stays: bool = False
+) -> tuple[Step, ...]:
+    """Return the backward of a column-parallel layer: the input again, and its gradient.
+
+    Separate products of one input each make its gradient; the second is added to the first.
+    """
+    if shape.casts_weights:
+        return cast_column_steps(shape, product, shape.num_tokens, stays=stays)
+    wide = Widths.of(shape)
+    outputs = sum(product.outputs) if stays else max(product.outputs)
+    weight = weight_gradient_bytes(shape, outputs * product.inputs)
+    # Beside the running sum one more input gradient at most: each is added as it comes.
+    copies = min(2, len(product.outputs))
+    allocated = operands + copies * wide.whole + wide.scattered + weight
+    arrived = 0 if stays else weight
+    leaves = allocated - weight + arrived - wide.local
+    frees = leaves + product.gradient_bytes + kept_input
+    return (Step(product.name, allocated, frees, gradient=arrived),)
+
+
 def cast_row_steps(
     shape: BlockShape, product: Product, *, inputs_bytes: int, freed: int, stays: bool
 ) -> tuple[Step, ...]:
@@ -115,7 +137,7 @@ def cast_column_steps(
         gradient = product.gradient_bytes * outputs // sum(product.outputs)
         steps += [
             Step(product.name, narrow + copy, gradient + narrow + copy),
-            Step(f"{product.name} inputs", wide, narrow + wide * (index > 0)),
+            Step(f"{product.name} inputs", wide, narrow + (wide if index else 0)),
             _cast_weight_step(shape, product, num_weights, stays=stays),
         ]
     return tuple(steps)

@@ -77,6 +77,8 @@ def pass_states(actions: Sequence[Action], num_chunks: int, *, reshards: bool) -
     after = {Phase.FORWARD: Found.APART if reshards else Found.WHOLE, Phase.BACKWARD: Found.WHOLE}
     found, left = [Found.APART] * num_chunks, [len(actions) // (2 * num_chunks)] * num_chunks
     backward = [Kind.FIRST_BACKWARD] * num_chunks
+    # Only the runtime of several stages a rank inserts gathers (`_add_unshard_reshard`, called by
+    # _PipelineScheduleRuntime); those of one stage leave them to fully_shard's hooks.
     coming = next_chunks(actions) if num_chunks > 1 else [()] * len(actions)
     gathered: tuple[int, ...] = ()
     states = []
@@ -92,6 +94,7 @@ def pass_states(actions: Sequence[Action], num_chunks: int, *, reshards: bool) -
             left[chunk] -= 1
         is_last = phase is Phase.BACKWARD and not left[chunk]
         states.append(PassState(kind, chunk, found[chunk], is_last, freed, fetched))
+        # A pipeline's stages do not reshard after backward: the next microbatch wants the weights.
         found[chunk] = after[phase]
     return states
 
@@ -118,7 +121,7 @@ def kept_levels(
         for each in fetched:
             gathered[each] = chunks[each][1].ahead_bytes
             elsewhere += gathered[each]
-        elsewhere -= gathered[number]
+        elsewhere -= gathered[number]  # the workspaces of its own passes have it
         chunk, kept = chunks[number]
         if kind is Kind.FORWARD:
             saved += chunk.saved_bytes

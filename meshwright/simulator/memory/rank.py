@@ -68,7 +68,7 @@ class StateBytes:
         """
         kept_bytes, _ = gradient_bytes(stack, precision, formats)
         if precision is Precision.FP32:
-            return cls(4, kept_bytes, 8, 0, 4, 4)
+            return cls(4, kept_bytes, 8, 0, 4, 4)  # Adam's two moments, in fp32 as the weight is
         return cls(
             stack.parameter_bytes,
             kept_bytes,
@@ -207,19 +207,21 @@ def pass_workspace_bytes(
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
+    # While layers run the head keeps nothing: in forward not yet, in backward no more.
     head = saved_head_bytes(shape) if has_head else 0
     waiting = waiting_table_bytes(shape) if has_embedding and has_head else 0
     cached = cached_layer_bytes(shape)
     forward = backward = 0
     if num_layers:
         forward, backward = (size - head for size in layer_workspace_bytes(shape))
-        forward += (num_layers - 1) * cached
+        forward += (num_layers - 1) * cached  # the last layer's own casts are in its steps
         backward += waiting
     if has_head:
         of_head = head_workspace_bytes(shape)
         forward = max(forward, of_head[0] + num_layers * cached)
         backward = max(backward, of_head[1])
     if has_embedding:
+        # The embedding comes last: all that layers and head kept is gone by then.
         freed = num_layers * saved_layer_bytes(shape) + head
         backward = max(backward, highest(embedding_backward_steps(shape)) + waiting - freed)
     return max(0, forward), max(0, backward)
@@ -260,6 +262,7 @@ def sharded_workspace_bytes(
     Gathered parameters of a unit and of the one that follows it (of all units where they are
     kept from forward to backward); in backward also the whole gradient of one unit.
     """
+    # Two at a time, as the next unit is gathered while this one computes (ZeRO, FSDP prefetch).
     neighbours = zip(units, [*units[1:], 0], strict=True)
     held = max(map(sum, neighbours)) if reshards else sum(units)
     gathered = held * state.gathered_parameter if shards.parameters > 1 else 0
@@ -283,7 +286,9 @@ def rank_memory(
     num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, shards: Shards
 ) -> RankMemory:
     """Return the memory of a rank whose states are split over *shards*."""
+    # A whole weight is in the training's format; a shard may be in fp32, its own master copy.
     parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
+    # Shards are filled up to one size, so a rank's is rounded up.
     optimizer_share = -(-num_parameters // shards.optimizer)
     return RankMemory(
         parameters_bytes=-(-num_parameters // shards.parameters) * parameter,

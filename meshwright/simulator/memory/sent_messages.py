@@ -52,6 +52,8 @@ def held_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
     [0, 0, 0, 11, 11, 1, 1]
     """
     phases = [action.phase for action in actions]
+    # Schedule1F1B keeps what it sends alone in `send_work`: warm-up outputs but for the last, then
+    # gradients once no forward pass is left.  All else goes in a batch with a receive.
     warmup = phases.index(Phase.BACKWARD)
     steady = phases.count(Phase.FORWARD) - warmup  # passes after which a forward pass follows
     held, done = [0], 0

@@ -74,14 +74,15 @@ def _plain_levels(memory: RankMemory, actions: Sequence[Action]) -> Iterator[tup
                 moment = chunk.first_backward
             elif action == last[index] and chunk.last_backward is not None:
                 moment = chunk.last_backward
-        gathered.pop(index, None)
+        gathered.pop(index, None)  # the workspace of its own pass has it
         absent, elsewhere = sum(late.values()) + reduced, sum(gathered.values())
         during = Level(live, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
         gathered[index] = chunk.after_forward_bytes
         if phase is Phase.BACKWARD:
             gathered[index] = chunk.after_backward_bytes
             live -= chunk.saved_bytes
-            reduced += chunk.reduced_gradients_bytes * (action == last[index])
+            if action == last[index]:
+                reduced += chunk.reduced_gradients_bytes
         absent = sum(late.values()) + reduced
         yield during, Level(live, sum(gathered.values()), absent)
 
@@ -120,6 +121,7 @@ def _event(time_ps: int, moment: str, level: Level, action: Action | None = None
 
 def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
     """Return the first fullest instant of a timeline."""
+    # Of instants as full, `max` gives the first, so that the same step names the same tensor.
     fullest = max(events, key=lambda event: event.moving_bytes)
     return MemoryPeak(
         total_bytes=memory.static_bytes + fullest.moving_bytes,

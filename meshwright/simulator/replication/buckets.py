@@ -77,8 +77,11 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Buck
     """
     stack = shape.stack
     usual = bucket_limit(stack, dp)
+    # Megatron-Core: on other stages reductions are not on the critical path, as the first one ends
+    # last (distributed_data_parallel.py).
     if stack.buckets_first_stage_only and not stage.has_embedding:
         usual = stage_parameters(shape, stage)
+    # DDP's first bucket is small, so that an all-reduce starts sooner.
     limit = stack.first_gradient_bucket_parameters or usual
     buckets: list[Bucket] = []
     held = 0
@@ -87,6 +90,7 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Buck
     for block, layer, sizes in _backward_blocks(shape, stage):
         for size in sizes:
             if size == table and held:
+                # A bucket of its own begins and ends with the table: close the one before.
                 buckets.append(Bucket(held, *last))
                 held = 0
             last = (block, layer)
@@ -220,6 +224,7 @@ def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[St
         for index in range(last + 1)
     ]
     counts = [stage_parameters(shape, unit) for unit in units]
+    # The last unit takes a tied matrix for a copy, also where its table is in the first one.
     counts[-1] += stage_parameters(shape, stage) - sum(counts)
     return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
 
@@ -231,12 +236,14 @@ def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
     """
     one = Stage(1, has_embedding=False, has_head=False)
     ends = stage._replace(num_layers=0)
+    # Gathered first and reduced last, as one: its bucket goes with the part before all layers, and
+    # the head, whose backward comes first, reduces nothing.
     layer, root = (num_shards * sum(unit_shards(shape, unit, num_shards)) for unit in (one, ends))
     parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
     parts += [StagePart(one, (layer,))] * stage.num_layers
     if stage.has_head:
         parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
-    return tuple(parts if root else parts[1:])
+    return tuple(parts if root else parts[1:])  # a stage between the ends has no root
 
 
 def unit_shards(
@@ -252,7 +259,7 @@ def unit_shards(
     """
     sizes = []
     for rows, width in _unit_weights(shape, unit):
-        most = -(-rows // num_shards)
+        most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
         held = most if shard is None else min(most, max(0, rows - shard * most))
         sizes.append(held * width)
     return sizes

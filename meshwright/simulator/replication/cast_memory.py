@@ -51,6 +51,7 @@ def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> It
             freed = stage.num_layers * saved + head
             yield fullest_arrival(embedding_backward_steps(shape)) - freed
         elif part.stage.num_layers:
+            # When the part's first layer runs, all layers behind it have freed theirs.
             freed = (above - 1) * saved + head
             yield fullest_arrival(whole_backward_steps(shape)) + waiting - freed
         else:

@@ -52,6 +52,7 @@ def tensor_sums(shape: BlockShape, stages: tuple[Stage, ...], wire: Wire) -> Ite
         size_bytes = model.hidden_size * wire.reduce_bytes
         norms = sum(2 * stage.num_layers + stage.has_head for stage in stages)
         yield ClosingSum(size_bytes, norms * (2 if model.norm == "layernorm" else 1))
+        # Scattered before a position is added, a rank sees its own tokens of the table, too.
         has_positions = stages[0].has_embedding and model.positions == "learned"
         if has_positions and shape.stack.scatters_positions:
             yield ClosingSum(model.max_positions * size_bytes, 1)
@@ -78,7 +79,7 @@ def tied_table_bytes(shape: BlockShape, wire: Wire, num_shards: int) -> int:
     """
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
     if shape.stack.root_unit:
-        rows = -(-rows // num_shards)
+        rows = -(-rows // num_shards)  # equal shards on both ends, so that each meets its own
         width_bytes = StateBytes.of(shape.stack, shape.precision).sharded_parameter
     return rows * shape.model.hidden_size * width_bytes
 
@@ -88,6 +89,7 @@ def _replicated_parameters(shape: BlockShape, stage: Stage) -> int:
     model = shape.model
     counts = {"embedding": 0, "layer": 0, "head": 0}
     for tensor in parameter_tensors(model):
+        # Megatron adds positions before tokens are scattered: that table's gradient is of all.
         if tensor.tp_dim is None and tensor.name != "position_embedding.weight":
             counts[tensor.block] += prod(tensor.shape)
     return (

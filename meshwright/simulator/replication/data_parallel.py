@@ -210,6 +210,7 @@ def buffer_copies(
     if not (costs.stack.copies_units and to.gathers_units and to.span.num_ranks > 1):
         return BufferCopies(0, 0)
     kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
+    # Each is read once and written once; into the reduction's buffer with a cast between.
     out = costs.memory_traffic(2 * num_parameters * wire.gather_bytes)
     into = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
     return BufferCopies(out.time_ps, into.time_ps)
@@ -222,6 +223,7 @@ def update_cost(
 
     *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
     """
+    # Rounded up: ranks whose shard is full decide when a step ends.
     share = -(-num_parameters // to.shards.optimizer)
     cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])

@@ -61,7 +61,7 @@ from meshwright.simulator.step.rank import (
     rank_update,
     rank_works,
 )
-from meshwright.simulator.units import PassBytes, holds_units, unit_rank_memory
+from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
 
 PPM = 1_000_000
 
@@ -227,6 +227,7 @@ def _step_work(
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
+        # Both through the node's cards, or both inside it: else they use different links.
         shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         keeps_units=context.replication.keeps_units,
@@ -240,15 +241,16 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     shape, state, to = context.shape, context.host.state, context.replication
     microbatches = context.plan.num_microbatches(context.job)
     if holds_units(shape, to):
-        sizes = (state, context.wire.reduce_bytes)
+        parameter = ParameterBytes(state, context.wire.reduce_bytes)
         to = to.in_steps_of(microbatches)
-        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, sizes)
+        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, parameter)
         memory = replace(
             memory,
             message_buffers_bytes=microbatches * memory.message_buffers_bytes,
             holds_sent=get_schedule(context.plan.schedule).holds_sent,
         )
         memory = _offloaded(context, memory, stages)
+        # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     chunks = []
     for stage in stages:
@@ -266,6 +268,8 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
         return memory
+    # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
+    # takes the place of what the update needs, not of what a pass does.
     at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
     return replace(memory, update_temporary_bytes=at_end)
 

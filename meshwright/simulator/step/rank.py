@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
@@ -32,6 +33,13 @@ class ChunkCost:
 
     forward: PhaseCost
     backward: PhaseCost
+
+
+class StageMessages(NamedTuple):
+    """What a rank sends in a microbatch: activations to the next one, gradients to the previous."""
+
+    forward: Message
+    backward: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +101,10 @@ def rank_works(
     context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
 ) -> tuple[RankWork, ...]:
     """Return the work of each pipeline rank; equal ranks share one record."""
-    known: dict[tuple[tuple[Stage, ...], tuple[Message, Message]], RankWork] = {}
+    known: dict[tuple[tuple[Stage, ...], StageMessages], RankWork] = {}
     ranks = []
     for pp_rank, stages in enumerate(held):
-        messages = (_message(context, pp_rank, 1), _message(context, pp_rank, -1))
+        messages = StageMessages(_message(context, pp_rank, 1), _message(context, pp_rank, -1))
         key = (stages, messages)
         if key not in known:
             known[key] = _rank_work(context, stages, messages, passes)
@@ -116,7 +124,7 @@ def _used_ps(context: StepContext, stages: tuple[Stage, ...]) -> int:
 def _rank_work(
     context: StepContext,
     stages: tuple[Stage, ...],
-    messages: tuple[Message, Message],
+    messages: StageMessages,
     passes: dict[Stage, ChunkCost],
 ) -> RankWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
@@ -128,6 +136,8 @@ def _rank_work(
     gathers_units = context.replication.gathers_units
     return RankWork(
         chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
+        # Parts are reduced in passes; the map of used weights, if any, after all of them (DDP's
+        # reducer), so that nothing hides it.
         reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
         sums_ps=tensor_sums_cost(costs, context.shape, stages, context.wire).time_ps,
         shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
@@ -151,18 +161,17 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
 
 
 def _chunk_work(
-    context: StepContext, stage: Stage, messages: tuple[Message, Message], passed: ChunkCost
+    context: StepContext, stage: Stage, messages: StageMessages, passed: ChunkCost
 ) -> ChunkWork:
     stack, to = context.costs.stack, context.replication
-    forward_message, backward_message = messages
     parts = context.parts[stage]
     gathers = stack.overlap_parameter_gather and to.gather_op is not None and to.dp > 1
     forward_units, backward_units = _units(context, parts) if to.in_units else ((), ())
     return ChunkWork(
         forward_ps=passed.forward.time_ps,
         backward_ps=passed.backward.time_ps,
-        forward_message=forward_message,
-        backward_message=backward_message,
+        forward_message=messages.forward,
+        backward_message=messages.backward,
         gathers=_gathers(context, stage) if gathers and not to.gathers_units else (),
         reductions=() if to.in_units else _reductions(context, parts),
         forward_units=forward_units if to.gathers_units else (),
@@ -176,6 +185,7 @@ def _units(
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed."""
     to = context.replication
+    # Only then a pass finds sums of earlier ones, which have the format of the wire already.
     adds_up = not to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
     forward, backward = [], []
     for part in parts:
@@ -220,6 +230,7 @@ def _message(context: StepContext, pp_rank: int, step: int) -> Message:
     """Return the message of a rank to the next one (*step* 1) or the previous one (-1)."""
     if context.plan.pp == 1:
         return Message()
+    # Round the ranks, as the virtual stages go: the last rank sends to the first one's next stage.
     target = (pp_rank + step) % context.plan.pp
     crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
     return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]

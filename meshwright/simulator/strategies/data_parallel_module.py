@@ -58,6 +58,14 @@ class Block(NamedTuple):
     launch: PhaseCost
 
 
+class Route(NamedTuple):
+    """A copy: of what kind, and from which device to which."""
+
+    kind: TaskKind
+    source: int
+    target: int
+
+
 class PassTasks(NamedTuple):
     """Tasks of one pass: last of forward and backward on each device, loss, gradient sums."""
 
@@ -202,13 +210,13 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
 
     def send(kind: TaskKind, size_bytes: int, after: tuple[int, ...]) -> dict[int, int]:
         return {
-            index: _add_copy(graph, replica, (kind, 0, index), size_bytes, after)
+            index: _add_copy(graph, replica, Route(kind, 0, index), size_bytes, after)
             for index in others
         }
 
     def collect(kind: TaskKind, size_bytes: int, after: tuple[int, ...]) -> list[int]:
         return [
-            _add_copy(graph, replica, (kind, index, 0), size_bytes, (after[index],))
+            _add_copy(graph, replica, Route(kind, index, 0), size_bytes, (after[index],))
             for index in others
         ]
 
@@ -240,7 +248,7 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
 def _add_copy(
     graph: TaskGraph,
     replica: Replica,
-    route: tuple[TaskKind, int, int],
+    route: Route,
     size_bytes: int,
     after: tuple[int, ...],
 ) -> int:

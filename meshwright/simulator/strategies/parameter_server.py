@@ -143,12 +143,12 @@ def _add_synchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
     rounds = [Round() for _ in cast.workers]
     for turn in range(len(cast.servers)):
         for worker, each in enumerate(rounds):
-            _add_pull(graph, cast, (worker, turn), each, None)
+            _add_pull(graph, cast, worker, turn, each, None)
     for worker, each in enumerate(rounds):
         _add_passes(graph, cast, worker, each)
     for turn in range(len(cast.servers)):
         for worker, each in enumerate(rounds):
-            _add_push(graph, cast, (worker, turn), each)
+            _add_push(graph, cast, worker, turn, each)
     for server, place in enumerate(cast.servers):
         sums = []
         for each in rounds:
@@ -169,10 +169,10 @@ def _add_asynchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
         for worker, mine in enumerate(rounds):
             each, before = Round(), mine[-1] if mine else None
             for turn in turns:
-                _add_pull(graph, cast, (worker, turn), each, before)
+                _add_pull(graph, cast, worker, turn, each, before)
             _add_passes(graph, cast, worker, each)
             for turn in turns:
-                _add_push(graph, cast, (worker, turn), each)
+                _add_push(graph, cast, worker, turn, each)
             for server, pushed in each.pushed.items():
                 each.updates[server] = _add_update(graph, cast, server, (pushed,))
             mine.append(each)
@@ -186,12 +186,12 @@ def _server_in_turn(cast: Cast, worker: int, turn: int) -> int:
 
 
 def _add_pull(
-    graph: TaskGraph, cast: Cast, who: tuple[int, int], each: Round, before: Round | None
+    graph: TaskGraph, cast: Cast, worker: int, turn: int, each: Round, before: Round | None
 ) -> None:
     """Add a pull; a worker's own shard is there when its update is."""
-    server = _server_in_turn(cast, *who)
+    server = _server_in_turn(cast, worker, turn)
     after = () if before is None else (before.updates[server],)
-    target, source = cast.workers[who[0]], cast.servers[server]
+    target, source = cast.workers[worker], cast.servers[server]
     each.read_after[server] = after
     if source is not target:
         size_bytes = cast.shards[server] * cast.wire.reduce_bytes
@@ -200,10 +200,10 @@ def _add_pull(
         each.pulls[server] = graph.add(label, cost, links, after, size_bytes)
 
 
-def _add_push(graph: TaskGraph, cast: Cast, who: tuple[int, int], each: Round) -> None:
+def _add_push(graph: TaskGraph, cast: Cast, worker: int, turn: int, each: Round) -> None:
     """Add a push; a worker sends one after the other, so that none blocks a server it is not at."""
-    server = _server_in_turn(cast, *who)
-    source, target = cast.workers[who[0]], cast.servers[server]
+    server = _server_in_turn(cast, worker, turn)
+    source, target = cast.workers[worker], cast.servers[server]
     if source is target:
         each.pushed[server] = each.passes[-1]
     else:

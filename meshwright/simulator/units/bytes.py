@@ -1,6 +1,7 @@
 """Bytes of what FSDP's units hold, and of what passes through blocks of one shape need."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
@@ -18,6 +19,13 @@ from meshwright.simulator.liveness import (
 )
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import Replication, stage_parameters
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes a parameter costs: its states, and on the wire of a reduction."""
+
+    state: StateBytes
+    reduce_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +114,10 @@ class UnitBytes:
 
     @classmethod
     def of(
-        cls, shape: BlockShape, stage: Stage, to: Replication, state: StateBytes, reduce_bytes: int
+        cls, shape: BlockShape, stage: Stage, to: Replication, parameter: ParameterBytes
     ) -> "UnitBytes":
-        """Return the bytes of *stage*; *reduce_bytes* are those of a parameter on the wire."""
+        """Return the bytes of *stage* from those of a parameter."""
+        state, reduce_bytes = parameter
         layer = shape.parameters.layer
         total = stage_parameters(shape, stage)
         root = total - stage.num_layers * layer
@@ -117,7 +126,7 @@ class UnitBytes:
         stays_whole = to.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
         on_host = to.offload is Offload.PARAMETERS
         kept = 0 if on_host and to.reduces_each_microbatch else state.gradient
-        others = (shape.tp - 1) * matrix * stays_whole  # rows of the other tensor ranks
+        others = (shape.tp - 1) * matrix if stays_whole else 0  # rows of the other tensor ranks
         has_end = stage.has_embedding or stage.has_head
         is_copied = reduce_bytes != state.gathered_parameter
         # Positions follow the table: their first copy in the other format is made later.
@@ -125,15 +134,18 @@ class UnitBytes:
         positions *= stage.has_embedding * state.gathered_parameter
         return cls(
             layer=layer * state.gathered_parameter,
-            buffer=layer * state.gathered_parameter * (to.span.num_ranks > 1),
+            # Alone, a rank copies its shard into the weight and gathers nothing (PyTorch's
+            # FSDPParamGroup, `wait_for_unshard`).
+            buffer=layer * state.gathered_parameter if to.span.num_ranks > 1 else 0,
             root=root * state.gathered_parameter,
             layer_wire=layer * reduce_bytes,
             root_wire=root * reduce_bytes,
             positions=positions,
-            root_gradient=is_copied
-            * ((matrix * has_end + others) * shape.element_bytes - positions),
+            root_gradient=(matrix * has_end + others) * shape.element_bytes - positions
+            if is_copied
+            else 0,
             layer_kept=-(-layer // to.shards.gradients) * kept,
-            head_gradient=matrix * shape.element_bytes * stage.has_head,
+            head_gradient=matrix * shape.element_bytes if stage.has_head else 0,
             gradients=-(-total // to.shards.gradients) * kept,
             surplus=others * state.gradient,
             shard=0 if on_host else -(-total // to.span.num_ranks) * state.sharded_parameter,

@@ -14,12 +14,11 @@ from meshwright.simulator.memory import (
     PassMoments,
     RankMemory,
     SentBytes,
-    StateBytes,
     fuller,
     rank_memory,
 )
 from meshwright.simulator.replication import Replication, sum_parameters
-from meshwright.simulator.units.bytes import PassBytes, UnitBytes
+from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sums import SumBytes, with_sums
 
@@ -34,7 +33,7 @@ def unit_rank_memory(
     passes: PassBytes,
     stages: Sequence[Stage],
     to: Replication,
-    sizes: tuple[StateBytes, int],
+    parameter: ParameterBytes,
 ) -> RankMemory:
     """Return the memory of a rank whose states are units of fully_shard, for one microbatch.
 
@@ -43,22 +42,23 @@ def unit_rank_memory(
         passes: What passes through them need.
         stages: Its virtual stages.
         to: How its states are sharded.
-        sizes: Bytes of a parameter's states, and on the wire of a reduction.
+        parameter: Bytes of a parameter.
     """
-    state, reduce_bytes = sizes
+    state, reduce_bytes = parameter
     num_parameters = sum_parameters(shape, stages)
     sums = to.keeps_whole_gradients and not to.keeps_units
     # What stays whole is summed in the format of the wire.
     kept = replace(state, gradient=reduce_bytes) if to.keeps_whole_gradients else state
     units = {
-        stage: UnitBytes.of(shape, stage, to, kept, reduce_bytes) for stage in dict.fromkeys(stages)
+        stage: UnitBytes.of(shape, stage, to, ParameterBytes(kept, reduce_bytes))
+        for stage in dict.fromkeys(stages)
     }
     chunks = {}
     for stage, sizes_of_units in units.items():
         held = StagePass(passes, stage, to, sizes_of_units)
         chunk = _chunk(shape, held, is_alone=len(stages) == 1)
         if sums:
-            chunk = with_sums(chunk, held, SumBytes.of(shape, held, sizes))
+            chunk = with_sums(chunk, held, SumBytes.of(shape, held, parameter))
         chunks[stage] = chunk
     of_stages = tuple(chunks[stage] for stage in stages)
     memory = rank_memory(num_parameters, kept, of_stages, shards=to.shards)
@@ -97,15 +97,17 @@ def _kept_units(held: StagePass, saved_bytes: int, *, is_alone: bool) -> KeptUni
     passes, stage, to, units = held
     is_sharded = to.span.num_ranks > 1
     whole = held.moments(whole=True)
-    # Before a pass saves or makes anything, units are copied out of their buffers.
-    fetch = held.gathered_bytes + max(units.root, units.layer) * is_sharded
+    # Before a pass saves or makes anything, units are copied out of their buffers, one by one: the
+    # buffers of all, and the weights of the largest.
+    fetch = held.gathered_bytes + (max(units.root, units.layer) if is_sharded else 0)
     copied = PassMoments(Moment(fetch - saved_bytes), Moment(fetch, held.late_bytes), Moment(fetch))
     return KeptUnits(
         whole=whole,
         ahead=PassMoments(*map(fuller, whole, copied)),
-        ahead_bytes=held.gathered_bytes * is_sharded,
+        ahead_bytes=held.gathered_bytes if is_sharded else 0,
         reduction=held.reduction(is_alone=is_alone),
         sent=SentBytes(
-            passes.message * held.sends_output, passes.message * (not stage.has_embedding)
+            output=passes.message if held.sends_output else 0,
+            gradient=0 if stage.has_embedding else passes.message,
         ),
     )

@@ -55,7 +55,7 @@ class StagePass(NamedTuple):
         """Return the bytes of the fullest moment of a forward pass."""
         passes, stage, to, units = self
         layers = stage.num_layers
-        stay = layers * units.layer if not to.reshards else 0
+        stay = 0 if to.reshards else layers * units.layer
         moments = [0]
         if layers:
             # The output counts as kept, and is what the last layer makes.
@@ -63,6 +63,7 @@ class StagePass(NamedTuple):
             work = passes.layer[0] - counted + units.root
             moments.append(work + (stay or units.layer) + (0 if whole else units.buffer))
             if whole:
+                # It frees them one by one: at the first layer all are there, and little is saved.
                 moments.append(work - (layers - 1) * passes.saved_layer + layers * units.layer)
         if stage.has_head:
             moments.append(passes.head[0] + units.root + stay)
@@ -103,7 +104,7 @@ class StagePass(NamedTuple):
         first, wire = units.root, units.root_wire
         if not first:
             first, wire = units.layer, units.layer_wire
-        output = (passes.saved_head - passes.freed_head) * stage.has_head * is_alone
+        output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
         needs = output + wire + wire // to.span.num_ranks - first
         return Moment(max(0, needs), self.late_bytes - units.shard)
 
@@ -116,6 +117,8 @@ class StagePass(NamedTuple):
         """Return the fullest moment of a layer's backward when *done* layers have run theirs."""
         passes, _, to, units = self
         others = units.root + units.head_gradient - done * passes.saved_layer - self.freed_head
+        # The layer behind has left the input of its reduction: FSDP2 holds on to one such buffer
+        # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
         if done and not to.keeps_units:
             others += units.layer_wire
         arrives = self.sends_output and not done
@@ -134,7 +137,7 @@ class StagePass(NamedTuple):
         layers = stage.num_layers
         if whole or not to.reshards:
             return (layers if to.keeps_units else layers - done) * units.layer
-        ahead = units.buffer if done < layers - 1 else 0
+        ahead = units.buffer if done < layers - 1 else 0  # before the first layer none is left
         return (done if to.keeps_units else 0) * units.layer + units.layer + ahead
 
     def _root_bytes(self) -> int:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.memory import ChunkMemory, Moment, StateBytes
-from meshwright.simulator.units.bytes import is_tied
+from meshwright.simulator.memory import ChunkMemory, Moment
+from meshwright.simulator.units.bytes import ParameterBytes, is_tied
 from meshwright.simulator.units.passes import StagePass
 
 
@@ -44,9 +44,9 @@ class SumBytes:
     waits: int
 
     @classmethod
-    def of(cls, shape: BlockShape, held: StagePass, sizes: tuple[StateBytes, int]) -> "SumBytes":
-        """Return the bytes of *held*; *sizes* are a parameter's states, and those on the wire."""
-        (state, wire_bytes), (_, stage, to, units), model = sizes, held, shape.model
+    def of(cls, shape: BlockShape, held: StagePass, parameter: ParameterBytes) -> "SumBytes":
+        """Return the bytes of *held* from those of a parameter."""
+        (state, wire_bytes), (_, stage, to, units), model = parameter, held, shape.model
         made_bytes, tied = state.gathered_parameter, is_tied(shape, stage)
         matrix = shape.local_vocab_size * model.hidden_size
         positions = model.max_positions * model.hidden_size if model.positions == "learned" else 0
@@ -108,7 +108,8 @@ class _SummingPass(NamedTuple):
         units = self.held.units
         if self.is_first:
             return self.held.late_bytes - done * units.layer_wire
-        return done * (units.layer_wire - self.sums.layer_shard) * self.is_last
+        # Once a layer is reduced its whole sum has gone, but for this rank's shard.
+        return done * (units.layer_wire - self.sums.layer_shard) if self.is_last else 0
 
     def _head_moments(self) -> Iterator[Moment]:
         passes, stage, to, units = self.held
@@ -139,7 +140,7 @@ class _SummingPass(NamedTuple):
         sums, absent = self.sums, self._absent(stage.num_layers)
         freed = stage.num_layers * passes.saved_layer + self.held.freed_head
         made = sums.waits if self.adds else units.head_gradient + sums.positions
-        wire = units.layer_wire * self.is_last
+        wire = units.layer_wire if self.is_last else 0
         yield Moment(passes.table + made + wire + units.root - freed, absent)
         if self.is_last:
             yield Moment(units.root_wire - freed, absent)
