@@ -8,7 +8,7 @@ import pytest
 
 import meshwright
 from meshwright.planner import options
-from meshwright.validate.options import ValidateOptions
+from meshwright.validate.cli.options import ValidateOptions
 
 BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
 # An option of simulate beside a base command: what to add, and to what.

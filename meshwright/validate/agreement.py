@@ -16,6 +16,7 @@ from meshwright.hwprofiles import Offload
 from meshwright.hwprofiles.names import suggestion
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import PlanError
+from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import (
     HOST_PEAK,
     PEAK,
@@ -26,10 +27,8 @@ from meshwright.validate.comparison import (
     Verdict,
     compare_rank,
 )
-from meshwright.validate.fake_run import measure_fakes
-from meshwright.validate.plan_words import plan_of_words
-from meshwright.validate.prediction import capped
-from meshwright.validate.strategy_prediction import predict_members, usual_members
+from meshwright.validate.ranks import capped, predict_members, usual_members
+from meshwright.validate.runs import measure_fakes
 
 FILE = "agreement_plans.csv"
 CLUSTER = "dgx-a100"  # its times are not compared; any would do

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.hwprofiles import GIBI, KILO
 from meshwright.validate.comparison import PEAK, Unit
-from meshwright.validate.launch.records import rank_path
+from meshwright.validate.launch import rank_path
 
 CSV_NAME, PAGE_NAME = "gpu_check.csv", "gpu_check.md"
 STEP_TIME = "step time, median"

@@ -7,7 +7,7 @@ import time
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.validate.launch.progress import enter_phase
 from meshwright.validate.launch.spec import Phase, RunSpec
-from meshwright.validate.measurement import ByteKind, RankMeasurement
+from meshwright.validate.ranks.measurement import ByteKind, RankMeasurement
 
 
 def steps(spec: RunSpec, rank: int, *, last: int | None = None) -> int:

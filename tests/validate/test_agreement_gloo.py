@@ -23,11 +23,11 @@ from meshwright.hwprofiles import (  # noqa: E402
 )
 from meshwright.planner.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.comparison import PEAK, Verdict, compare_rank  # noqa: E402
-from meshwright.validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
-from meshwright.validate.measurement import RankMeasurement  # noqa: E402
-from meshwright.validate.prediction import default_ranks, predict_ranks  # noqa: E402
-from meshwright.validate.program.reference import reference_losses  # noqa: E402
+from meshwright.validate.comparison.checks import PEAK, Verdict, compare_rank  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
+from meshwright.validate.ranks.measurement import RankMeasurement  # noqa: E402
+from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  # noqa: E402
+from meshwright.validate.runs.fake import NUM_STEPS, measure_fake  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300

@@ -15,19 +15,14 @@ import meshwright
 from meshwright.hwprofiles import Precision, load_cluster
 from meshwright.planner.option_words import as_command, option_name, run_command_line
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration import (
-    Accelerator,
-    CalibrateOptions,
-    collective_bench,
-    device_bench,
-    run_calibrate,
-)
-from meshwright.validate.calibration.cases import Case, device_cases
-from meshwright.validate.calibration.collective_job import collective
-from meshwright.validate.calibration.machine import Machine
-from meshwright.validate.calibration.row_file import FILE_NAME, RowFile
-from meshwright.validate.calibration.rows import Group, Row
-from meshwright.validate.calibration.stopwatch import interleaved, measure_chunk
+from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate
+from meshwright.validate.calibration.collectives import bench as collective_bench
+from meshwright.validate.calibration.measure import device_bench
+from meshwright.validate.calibration.measure.stopwatch import interleaved, measure_chunk
+from meshwright.validate.calibration.rows.cases import Case, device_cases
+from meshwright.validate.calibration.rows.machine import Machine
+from meshwright.validate.calibration.rows.row_file import FILE_NAME, RowFile
+from meshwright.validate.calibration.rows.rows import Group, Row, collective
 
 FP32 = Precision.FP32
 FEW = [
@@ -246,8 +241,10 @@ def test_without_a_gpu_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_pytorch_the_extra_to_install_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("device_bench", "probe", "stopwatch", "kernels"):
-        monkeypatch.delitem(sys.modules, f"meshwright.validate.calibration.{name}", raising=False)
+    for name in ("", ".device_bench", ".machine_probe", ".stopwatch", ".kernels"):
+        monkeypatch.delitem(
+            sys.modules, f"meshwright.validate.calibration.measure{name}", raising=False
+        )
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(PlanError, match=r'pip install "meshwright\[validate\]"'):
         run_calibrate(options_for(tmp_path / "out"))

@@ -17,15 +17,12 @@ from meshwright.hwprofiles import (
     load_link,
 )
 from meshwright.simulator.costs.collectives import p2p_cost
-from meshwright.validate.calibration.calibrated import calibrated_device, calibrated_link, joined
-from meshwright.validate.calibration.cases import (
-    collective_cases,
-    covering,
-    device_cases,
-    in_chunks,
+from meshwright.validate.calibration.fit.calibrated import (
+    calibrated_device,
+    calibrated_link,
+    joined,
 )
-from meshwright.validate.calibration.collective_job import collective
-from meshwright.validate.calibration.cost_fit import (
+from meshwright.validate.calibration.fit.cost_fit import (
     FLASH_KERNEL,
     Floor,
     fit_collective,
@@ -35,13 +32,18 @@ from meshwright.validate.calibration.cost_fit import (
     launch_floor,
     modelled_s,
 )
-from meshwright.validate.calibration.datasheet import known_device
-from meshwright.validate.calibration.machine import Machine
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.calibration.profile_files import write_profiles
-from meshwright.validate.calibration.residuals import residuals_of, summaries
-from meshwright.validate.calibration.row_file import RowFile
-from meshwright.validate.calibration.rows import Case, Group, Row
+from meshwright.validate.calibration.fit.datasheet import known_device
+from meshwright.validate.calibration.fit.profile_files import write_profiles
+from meshwright.validate.calibration.fit.residuals import residuals_of, summaries
+from meshwright.validate.calibration.rows.cases import (
+    collective_cases,
+    covering,
+    device_cases,
+    in_chunks,
+)
+from meshwright.validate.calibration.rows.machine import Accelerator, Machine
+from meshwright.validate.calibration.rows.row_file import RowFile
+from meshwright.validate.calibration.rows.rows import Case, Group, Row, collective
 
 LAUNCH_S = 4e-6
 FLOOR = Floor(LAUNCH_S, Accelerator.CUDA)

@@ -24,7 +24,7 @@ from torch.utils import flop_counter  # noqa: E402
 
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle, TensorGroup  # noqa: E402
-from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
 
 WORLD = {(0, 1, 2, 3): "world"}
 WIDTH = 8

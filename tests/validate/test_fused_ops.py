@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.program.fused_ops import (  # noqa: E402
+from meshwright.validate.programs.fused import (  # noqa: E402
     BiasDropoutAdd,
     CausalSoftmax,
     FlashAttention,

@@ -14,11 +14,11 @@ from meshwright.planner.documents import json_text
 from meshwright.planner.plan_file import plan_document, read_plan
 from meshwright.simulator import simulate
 from meshwright.validate import gpu_check
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.comparison import PEAK, Unit
+from meshwright.validate.calibration.rows.machine import Accelerator
+from meshwright.validate.comparison.checks import PEAK, Unit
 from meshwright.validate.gpu_check import GpuPlan, GpuSetting, load_gpu_plans, main, saved_plan
 from meshwright.validate.gpu_rows import REQUESTED, STEP_TIME, CheckedRow, page
-from meshwright.validate.prediction import pipeline_rank
+from meshwright.validate.ranks.prediction import pipeline_rank
 
 MODEL = """
 name = "tiny-gpt"

@@ -9,7 +9,7 @@ import pytest
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
-from meshwright.validate.comparison import (
+from meshwright.validate.comparison.checks import (
     PEAK,
     PEAK_TOLERANCE,
     Check,
@@ -18,22 +18,22 @@ from meshwright.validate.comparison import (
     compare_rank,
     has_failed,
 )
-from meshwright.validate.measurement import (
+from meshwright.validate.comparison.run_checks import loss_check, run_losses, time_checks
+from meshwright.validate.comparison.validation import rank_kinds
+from meshwright.validate.ranks.measurement import (
     ByteKind,
     CollectiveCount,
     RankMeasurement,
     read_measurement,
     write_measurement,
 )
-from meshwright.validate.prediction import (
+from meshwright.validate.ranks.prediction import (
     capped,
     default_ranks,
     predict_rank,
     predict_ranks,
     without_dropout,
 )
-from meshwright.validate.run_checks import loss_check, run_losses, time_checks
-from meshwright.validate.validation import rank_kinds
 
 GPT = ModelSpec(
     name="tiny-gpt", num_layers=4, hidden_size=64, num_heads=4, vocab_size=512, seq_len=64

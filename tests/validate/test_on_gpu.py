@@ -13,21 +13,19 @@ from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E
 from meshwright.planner.documents import json_text  # noqa: E402
 from meshwright.planner.plan_file import SavedPlan, plan_document  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.calibration import (  # noqa: E402
-    Accelerator,
-    CalibrateOptions,
-    device_bench,
-    run_calibrate,
-)
-from meshwright.validate.calibration.cases import Case  # noqa: E402
-from meshwright.validate.calibration.row_file import FILE_NAME  # noqa: E402
-from meshwright.validate.calibration.rows import Group  # noqa: E402
-from meshwright.validate.comparison import compare_rank, has_failed  # noqa: E402
-from meshwright.validate.counting.device_memory import DeviceMemory  # noqa: E402
+from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate  # noqa: E402
+from meshwright.validate.calibration.measure import device_bench  # noqa: E402
+from meshwright.validate.calibration.rows.cases import Case  # noqa: E402
+from meshwright.validate.calibration.rows.row_file import FILE_NAME  # noqa: E402
+from meshwright.validate.calibration.rows.rows import Group  # noqa: E402
+from meshwright.validate.comparison.checks import compare_rank, has_failed  # noqa: E402
+from meshwright.validate.device import attention_kernels  # noqa: E402
+from meshwright.validate.device.memory import DeviceMemory  # noqa: E402
 from meshwright.validate.launch import RunSpec, run_local  # noqa: E402
-from meshwright.validate.prediction import predict_rank, without_dropout  # noqa: E402
-from meshwright.validate.probe import run_probe  # noqa: E402
-from meshwright.validate.program import attention_kernels, fused_gradients, fused_norms  # noqa: E402
+from meshwright.validate.probe.stage_probe import run_probe  # noqa: E402
+from meshwright.validate.programs.fused import norms as fused_norms  # noqa: E402
+from meshwright.validate.programs.fused import weight_gradients as fused_gradients  # noqa: E402
+from meshwright.validate.ranks.prediction import predict_rank, without_dropout  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Offload, Precision, load_cluster, load_stack
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.counting.absent_ranks import fake_ranks
-from meshwright.validate.probe import (
+from meshwright.validate.probe.stage_probe import (
     ProbeReport,
     Spread,
     predict_stage,

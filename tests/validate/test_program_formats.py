@@ -7,9 +7,9 @@ import pytest
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
-from meshwright.validate.comparison import Verdict, compare_rank
-from meshwright.validate.fake_run import measure_fake
-from meshwright.validate.prediction import predict_rank
+from meshwright.validate.comparison.checks import Verdict, compare_rank
+from meshwright.validate.ranks.prediction import predict_rank
+from meshwright.validate.runs.fake import measure_fake
 
 pytest.importorskip("torch")
 

@@ -19,14 +19,14 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 from meshwright.hwprofiles import Attention, Precision, Recompute  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.program.plain_parts import (  # noqa: E402
+from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
+from meshwright.validate.programs.layers.transformer import LayerOptions, Stage  # noqa: E402
+from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
     initialise_whole,
     plain_parts,
     tie_embeddings,
 )
-from meshwright.validate.program.reference import reference_losses  # noqa: E402
-from meshwright.validate.program.transformer import LayerOptions, Stage  # noqa: E402
-from meshwright.validate.program.weights import token_batch  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 3

@@ -16,9 +16,9 @@ from meshwright.simulator.parameters import (  # noqa: E402
 )
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
-from meshwright.validate.program.contract import ProgramRequest  # noqa: E402
-from meshwright.validate.program.megatron import MegatronProgram  # noqa: E402
+from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.programs.megatron.program import MegatronProgram  # noqa: E402
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
 
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
 S, B, H, A = 2048, 1, 12288, 96  # GPT-3

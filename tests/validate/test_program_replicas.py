@@ -20,17 +20,20 @@ from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanE
 from meshwright.simulator.traffic import module_link_bytes, server_link_bytes, sharded_worker_bytes
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
-from meshwright.validate.fake_run import run_counted
-from meshwright.validate.measurement import ByteKind, CollectiveCount
-from meshwright.validate.program.build import build_program
-from meshwright.validate.program.contract import ProgramRequest
-from meshwright.validate.program.pytorch_loss import LossOfMicrobatch
-from meshwright.validate.program.reference import reference_losses
-from meshwright.validate.program.replicas_count import measure_devices
-from meshwright.validate.program.replicas_module import LibraryReplicas, build_replicas
-from meshwright.validate.program.replicas_servers import ServerLayout, num_processes
-from meshwright.validate.program.weights import token_batch
-from meshwright.validate.strategy_prediction import SERVERS, predict_member
+from meshwright.validate.programs.build import build_program
+from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.contract.weights import token_batch
+from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch
+from meshwright.validate.programs.pytorch.reference import reference_losses
+from meshwright.validate.programs.strategies.data_parallel_module import (
+    LibraryReplicas,
+    build_replicas,
+)
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
+from meshwright.validate.ranks.members import SERVERS, predict_member
+from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
+from meshwright.validate.runs.devices import measure_devices
+from meshwright.validate.runs.fake import run_counted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120

@@ -9,17 +9,17 @@ import pytest
 from meshwright.hwprofiles import Precision, ProfileError, list_stacks, load_device, load_stack
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator
-from meshwright.validate.calibration.profile_files import device_toml
-from meshwright.validate.calibration.rows import Case, Group, Row
-from meshwright.validate.calibration.stack_file import (
+from meshwright.validate.calibration.fit.profile_files import device_toml
+from meshwright.validate.calibration.fit.stack_file import (
     SERIAL,
     check_stacks,
     stack_toml,
     write_stacks,
 )
-from meshwright.validate.calibration.step_check import main, read_shape
-from meshwright.validate.calibration.step_clock import StepRecord, machine_busy_s
-from meshwright.validate.calibration.step_table import (
+from meshwright.validate.calibration.rows.rows import Case, Group, Row
+from meshwright.validate.calibration.steps.check import main, read_shape
+from meshwright.validate.calibration.steps.clock import StepRecord, machine_busy_s
+from meshwright.validate.calibration.steps.table import (
     COLUMNS,
     HEADS,
     Line,

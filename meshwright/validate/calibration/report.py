@@ -12,11 +12,9 @@ from rich.text import Text
 from meshwright.hwprofiles import Device, Link, format_bandwidth, format_flops_per_s, format_time
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.names import shown_path
-from meshwright.validate.calibration.calibrated import misfit_of
-from meshwright.validate.calibration.cases import Coverage
-from meshwright.validate.calibration.job_trace import JobTrace
-from meshwright.validate.calibration.residuals import Residual, Summary, rate_unit, summaries
-from meshwright.validate.calibration.rows import Group
+from meshwright.validate.calibration.fit import Residual, Summary, misfit_of, rate_unit, summaries
+from meshwright.validate.calibration.rows import Coverage, Group
+from meshwright.validate.traces import JobTrace
 
 
 def calibration_report(

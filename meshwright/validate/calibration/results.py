@@ -7,24 +7,29 @@ from rich.console import RenderableType
 
 from meshwright.hwprofiles import Cluster, Device, Link, load_cluster, load_device, load_link
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration.calibrated import (
+from meshwright.validate.calibration.fit import (
     calibrated_device,
     calibrated_link,
+    draw_residuals,
     evidence,
     joined,
+    launch_floor,
+    residuals_of,
+    write_profiles,
+    write_residuals,
+    write_stacks,
 )
-from meshwright.validate.calibration.cases import Coverage
-from meshwright.validate.calibration.cost_fit import launch_floor
-from meshwright.validate.calibration.nccl_tests import NcclRun, read_nccl_tests
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.calibration.picture import draw_residuals
-from meshwright.validate.calibration.profile_files import write_profiles
 from meshwright.validate.calibration.report import calibration_report
-from meshwright.validate.calibration.residuals import residuals_of, write_residuals
-from meshwright.validate.calibration.row_file import RowFile
-from meshwright.validate.calibration.rows import Group, Row
+from meshwright.validate.calibration.rows import (
+    Accelerator,
+    Coverage,
+    Group,
+    NcclRun,
+    Row,
+    RowFile,
+    read_nccl_tests,
+)
 from meshwright.validate.calibration.setting import Setting
-from meshwright.validate.calibration.stack_file import write_stacks
 
 
 class Measured(NamedTuple):

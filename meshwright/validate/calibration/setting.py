@@ -9,10 +9,9 @@ from meshwright.hwprofiles.names import shown
 from meshwright.planner.option_words import option_name
 from meshwright.planner.output_folder import check_folder, output_path
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration.datasheet import read_peak
-from meshwright.validate.calibration.options import Accelerator, CalibrateOptions
-from meshwright.validate.calibration.row_file import FILE_NAME
-from meshwright.validate.calibration.stack_file import check_stacks
+from meshwright.validate.calibration.fit import check_stacks, read_peak
+from meshwright.validate.calibration.options import CalibrateOptions
+from meshwright.validate.calibration.rows import FILE_NAME, Accelerator
 
 MAX_RANKS = 64
 MAX_BUDGET_S = 1e6

@@ -25,7 +25,7 @@ from meshwright.validate.counting.internals import (
     tensors_in,
 )
 from meshwright.validate.counting.storages import CPU, Memories, TensorGroup
-from meshwright.validate.measurement import ByteKind, CollectiveCount
+from meshwright.validate.ranks import ByteKind, CollectiveCount
 
 UNKNOWN_GROUP = "other"
 WITHOUT_WORK = {"prim", "profiler"}  # namespaces of operators that only look at tensors

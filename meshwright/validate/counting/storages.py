@@ -9,7 +9,7 @@ import torch
 
 from meshwright.simulator.host_traffic import HostTraffic
 from meshwright.validate.counting.internals import storage_identity
-from meshwright.validate.measurement import ByteKind
+from meshwright.validate.ranks import ByteKind
 
 CPU = torch.device("cpu")
 

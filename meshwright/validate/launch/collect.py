@@ -14,7 +14,7 @@ from meshwright.validate.launch.records import (
     read_heartbeat,
 )
 from meshwright.validate.launch.spec import RunSpec, read_spec
-from meshwright.validate.measurement import RankMeasurement, read_measurement
+from meshwright.validate.ranks import RankMeasurement, read_measurement
 
 _RANK_FILE = re.compile(r"rank-(\d+)\.(heartbeat|failure)\.json")
 

@@ -60,7 +60,7 @@ class RunSpec:
     step_timeout_s: Seconds = 60.0
     threads_per_rank: Count = 1
     measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = (
-        "meshwright.validate.program.measure:measure_rank"
+        "meshwright.validate.runs.measure:measure_rank"
     )
 
     def limit_s(self, phase: str) -> float:

@@ -24,8 +24,7 @@ from meshwright.validate.launch.records import (
     keep_measurement,
 )
 from meshwright.validate.launch.spec import Phase, RunSpec, read_spec, write_spec
-from meshwright.validate.measurement import RankMeasurement
-from meshwright.validate.program.replicas_servers import num_processes
+from meshwright.validate.ranks import RankMeasurement, num_processes
 
 USER_MISTAKE = 2
 Measure: TypeAlias = Callable[[SavedPlan, RunSpec, int], RankMeasurement]

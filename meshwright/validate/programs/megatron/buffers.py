@@ -1,0 +1,226 @@
+"""Contiguous weights and gradients of a model chunk, cut into buckets, as Megatron-Core has them.
+
+Weights lie in the buffers in reverse order of the model, so that backward fills them from the
+front; a bucket is closed once it holds the stack's bucket size (`param_and_grad_buffer.py` of
+Megatron-Core 0.8, 2024).
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.hwprofiles import StackProfile
+from meshwright.simulator.gradient_buckets import bucket_limit
+from meshwright.validate.programs.fused import accumulate_weight_gradient
+from meshwright.validate.programs.megatron.collectives import all_gather, reduce_scatter
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The data-parallel ranks of a rank; ``group`` is None where there is only one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Held:
+    """A weight, where it lies in its bucket, and whether other tensor ranks hold it, too."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    is_duplicate: bool
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Bucket:
+    """Some weights of a chunk: their values, gradients, and who is still without one."""
+
+    weights: Tensor
+    gradients: Tensor
+    held: tuple[Held, ...]
+    waiting: set[nn.Parameter] = field(default_factory=set)
+
+    def shard(self, replicas: ReplicaGroup) -> slice:
+        """Return the part of the bucket that this rank updates."""
+        size = self.weights.numel() // replicas.size
+        return slice(replicas.rank * size, (replicas.rank + 1) * size)
+
+
+class BucketRule(NamedTuple):
+    """Where buckets end: once they hold *limit* weights, and around the weight *alone*."""
+
+    limit: int
+    alone: nn.Parameter | None
+
+    @classmethod
+    def of(
+        cls, stack: StackProfile, dp: int, *, is_first: bool, far_table: nn.Parameter | None
+    ) -> "BucketRule":
+        """Return the rule of a chunk.
+
+        Args:
+            stack: Whose rule.
+            dp: Data-parallel ranks.
+            is_first: Whether the chunk is the model's first.
+            far_table: A table whose other copy is on another stage. It has a bucket of its own,
+                so that the same replica owns the same part of both copies.
+        """
+        if not stack.overlap_gradient_reduce:
+            return cls(sys.maxsize, None)
+        in_one = stack.buckets_first_stage_only and not is_first
+        return cls(sys.maxsize if in_one else bucket_limit(stack, dp), far_table)
+
+
+class ChunkBuffers:
+    """All weights of one model chunk in buckets; the sink of its products.
+
+    Args:
+        module: Whose weights; they become views of the buffers.
+        stack: Bucket size, gradient width, fusion and overlap.
+        replicas: Over whom gradients are reduced.
+        shards: Whether each rank keeps a part alone (the distributed optimizer).
+        is_duplicate: Which weights another rank counts in the gradient norm.
+        rule: Where its buckets end.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stack: StackProfile,
+        replicas: ReplicaGroup,
+        *,
+        shards: bool,
+        is_duplicate: Callable[[nn.Parameter], bool],
+        rule: BucketRule,
+    ) -> None:
+        self.stack, self.replicas, self.shards = stack, replicas, shards
+        self.last_pass = False
+        parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
+        groups = _bucketed(parameters, rule)
+        self.buckets = [self._bucket(group, is_duplicate) for group in groups]
+        self._places = {
+            held.parameter: (bucket, held) for bucket in self.buckets for held in bucket.held
+        }
+        self.shared: set[nn.Parameter] = set()
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether *parameter* is one of this chunk."""
+        return parameter in self._places
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the gradient of *parameter*, a view of its bucket."""
+        bucket, held = self._places[parameter]
+        return bucket.gradients[held.start : held.end].view(parameter.shape)
+
+    def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+        """Add ``gradient^T inputs`` to the gradient of *weight*, or return it if not fused."""
+        if not self.stack.fused_gradient_accumulation:
+            return gradient.t().mm(inputs)
+        assert isinstance(weight, nn.Parameter)
+        accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
+        if weight not in self.shared:
+            self._is_ready(weight)
+        return None
+
+    def start_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.waiting = {held.parameter for held in bucket.held}
+
+    def finish(self) -> None:
+        """Reduce what did not go out under the last backward pass."""
+        if not self.stack.overlap_gradient_reduce:
+            for bucket in self.buckets:
+                self._reduce(bucket)
+
+    def gather(self) -> None:
+        """Give every rank the weights that the others have updated."""
+        if not self.shards or self.replicas.size == 1:
+            return
+        for bucket in self.buckets:
+            own = bucket.weights[bucket.shard(self.replicas)]
+            all_gather(bucket.weights, own, self.replicas.group)
+
+    def _bucket(
+        self, parameters: Sequence[nn.Parameter], is_duplicate: Callable[[nn.Parameter], bool]
+    ) -> Bucket:
+        held, start = [], 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            held.append(
+                Held(
+                    parameter=parameter, start=start, end=end, is_duplicate=is_duplicate(parameter)
+                )
+            )
+            start = end
+        parts = self.replicas.size if self.shards else 1
+        size = -(-start // parts) * parts
+        first = parameters[0]
+        fp32 = first.dtype is torch.float32
+        dtype = torch.float32 if fp32 else _float_of(self.stack.gradient_bytes, first.dtype)
+        weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        for each in held:
+            view = weights[each.start : each.end].view(each.parameter.shape)
+            view.copy_(each.parameter.data)
+            each.parameter.data = view
+        return Bucket(
+            weights=weights,
+            gradients=torch.zeros(size, dtype=dtype, device=first.device),
+            held=tuple(held),
+        )
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Move a gradient that autograd has made to its place."""
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:
+            return
+        self.gradient_of(parameter).add_(parameter.grad)
+        parameter.grad = None
+        self._is_ready(parameter)
+
+    def _is_ready(self, parameter: nn.Parameter) -> None:
+        if not (self.last_pass and self.stack.overlap_gradient_reduce):
+            return
+        bucket, _ = self._places[parameter]
+        bucket.waiting.discard(parameter)
+        if not bucket.waiting:
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Average a bucket over the replicas; with shards, the own part alone."""
+        if self.replicas.size == 1:
+            return
+        gradients = bucket.gradients.mul_(1 / self.replicas.size)
+        if self.shards:
+            own = gradients[bucket.shard(self.replicas)]
+            reduce_scatter(own, gradients, self.replicas.group)
+        else:
+            dist.all_reduce(gradients, group=self.replicas.group)
+
+
+def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
+    return torch.float32 if num_bytes == 4 else narrow
+
+
+def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list[nn.Parameter]]:
+    """Return *parameters* cut as *rule* says."""
+    buckets: list[list[nn.Parameter]] = []
+    is_open = False
+    for parameter in parameters:
+        if not is_open or parameter is rule.alone:
+            buckets.append([])
+        buckets[-1].append(parameter)
+        is_full = sum(each.numel() for each in buckets[-1]) >= rule.limit
+        is_open = not is_full and parameter is not rule.alone
+    return buckets
