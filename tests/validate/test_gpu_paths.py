@@ -35,7 +35,8 @@ from meshwright.validate.counting.absent_ranks import fake_ranks  # noqa: E402
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.finished_work import done  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.device import attention_kernels, driver  # noqa: E402
+from meshwright.validate.device import attention_kernels  # noqa: E402
+from meshwright.validate.device import facts as driver  # noqa: E402
 from meshwright.validate.device.attention_kernels import Attended  # noqa: E402
 from meshwright.validate.device.memory import DeviceMemory  # noqa: E402
 from meshwright.validate.probe import stage_probe as probe  # noqa: E402
@@ -44,13 +45,13 @@ from meshwright.validate.programs.contract import weights  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
 from meshwright.validate.programs.fused import norms as fused_norms  # noqa: E402
 from meshwright.validate.programs.fused import weight_gradients as fused_gradients  # noqa: E402
+from meshwright.validate.programs.fused.autograd_function import first_that_works  # noqa: E402
 from meshwright.validate.programs.fused.residual import bias_dropout_add  # noqa: E402
 from meshwright.validate.programs.fused.rotary import rotate  # noqa: E402
 from meshwright.validate.programs.fused.softmax import causal_softmax, softmax_backward  # noqa: E402
 from meshwright.validate.programs.fused.swiglu import packed_swiglu_backward, swiglu  # noqa: E402
-from meshwright.validate.programs.fused.trial import first_that_works  # noqa: E402
 from meshwright.validate.programs.megatron import loss as vocabulary_loss  # noqa: E402
-from meshwright.validate.programs.megatron.collectives import reduce_scatter  # noqa: E402
+from meshwright.validate.programs.megatron.tensor_parallel import reduce_scatter  # noqa: E402
 from meshwright.validate.runs.fake import run_counted  # noqa: E402
 from meshwright.validate.runs.measure import communication_times  # noqa: E402
 

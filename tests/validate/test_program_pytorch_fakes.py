@@ -16,7 +16,7 @@ from meshwright.validate.counting.internals import tensors_in
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.contract.request import ProgramRequest, RankProgram
 from meshwright.validate.programs.contract.weights import initial_weight
-from meshwright.validate.programs.layers.kept_operators import operator_contexts
+from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 from meshwright.validate.programs.pytorch.fully_sharded import mixed_precision, shard_stage
 from meshwright.validate.programs.pytorch.layout import build_stage, make_layout
 from meshwright.validate.programs.pytorch.optimizer import local_gradients

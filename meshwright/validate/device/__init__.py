@@ -7,8 +7,7 @@ from meshwright.validate.device.attention_kernels import (
     flash_backward,
     flash_forward,
 )
-from meshwright.validate.device.driver import driver_version
-from meshwright.validate.device.facts import device_facts
+from meshwright.validate.device.facts import device_facts, driver_version
 from meshwright.validate.device.memory import DeviceMemory
 
 __all__ = [

@@ -6,8 +6,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
-from meshwright.validate.programs.fused.trial import first_that_works
+from meshwright.validate.programs.fused.autograd_function import (
+    AutogradFunction,
+    Context,
+    first_that_works,
+)
 
 ATEN = torch.ops.aten
 

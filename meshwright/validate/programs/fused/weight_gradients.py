@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.validate.programs.fused.trial import first_that_works
+from meshwright.validate.programs.fused.autograd_function import first_that_works
 
 ATEN = torch.ops.aten
 

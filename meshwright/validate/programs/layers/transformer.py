@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.fused import CausalSoftmax, FlashAttention, Rotary, Swiglu
-from meshwright.validate.programs.layers.kept_operators import operator_contexts
+from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
 DROPOUT = 0.1

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.gradient_buckets import bucket_limit
 from meshwright.validate.programs.fused import accumulate_weight_gradient
-from meshwright.validate.programs.megatron.collectives import all_gather, reduce_scatter
+from meshwright.validate.programs.megatron.tensor_parallel import (
+    TensorGroup,
+    all_gather,
+    reduce_scatter,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +228,31 @@ def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list
         is_full = sum(each.numel() for each in buckets[-1]) >= rule.limit
         is_open = not is_full and parameter is not rule.alone
     return buckets
+
+
+def sum_replicated(
+    chunks: Sequence[ChunkBuffers], replicated: Sequence[nn.Parameter], tp: TensorGroup
+) -> None:
+    """Sum the gradients of weights that saw only a rank's own tokens, in one all-reduce.
+
+    With sequence parallelism norms and the biases of row layers are such weights.
+    """
+    if not (tp.splits_tokens and replicated):
+        return
+    views = [gradient_view(chunks, parameter) for parameter in replicated]
+    flat = torch.cat([view.flatten() for view in views])
+    tp.sum(flat)
+    for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))
+
+
+def sum_tied_table(
+    chunks: Sequence[ChunkBuffers], table: nn.Parameter, ends: dist.ProcessGroup
+) -> None:
+    """Sum the gradients of a table that first and last stage both hold."""
+    dist.all_reduce(gradient_view(chunks, table), group=ends)
+
+
+def gradient_view(chunks: Sequence[ChunkBuffers], parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of *parameter* in whichever chunk has it."""
+    return next(chunk.gradient_of(parameter) for chunk in chunks if chunk.holds(parameter))

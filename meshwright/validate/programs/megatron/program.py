@@ -14,8 +14,12 @@ from meshwright.simulator.schedules import Phase, get_schedule
 from meshwright.simulator.step_builder import rank_stages
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import LayerOptions, Stage
-from meshwright.validate.programs.megatron.buffers import BucketRule, ChunkBuffers
-from meshwright.validate.programs.megatron.closing import sum_replicated, sum_tied_table
+from meshwright.validate.programs.megatron.buffers import (
+    BucketRule,
+    ChunkBuffers,
+    sum_replicated,
+    sum_tied_table,
+)
 from meshwright.validate.programs.megatron.groups import MegatronGroups, megatron_groups
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.mail import Mail, StageMail
