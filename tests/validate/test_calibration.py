@@ -18,25 +18,31 @@ from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate
 from meshwright.validate.calibration.collectives import bench as collective_bench
 from meshwright.validate.calibration.measure import device_bench
-from meshwright.validate.calibration.measure.stopwatch import interleaved, measure_chunk
-from meshwright.validate.calibration.rows.cases import Case, device_cases
+from meshwright.validate.calibration.measure.stopwatch import interleaved, measure_batch
+from meshwright.validate.calibration.rows.cases import BenchmarkCase, device_cases
 from meshwright.validate.calibration.rows.machine import Machine
 from meshwright.validate.calibration.rows.row_file import FILE_NAME, RowFile
-from meshwright.validate.calibration.rows.rows import Group, Row, collective
+from meshwright.validate.calibration.rows.rows import CaseGroup, Row, collective
 
 FP32 = Precision.FP32
 FEW = [
-    Case(Group.LAUNCH, "add", FP32, (1,)),
-    *(Case(Group.GEMM, op, FP32, (64, 256, 128, 1)) for op in ("forward", "dgrad", "wgrad")),
-    Case(Group.GEMM, "forward", FP32, (256, 256, 256, 1)),
-    Case(Group.GEMM, "batched", FP32, (64, 64, 64, 4)),
-    *(Case(Group.ATTENTION, op, FP32, (4, 64, 64)) for op in ("forward", "backward")),
+    BenchmarkCase(CaseGroup.LAUNCH, "add", FP32, (1,)),
     *(
-        Case(Group.MEMORY, op, FP32, (64, 256))
+        BenchmarkCase(CaseGroup.GEMM, op, FP32, (64, 256, 128, 1))
+        for op in ("forward", "dgrad", "wgrad")
+    ),
+    BenchmarkCase(CaseGroup.GEMM, "forward", FP32, (256, 256, 256, 1)),
+    BenchmarkCase(CaseGroup.GEMM, "batched", FP32, (64, 64, 64, 4)),
+    *(BenchmarkCase(CaseGroup.ATTENTION, op, FP32, (4, 64, 64)) for op in ("forward", "backward")),
+    *(
+        BenchmarkCase(CaseGroup.MEMORY, op, FP32, (64, 256))
         for op in ("add", "norm", "gelu", "silu", "softmax", "dropout")
     ),
-    *(Case(Group.OPTIMIZER, op, FP32, (4096,)) for op in ("adamw fused", "adamw foreach")),
-    Case(Group.COPY, "on device", FP32, (65536,)),
+    *(
+        BenchmarkCase(CaseGroup.OPTIMIZER, op, FP32, (4096,))
+        for op in ("adamw fused", "adamw foreach")
+    ),
+    BenchmarkCase(CaseGroup.COPY, "on device", FP32, (65536,)),
 ]
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "p2p")
 FEW_COLLECTIVES = [collective(op, size, 2) for op in OPS for size in (1024, 65536)]
@@ -107,10 +113,10 @@ def test_a_second_run_measures_nothing_again(
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(cases: Sequence[Case], *rest: object) -> list[Row]:
+    def stopped(cases: Sequence[BenchmarkCase], *rest: object) -> list[Row]:
         if TINY[0] not in cases:
             raise KeyboardInterrupt
-        return measure_chunk(cases, *rest)  # type: ignore[arg-type]
+        return measure_batch(cases, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(device_bench, "measure_chunk", stopped)
     with pytest.raises(KeyboardInterrupt):
@@ -118,7 +124,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     kept = table(tmp_path / FILE_NAME)
     assert 0 < len(kept) < len(TINY)
     assert f"{len(kept)} rows are kept" in capsys.readouterr().err
-    monkeypatch.setattr(device_bench, "measure_chunk", measure_chunk)
+    monkeypatch.setattr(device_bench, "measure_chunk", measure_batch)
     assert run_calibrate(options_for(tmp_path)) == 0
     rows = table(tmp_path / FILE_NAME)
     assert rows[: len(kept)] == kept
@@ -280,9 +286,9 @@ def test_options_become_words() -> None:
 
 
 def test_visits_are_interleaved_and_the_order_changes_with_the_turn() -> None:
-    visits: list[Case] = []
+    visits: list[BenchmarkCase] = []
 
-    def visit(case: Case) -> float:
+    def visit(case: BenchmarkCase) -> float:
         visits.append(case)
         return float(len(visits))
 
@@ -292,7 +298,7 @@ def test_visits_are_interleaved_and_the_order_changes_with_the_turn() -> None:
     turns = [visits[start : start + 7] for start in (0, 7, 14)]
     assert all(set(turn) == set(counts) for turn in turns)
     assert turns[0] != turns[1]
-    again: list[Case] = []
+    again: list[BenchmarkCase] = []
     interleaved(counts, 1, lambda case: again.append(case) or 1.0)  # type: ignore[func-returns-value]
     assert again == visits
     late = interleaved(counts, 1, visit, deadline_s=time.monotonic())

@@ -30,7 +30,7 @@ from meshwright.validate.calibration.fit.datasheet import known_device  # noqa: 
 from meshwright.validate.calibration.measure import stopwatch  # noqa: E402
 from meshwright.validate.calibration.options import Accelerator  # noqa: E402
 from meshwright.validate.calibration.rows.machine import Machine  # noqa: E402
-from meshwright.validate.calibration.rows.rows import Case, Group  # noqa: E402
+from meshwright.validate.calibration.rows.rows import BenchmarkCase, CaseGroup  # noqa: E402
 from meshwright.validate.counting.absent_ranks import fake_ranks  # noqa: E402
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.finished_work import done  # noqa: E402
@@ -476,9 +476,9 @@ def test_a_gpu_waits_until_its_calls_are_handed_over(
 def test_a_case_that_a_gpu_cannot_run_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad = (Case(Group.LAUNCH, "add", Precision.FP32, (size,)) for size in (1, 2))
+    good, bad = (BenchmarkCase(CaseGroup.LAUNCH, "add", Precision.FP32, (size,)) for size in (1, 2))
 
-    def make_call(case: Case, _device: torch.device) -> Callable[[], None]:
+    def make_call(case: BenchmarkCase, _device: torch.device) -> Callable[[], None]:
         def call() -> None:
             if case is bad:
                 raise RuntimeError("No available kernel. Aborting execution.\nmore")
@@ -488,7 +488,7 @@ def test_a_case_that_a_gpu_cannot_run_is_named_and_left_out(
     monkeypatch.setattr(stopwatch, "make_call", make_call)
     monkeypatch.setattr(stopwatch, "elapsed_s", lambda *_: 1e-3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    rows = stopwatch.measure_chunk([good, bad], GPU, 0)
+    rows = stopwatch.measure_batch([good, bad], GPU, 0)
     assert [row.case for row in rows] == [good]
     assert "num_elements=2 is not measured: No available kernel. Abort" in caplog.text
 

@@ -22,7 +22,7 @@ from meshwright.validate.comparison.checks import (  # noqa: E402
     PEAK_TOLERANCE,
     TO_DEVICE,
     TO_HOST,
-    Verdict,
+    CheckVerdict,
     compare_rank,
 )
 from meshwright.validate.comparison.report import closing_lines  # noqa: E402
@@ -90,7 +90,7 @@ def as_predicted(saved: SavedPlan, **changes: object) -> RankMeasurement:
 
 def failed(saved: SavedPlan, measured: RankMeasurement) -> list[str]:
     checks = compare_rank(predict_rank(saved, measured.rank), measured)
-    return [check.quantity for check in checks if check.verdict is Verdict.FAILED]
+    return [check.quantity for check in checks if check.verdict is CheckVerdict.FAILED]
 
 
 @pytest.mark.slow

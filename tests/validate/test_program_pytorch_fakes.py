@@ -96,15 +96,15 @@ def counted(asked: ProgramRequest) -> tuple[RankOracle, dict[ByteKind, int]]:
         oracle = RankOracle(program.groups)
         with oracle:
             program.run_step(0)
-            for tensor, kind in program.held_tensors():
+            for tensor, kind in program.persistent_tensors():
                 oracle.mark(tensor, kind)
             oracle.start_step()
             program.run_step(1)
-            for tensor, kind in program.held_tensors():
+            for tensor, kind in program.persistent_tensors():
                 oracle.mark(tensor, kind)
         storages = {
             local.untyped_storage()._cdata: (kind, local.untyped_storage().nbytes())
-            for tensor, kind in program.held_tensors()
+            for tensor, kind in program.persistent_tensors()
             for local in tensors_in(tensor)
         }
     held: Counter[ByteKind] = Counter()

@@ -16,7 +16,7 @@ from meshwright.validate.calibration.options import CalibrateOptions
 if TYPE_CHECKING:
     from meshwright.validate.calibration.results import Measured
     from meshwright.validate.calibration.rows import Machine, RowFile
-    from meshwright.validate.calibration.setting import Setting
+    from meshwright.validate.calibration.setting import CalibrationSetting
 
 REPORT_WIDTH = 100
 # Part of --budget-seconds for collectives, where there are ranks.
@@ -40,7 +40,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
     return print_report(report, REPORT_WIDTH)
 
 
-def _show_traces(setting: "Setting") -> None:
+def _show_traces(setting: "CalibrationSetting") -> None:
     """Print where the time of each job went, and write it where there is a folder."""
     from meshwright.planner.commands import print_report
     from meshwright.validate.calibration.report import trace_report, write_trace
@@ -54,7 +54,7 @@ def _show_traces(setting: "Setting") -> None:
         print_report(trace_report(path, trace), REPORT_WIDTH)
 
 
-def _measure(setting: "Setting", folder: Path) -> "Measured":
+def _measure(setting: "CalibrationSetting", folder: Path) -> "Measured":
     """Return the rows of this machine, after measuring those that are missing.
 
     Raises:

@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Device, Link, format_bandwidth, format_flops_p
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.names import shown_path
 from meshwright.validate.calibration.fit import Residual, Summary, misfit_of, rate_unit, summaries
-from meshwright.validate.calibration.rows import Coverage, Group
+from meshwright.validate.calibration.rows import CaseGroup, Coverage
 from meshwright.validate.traces import JobTrace
 
 
@@ -77,8 +77,8 @@ def residual_table(found: Sequence[Summary]) -> Table:
     return table
 
 
-def _rate(group: Group, rate: float) -> str:
-    if group is Group.LAUNCH:
+def _rate(group: CaseGroup, rate: float) -> str:
+    if group is CaseGroup.LAUNCH:
         return ""
     return format_flops_per_s(rate) if rate_unit(group) == "FLOP/s" else format_bandwidth(rate)
 
@@ -116,7 +116,7 @@ def _launch_facts(residuals: Sequence[Residual]) -> list[tuple[str, str]]:
     return [
         ("kernel launch", f"{format_time(each.row.median_s)} back to back")
         for each in residuals
-        if each.row.case.group is Group.LAUNCH
+        if each.row.case.group is CaseGroup.LAUNCH
     ]
 
 

@@ -20,7 +20,7 @@ MEASURING = ("ranks", "precision", "peak", "budget_seconds")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", re.ASCII)
 
 
-class Setting(NamedTuple):
+class CalibrationSetting(NamedTuple):
     """What is asked for.
 
     Args:
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
         return self.accelerator is not None or bool(self.nccl_tests)
 
 
-def read_setting(options: CalibrateOptions) -> Setting:
+def read_setting(options: CalibrateOptions) -> CalibrationSetting:
     """Return *options* checked.
 
     Raises:
@@ -76,7 +76,7 @@ def read_setting(options: CalibrateOptions) -> Setting:
     precision = options.precision or usual
     peak = read_peak(options.peak)
     name = _read_name(options.name)
-    return Setting(
+    return CalibrationSetting(
         accelerator=options.device,
         name=name,
         folder=_read_folder(options, name),

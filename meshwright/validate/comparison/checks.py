@@ -25,7 +25,7 @@ ONE_MEMORY = "on CPUs device and host are one memory"
 PREDICTED_AXES = {"replica": "dp", "table": "pp"}
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     """What a comparison came to."""
 
     PASSED = "pass"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     REPORTED = "reported"
 
 
-class Unit(StrEnum):
+class CheckUnit(StrEnum):
     """What a quantity is counted in."""
 
     FLOPS = "FLOPs"
@@ -58,10 +58,10 @@ class Check:
     """
 
     quantity: str
-    unit: Unit
+    unit: CheckUnit
     predicted: float | None
     measured: float
-    verdict: Verdict = Verdict.REPORTED
+    verdict: CheckVerdict = CheckVerdict.REPORTED
     reason: str = ""
 
     @property
@@ -72,20 +72,22 @@ class Check:
     @property
     def is_exact(self) -> bool:
         """Whether nothing but equality passes."""
-        return self.unit in (Unit.FLOPS, Unit.CALLS)
+        return self.unit in (CheckUnit.FLOPS, CheckUnit.CALLS)
 
 
 def compare_rank(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
     """Return the checks of one rank: FLOPs, collectives and copies exact, peaks within 0.5 %."""
     return [
-        _exact("FLOPs", Unit.FLOPS, predicted.flops, measured.flops),
+        _exact("FLOPs", CheckUnit.FLOPS, predicted.flops, measured.flops),
         *_collectives(predicted, measured),
         _peak(predicted, measured),
         *_kinds(predicted, measured),
         *_host(predicted, measured),
         *_allocator(predicted, measured),
         *(
-            Check(quantity=f"{kind} kernels", unit=Unit.SECONDS, predicted=None, measured=time_s)
+            Check(
+                quantity=f"{kind} kernels", unit=CheckUnit.SECONDS, predicted=None, measured=time_s
+            )
             for kind, time_s in sorted(measured.collective_times_s.items())
         ),
     ]
@@ -93,17 +95,17 @@ def compare_rank(predicted: RankPrediction, measured: RankMeasurement) -> list[C
 
 def has_failed(checks: Iterable[Check]) -> bool:
     """Return whether any check has failed."""
-    return any(check.verdict is Verdict.FAILED for check in checks)
+    return any(check.verdict is CheckVerdict.FAILED for check in checks)
 
 
-def _exact(quantity: str, unit: Unit, predicted: int, measured: int) -> Check:
+def _exact(quantity: str, unit: CheckUnit, predicted: int, measured: int) -> Check:
     agrees = predicted == measured
     return Check(
         quantity=quantity,
         unit=unit,
         predicted=predicted,
         measured=measured,
-        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
         reason="" if agrees else "must be equal",
     )
 
@@ -122,7 +124,7 @@ def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[C
     return [
         _exact(
             f"{axis} {op} of {size_bytes:,} B over {num_ranks}",
-            Unit.CALLS,
+            CheckUnit.CALLS,
             said[axis, op, num_ranks, size_bytes],
             found[axis, op, num_ranks, size_bytes],
         )
@@ -143,10 +145,10 @@ def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
         allowed += f" and {kept_bytes:,} bytes that gloo may hold"
     return Check(
         quantity=PEAK,
-        unit=Unit.BYTES,
+        unit=CheckUnit.BYTES,
         predicted=predicted.peak_bytes,
         measured=measured.peak_bytes,
-        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
         reason="" if agrees and not kept_bytes else f"must agree within {allowed}",
     )
 
@@ -160,10 +162,10 @@ def _joint_peak(predicted: RankPrediction, measured: RankMeasurement, kept_bytes
     agrees = measured.peak_bytes <= both_bytes * (1 + PEAK_TOLERANCE) + kept_bytes
     return Check(
         quantity=PEAK,
-        unit=Unit.BYTES,
+        unit=CheckUnit.BYTES,
         predicted=both_bytes,
         measured=measured.peak_bytes,
-        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
         reason=f"{ONE_MEMORY}, which holds at most what both do",
     )
 
@@ -176,14 +178,14 @@ def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
     agrees = abs(found - said) <= PEAK_TOLERANCE * said
     peak = Check(
         quantity=HOST_PEAK,
-        unit=Unit.BYTES,
+        unit=CheckUnit.BYTES,
         predicted=said,
         measured=found,
-        verdict=Verdict.PASSED if agrees else Verdict.FAILED,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
         reason="" if agrees else f"must agree within {PEAK_TOLERANCE:.1%}",
     )
     copies = zip((TO_DEVICE, TO_HOST), predicted.host_traffic, measured.host_traffic, strict=True)
-    return [peak, *(_exact(name, Unit.BYTES, *sizes) for name, *sizes in copies)]
+    return [peak, *(_exact(name, CheckUnit.BYTES, *sizes) for name, *sizes in copies)]
 
 
 def _gloo_bytes(predicted: RankPrediction) -> int:
@@ -207,7 +209,7 @@ def _kinds(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
     return [
         Check(
             quantity=f"at the peak: {kind}",
-            unit=Unit.BYTES,
+            unit=CheckUnit.BYTES,
             predicted=predicted.bytes_at_peak.get(kind, 0),
             measured=measured.bytes_at_peak.get(kind, 0),
         )
@@ -228,7 +230,7 @@ def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Che
     return [
         Check(
             quantity=f"allocator: {name}",
-            unit=Unit.BYTES,
+            unit=CheckUnit.BYTES,
             predicted=said.get(name),
             measured=size_bytes,
         )

@@ -17,8 +17,8 @@ from meshwright.validate.comparison.checks import (
     PEAK,
     PEAK_TOLERANCE,
     Check,
-    Unit,
-    Verdict,
+    CheckUnit,
+    CheckVerdict,
 )
 from meshwright.validate.comparison.validation import RankKind, Validation
 from meshwright.validate.launch import RunFailure, rank_path
@@ -184,14 +184,14 @@ def check_fields(check: Check) -> dict[str, Json]:
 
 def _rank_rows(kind: RankKind) -> list[tuple[str, ...]]:
     """Return a row a check; collectives that agree are one row together."""
-    calls = [check for check in kind.checks if check.unit is Unit.CALLS]
-    equal = [check for check in calls if check.verdict is Verdict.PASSED]
+    calls = [check for check in kind.checks if check.unit is CheckUnit.CALLS]
+    equal = [check for check in calls if check.verdict is CheckVerdict.PASSED]
     rows: list[tuple[str, ...]] = []
     for check in kind.checks:
         if calls and check is calls[0] and equal:
             count = f"{sum(each.measured for each in equal):,.0f}"
             name = f"calls of collectives ({len(equal)} kind{'s' if len(equal) > 1 else ''})"
-            rows.append((name, count, count, "0", Verdict.PASSED))
+            rows.append((name, count, count, "0", CheckVerdict.PASSED))
         if check not in equal:
             rows.append(_row(check))
     return rows
@@ -208,20 +208,20 @@ def _row(check: Check) -> tuple[str, ...]:
     )
 
 
-def _text(value: float, unit: Unit) -> str:
+def _text(value: float, unit: CheckUnit) -> str:
     match unit:
-        case Unit.SECONDS:
+        case CheckUnit.SECONDS:
             return format_time(value)
-        case Unit.NATS:
+        case CheckUnit.NATS:
             return f"{value:.6f}"
-        case Unit.FLOPS | Unit.CALLS | Unit.BYTES | Unit.UPDATES:
+        case CheckUnit.FLOPS | CheckUnit.CALLS | CheckUnit.BYTES | CheckUnit.UPDATES:
             return f"{value:,.0f}"
 
 
 def _difference(check: Check) -> str:
     """Return the difference; a small one is not called none.
 
-    >>> _difference(Check(quantity="x", unit=Unit.BYTES, predicted=10**6, measured=10**6 + 3))
+    >>> _difference(Check(quantity="x", unit=CheckUnit.BYTES, predicted=10**6, measured=10**6 + 3))
     '+0.0003%'
     """
     fraction = check.difference_fraction
@@ -244,7 +244,7 @@ def _notes(validation: Validation) -> list[str]:
         dict.fromkeys(
             check.reason
             for check in validation.run_checks
-            if check.verdict is Verdict.REPORTED and check.reason
+            if check.verdict is CheckVerdict.REPORTED and check.reason
         )
     )
 

@@ -9,7 +9,7 @@ from meshwright.hwprofiles import Precision
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import AsyncRun
 from meshwright.simulator.parameters import padded_vocab_size
-from meshwright.validate.comparison.checks import Check, Unit, Verdict
+from meshwright.validate.comparison.checks import Check, CheckUnit, CheckVerdict
 from meshwright.validate.ranks import RankMeasurement
 
 LOSS_TOLERANCE = 1e-5  # fp32 sums in another order: 1e-7 seen, and three steps apart
@@ -40,20 +40,20 @@ def loss_check(saved: SavedPlan, losses: Sequence[float], reference: Sequence[fl
     is_near = isclose(ours, theirs, rel_tol=NEAR_TOLERANCE)
     model, precision = saved.job.model, saved.job.precision
     here, alone = (padded_vocab_size(model, tp) for tp in (saved.plan.tp, 1))
-    verdict, reason = Verdict.REPORTED, ""
+    verdict, reason = CheckVerdict.REPORTED, ""
     if precision is not Precision.FP32:
         word = "within" if is_near else "beyond"
         reason = f"losses in {precision} are {word} {NEAR_TOLERANCE:.0%} of one process"
     elif here != alone:
         reason = f"the vocabulary is padded to {here:,} rows, for one process to {alone:,}"
     elif is_equal:
-        verdict = Verdict.PASSED
+        verdict = CheckVerdict.PASSED
     else:
-        verdict = Verdict.FAILED
+        verdict = CheckVerdict.FAILED
         reason = "the layout trains another model than one process does"
     return Check(
         quantity=f"loss, step {step + 1}, the farthest of {len(pairs)}",
-        unit=Unit.NATS,
+        unit=CheckUnit.NATS,
         predicted=theirs,
         measured=ours,
         verdict=verdict,
@@ -65,7 +65,7 @@ def last_loss_check(losses: Sequence[float]) -> Check:
     """Return the loss of the last step, with that of the first for what it says."""
     return Check(
         quantity=f"loss, step {len(losses)}",
-        unit=Unit.NATS,
+        unit=CheckUnit.NATS,
         predicted=None,
         measured=losses[-1],
         reason=f"the loss of step 1 is {losses[0]:.6f}",
@@ -96,7 +96,7 @@ def time_checks(
         (f"step time, slowest rank ({slowest.rank})", predicted_s, median(slowest.step_times_s)),
     )
     return [
-        Check(quantity=name, unit=Unit.SECONDS, predicted=said, measured=found, reason=reason)
+        Check(quantity=name, unit=CheckUnit.SECONDS, predicted=said, measured=found, reason=reason)
         for name, said, found in rows
     ]
 
@@ -118,7 +118,7 @@ def staleness_checks(rounds: AsyncRun, measurements: Iterable[RankMeasurement]) 
     return [
         Check(
             quantity=f"updates after {late} of others",
-            unit=Unit.UPDATES,
+            unit=CheckUnit.UPDATES,
             predicted=total * rounds.staleness.get(late, 0) / said,
             measured=found[late],
             reason="which gradient comes first is up to the machine: staleness is no gate",

@@ -4,7 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.plan_file import SavedPlan
-from meshwright.validate.comparison.checks import PEAK, Check, Verdict, compare_rank, has_failed
+from meshwright.validate.comparison.checks import (
+    PEAK,
+    Check,
+    CheckVerdict,
+    compare_rank,
+    has_failed,
+)
 from meshwright.validate.launch import rank_words
 from meshwright.validate.ranks import RankMeasurement, member_kind, predict_members, usual_members
 
@@ -85,7 +91,7 @@ class Validation:
 
 
 def _failed(checks: tuple[Check, ...]) -> list[Check]:
-    return [check for check in checks if check.verdict is Verdict.FAILED]
+    return [check for check in checks if check.verdict is CheckVerdict.FAILED]
 
 
 def rank_kinds(

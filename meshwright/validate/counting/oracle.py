@@ -23,7 +23,7 @@ from meshwright.validate.counting.internals import (
     storage_identity,
     tensors_in,
 )
-from meshwright.validate.counting.storages import CPU, Memories, TensorGroup
+from meshwright.validate.counting.storages import CPU, Memories, StorageGroup
 from meshwright.validate.ranks import ByteKind, CollectiveCount
 
 UNKNOWN_GROUP = "other"
@@ -121,7 +121,7 @@ class RankOracle(TorchDispatchMode):
         """Of which kind they were; the kinds sum to `peak_bytes`."""
         return self.memories.device.bytes_at_peak()
 
-    def largest_at_peak(self, n: int) -> list[TensorGroup]:
+    def largest_at_peak(self, n: int) -> list[StorageGroup]:
         """Return the *n* groups of storages that took most bytes at the peak, largest first."""
         return self.memories.device.largest_at_peak(n)
 

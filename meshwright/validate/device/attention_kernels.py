@@ -39,14 +39,14 @@ def attention_forward(
 
 
 def attention_backward(
-    gradient: Tensor, seen: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     if not gradient.is_cuda:
-        return _plain_backward(gradient, seen, causal=causal)
-    if seen.query.dtype is torch.float32:
-        return wide_backward(gradient, seen, causal=causal)
-    return flash_backward(gradient, seen, causal=causal)
+        return _plain_backward(gradient, attended, causal=causal)
+    if attended.query.dtype is torch.float32:
+        return wide_backward(gradient, attended, causal=causal)
+    return flash_backward(gradient, attended, causal=causal)
 
 
 def flash_forward(
@@ -62,11 +62,11 @@ def flash_forward(
 
 
 def flash_backward(
-    gradient: Tensor, seen: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run FlashAttention-2 backward."""
     width = gradient.shape[-1]
-    query, key, value, out = (_padded(each) for each in seen[:4])
+    query, key, value, out = (_padded(each) for each in attended[:4])
     no_dropout = torch.empty(2, dtype=torch.uint64, device=gradient.device)
     found = ATEN._scaled_dot_product_flash_attention_backward(  # noqa: SLF001
         _padded(gradient),
@@ -74,7 +74,7 @@ def flash_backward(
         key,
         value,
         out,
-        seen.log_sum_exp,
+        attended.log_sum_exp,
         None,  # sequences are of one length
         None,
         query.shape[2],
@@ -106,21 +106,21 @@ def wide_forward(
 
 
 def wide_backward(
-    gradient: Tensor, seen: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the memory-efficient kernel backward."""
-    heads, tokens = seen.query.shape[1:3]
-    groups = seen.key.shape[1]
+    heads, tokens = attended.query.shape[1:3]
+    groups = attended.key.shape[1]
     missing = ceil(tokens / ALIGNED_TOKENS) * ALIGNED_TOKENS - tokens
     no_dropout = torch.empty((), dtype=torch.long, device=gradient.device)
     query, key, value = ATEN._scaled_dot_product_efficient_attention_backward(  # noqa: SLF001
         gradient,
-        seen.query,
-        _repeated(seen.key, heads),
-        _repeated(seen.value, heads),
+        attended.query,
+        _repeated(attended.key, heads),
+        _repeated(attended.value, heads),
         None,
-        seen.out,
-        F.pad(seen.log_sum_exp, (0, missing), value=float("inf")).contiguous(),
+        attended.out,
+        F.pad(attended.log_sum_exp, (0, missing), value=float("inf")).contiguous(),
         no_dropout,
         no_dropout,
         0.0,
@@ -141,17 +141,17 @@ def _plain_forward(
 
 
 def _plain_backward(
-    gradient: Tensor, seen: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, groups = seen.query.shape[1], seen.key.shape[1]
-    query, key, value, out = (each.float() for each in seen[:4])
+    heads, groups = attended.query.shape[1], attended.key.shape[1]
+    query, key, value, out = (each.float() for each in attended[:4])
     wide_key, wide_value = _repeated(key, heads), _repeated(value, heads)
     incoming = gradient.float()
     scale = 1 / sqrt(query.shape[-1])
     scores = query @ wide_key.transpose(-1, -2) * scale
     if causal:
         scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
-    probabilities = torch.exp(scores - seen.log_sum_exp.unsqueeze(-1))
+    probabilities = torch.exp(scores - attended.log_sum_exp.unsqueeze(-1))
     row_totals = (incoming * out).sum(-1, keepdim=True)
     slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * scale
     return (

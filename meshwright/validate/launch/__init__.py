@@ -12,15 +12,15 @@ from meshwright.validate.launch.records import (
     rank_path,
     read_heartbeat,
 )
-from meshwright.validate.launch.spec import Phase, RunSpec, read_spec, write_spec
+from meshwright.validate.launch.spec import RunPhase, RunSpec, read_spec, write_spec
 
 __all__ = [
     "SPEC_NAME",
     "FailureKind",
     "Launcher",
-    "Phase",
     "RunFailure",
     "RunOutcome",
+    "RunPhase",
     "RunSpec",
     "collect_run",
     "emit_slurm",

@@ -1,18 +1,26 @@
 """A probe as a table for a terminal, as a page and as a JSON document."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
+from meshwright.hwprofiles import GIBI
 from meshwright.planner.documents import json_text
 from meshwright.planner.output_folder import new_folder
 from meshwright.planner.plan_file import Json, SavedPlan, job_fields, plan_document, plan_fields
-from meshwright.validate.comparison import PEAK, Check, Unit, Verdict, check_fields, has_failed
-from meshwright.validate.probe.spread import Spread
-from meshwright.validate.probe.stage_probe import ProbeReport, probe_table, timed_rows
+from meshwright.validate.comparison import (
+    PEAK,
+    Check,
+    CheckUnit,
+    CheckVerdict,
+    check_fields,
+    has_failed,
+)
+from meshwright.validate.probe.stage_probe import ProbeReport, Spread
 from meshwright.validate.ranks import Backend
 
 # Shards are rounded up and norms keep statistics: of a small model that is some of a percent.
@@ -52,19 +60,19 @@ def probe_checks(result: ProbeResult) -> list[Check]:
     """Return the checks of a probe: times are reported, the peak may be a gate."""
     said, found = result.probe.predicted, result.probe.measured
     checks = [
-        Check(quantity=name, unit=Unit.SECONDS, predicted=said_s, measured=spread.median_s)
+        Check(quantity=name, unit=CheckUnit.SECONDS, predicted=said_s, measured=spread.median_s)
         for name, said_s, spread in timed_rows(result.probe)
     ]
     is_near = abs(found.peak_bytes / said.peak_bytes - 1) <= PROBED_PEAK_TOLERANCE
-    verdict, reason = Verdict.PASSED if is_near else Verdict.FAILED, ""
+    verdict, reason = CheckVerdict.PASSED if is_near else CheckVerdict.FAILED, ""
     if not result.is_gated:
-        verdict = Verdict.REPORTED
+        verdict = CheckVerdict.REPORTED
     elif not is_near:
         reason = f"must agree within {PROBED_PEAK_TOLERANCE:.0%}"
     checks.append(
         Check(
             quantity=PEAK,
-            unit=Unit.BYTES,
+            unit=CheckUnit.BYTES,
             predicted=said.peak_bytes,
             measured=found.peak_bytes,
             verdict=verdict,
@@ -140,6 +148,43 @@ def _end(result: ProbeResult) -> Iterator[str]:
         yield f"peak live bytes within {tolerance}; times are reported"
     else:
         yield f"peak live bytes do not agree within {tolerance}"
+
+
+def probe_table(report: ProbeReport) -> Table:
+    """Return a table of what was predicted and measured; the spread is least to most."""
+    said, found = report.predicted, report.measured
+    title = (
+        f"rank {found.rank} of {found.world_size}: predicted on {said.device}, "
+        f"measured on {found.device} without communication"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "predicted", "measured", "spread", "measured/predicted"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, predicted_s, spread in timed_rows(report):
+        table.add_row(
+            name,
+            f"{predicted_s * 1e3:.3f} ms",
+            f"{spread.median_s * 1e3:.3f} ms",
+            f"{spread.least_s * 1e3:.3f} to {spread.most_s * 1e3:.3f} ms",
+            f"{spread.median_s / predicted_s:.2f}" if predicted_s else "",
+        )
+    table.add_row(
+        "peak memory",
+        f"{said.peak_bytes / GIBI:.3f} GiB",
+        f"{found.peak_bytes / GIBI:.3f} GiB",
+        "",
+        f"{found.peak_bytes / said.peak_bytes:.4f}",
+    )
+    return table
+
+
+def timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
+    """Yield the name of each timed part, its predicted seconds and what was measured."""
+    said, found = report.predicted, report.measured
+    for index, (passes_s, stage) in enumerate(zip(said.passes_s, found.stages, strict=True)):
+        yield f"virtual stage {index}: forward", passes_s[0], stage.forward
+        yield f"virtual stage {index}: backward", passes_s[1], stage.backward
+    yield "optimizer step", said.update_s, found.update
 
 
 def _spread_fields(spread: Spread) -> dict[str, Json]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from meshwright.validate.programs.layers import Stage
+from meshwright.validate.programs.layers import VirtualStage
 
 FORWARD, FORWARD_END = "forward", "forward end"
 BACKWARD, BACKWARD_END = "backward", "backward end"
@@ -36,7 +36,7 @@ class Passes(NamedTuple):
     backward_s: list[float]
 
 
-class StepTimes(NamedTuple):
+class ProbedStepTimes(NamedTuple):
     """Seconds of what a rank computes in a step; ``update_s`` is all after the last backward."""
 
     stages: list[Passes]
@@ -51,7 +51,7 @@ class StageClock:
         stages: Virtual stages in model order.
     """
 
-    def __init__(self, device: torch.device, stages: Sequence[Stage]) -> None:
+    def __init__(self, device: torch.device, stages: Sequence[VirtualStage]) -> None:
         self._on_gpu = device.type == "cuda"
         self._device, self._stages = device, stages
         self._marks: list[Mark] = []
@@ -77,7 +77,7 @@ class StageClock:
             hooks.enter_context(patch.object(torch.autograd, "backward", timed))
             yield
 
-    def end_step(self) -> StepTimes:
+    def end_step(self) -> ProbedStepTimes:
         """Return the times of the step that has just run."""
         self._mark(STEP_END, -1)
         if self._on_gpu:
@@ -96,7 +96,7 @@ class StageClock:
                 passes[begin.stage].backward_s.append(_seconds(begin, after))
             elif after.event == STEP_END:
                 update_s = _seconds(begin, after)
-        return StepTimes(passes, update_s)
+        return ProbedStepTimes(passes, update_s)
 
     def _begin(self, stage: int, _module: nn.Module, _inputs: object) -> None:
         self._mark(FORWARD, stage)
@@ -117,12 +117,12 @@ class StageClock:
 
 
 @contextmanager
-def stages_seen() -> Iterator[list[Stage]]:
+def stages_seen() -> Iterator[list[VirtualStage]]:
     """Yield a list that gets the stages that run inside, in model order when it ends."""
-    seen: list[Stage] = []
+    seen: list[VirtualStage] = []
 
     def look(module: nn.Module, _inputs: object) -> None:
-        if isinstance(module, Stage) and module not in seen:
+        if isinstance(module, VirtualStage) and module not in seen:
             seen.append(module)
 
     with register_module_forward_pre_hook(look):
@@ -130,7 +130,7 @@ def stages_seen() -> Iterator[list[Stage]]:
     seen.sort(key=_first_layer)
 
 
-def _first_layer(stage: Stage) -> float:
+def _first_layer(stage: VirtualStage) -> float:
     if stage.embedding is not None:
         return -1
     return min((int(name) for name in stage.layers), default=inf)

@@ -5,12 +5,11 @@ Torch is imported late: whoever only reads results does not wait for it.
 # ruff: noqa: PLC0415
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
-
-from rich.table import Table
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
 from meshwright.planner.plan_file import SavedPlan
@@ -25,15 +24,38 @@ from meshwright.simulator import (
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.parameters import block_parameters
 from meshwright.simulator.step_builder import rank_stages
-from meshwright.validate.probe.spread import Spread
 from meshwright.validate.ranks import pipeline_rank
 from meshwright.validate.runs import check_torch, run_counted
 
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.validate.probe.stage_clock import StepTimes
+    from meshwright.validate.probe.stage_clock import ProbedStepTimes
     from meshwright.validate.programs.contract import RankProgram
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Seconds of something that ran several times: the median, the least and the most."""
+
+    median_s: float
+    least_s: float
+    most_s: float
+    num_samples: int
+
+    @classmethod
+    def of(cls, samples_s: Sequence[float]) -> "Spread":
+        """Return the spread of at least one sample.
+
+        >>> Spread.of([3.0, 1.0, 2.0])
+        Spread(median_s=2.0, least_s=1.0, most_s=3.0, num_samples=3)
+        """
+        return cls(
+            median_s=median(samples_s),
+            least_s=min(samples_s),
+            most_s=max(samples_s),
+            num_samples=len(samples_s),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +207,7 @@ def _refuse_offload(saved: SavedPlan, place: "torch.device") -> None:
         )
 
 
-def _pass_times(times: Sequence["StepTimes"]) -> tuple[PassTimes, ...]:
+def _pass_times(times: Sequence["ProbedStepTimes"]) -> tuple[PassTimes, ...]:
     """Return the spread of each stage's passes over the steps of *times*."""
     return tuple(
         PassTimes(
@@ -222,43 +244,6 @@ def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
             batch = count * plan.dp * plan.microbatch_size
             return replace(saved, job=replace(job, global_batch_size=batch))
     return saved
-
-
-def probe_table(report: ProbeReport) -> Table:
-    """Return a table of what was predicted and measured; the spread is least to most."""
-    said, found = report.predicted, report.measured
-    title = (
-        f"rank {found.rank} of {found.world_size}: predicted on {said.device}, "
-        f"measured on {found.device} without communication"
-    )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "predicted", "measured", "spread", "measured/predicted"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, predicted_s, spread in timed_rows(report):
-        table.add_row(
-            name,
-            f"{predicted_s * 1e3:.3f} ms",
-            f"{spread.median_s * 1e3:.3f} ms",
-            f"{spread.least_s * 1e3:.3f} to {spread.most_s * 1e3:.3f} ms",
-            f"{spread.median_s / predicted_s:.2f}" if predicted_s else "",
-        )
-    table.add_row(
-        "peak memory",
-        f"{said.peak_bytes / GIBI:.3f} GiB",
-        f"{found.peak_bytes / GIBI:.3f} GiB",
-        "",
-        f"{found.peak_bytes / said.peak_bytes:.4f}",
-    )
-    return table
-
-
-def timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
-    """Yield the name of each timed part, its predicted seconds and what was measured."""
-    said, found = report.predicted, report.measured
-    for index, (passes_s, stage) in enumerate(zip(said.passes_s, found.stages, strict=True)):
-        yield f"virtual stage {index}: forward", passes_s[0], stage.forward
-        yield f"virtual stage {index}: backward", passes_s[1], stage.backward
-    yield "optimizer step", said.update_s, found.update
 
 
 def _computing_s(cost: PhaseCost) -> float:
@@ -333,7 +318,7 @@ def _first_line(error: Exception) -> str:
 
 def _run(
     saved: SavedPlan, rank: int, device: "torch.device", steps: int
-) -> tuple[list["StepTimes"], int]:
+) -> tuple[list["ProbedStepTimes"], int]:
     """Return the times of each step, and the most bytes in one."""
     from meshwright.validate.counting import fake_ranks
     from meshwright.validate.device import DeviceMemory

@@ -8,10 +8,10 @@ from meshwright.simulator import PlanError
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
-from meshwright.validate.programs.strategies import build_replicas, build_servers
+from meshwright.validate.programs.strategies import build_data_parallel_module, build_servers
 
 PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
-    "dataparallel": build_replicas,
+    "dataparallel": build_data_parallel_module,
     "ddp": build_ddp,
     "fsdp": build_fully_sharded,
     "megatron-core": MegatronProgram,

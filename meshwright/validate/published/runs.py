@@ -52,7 +52,7 @@ class MemoryKind(StrEnum):
     DEVICE = "device"
 
 
-class Phase(StrEnum):
+class PublishedPhase(StrEnum):
     """Direction of a timed pass through one layer."""
 
     FORWARD = "forward"
@@ -229,7 +229,7 @@ class PublishedRun(_ModelRow):
 class PublishedLayer(_ModelRow):
     """One published time of a pass through one layer."""
 
-    phase: Phase
+    phase: PublishedPhase
     time_s: Positive
 
 

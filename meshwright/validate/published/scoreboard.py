@@ -12,8 +12,8 @@ from meshwright.validate.published.runs import (
     ExcludedRun,
     MemoryKind,
     PaddedLength,
-    Phase,
     PublishedLayer,
+    PublishedPhase,
     PublishedRun,
     load_excluded_runs,
     load_padded_lengths,
@@ -187,7 +187,7 @@ def layer_time_s(layer: PublishedLayer) -> float:
     )
     costs = CostModel(load_cluster(layer.cluster), stack, plan.world_size)
     cost = costs.block_cost(BlockShape.of(job, plan, stack), "layer")
-    phase = cost.forward if layer.phase is Phase.FORWARD else cost.backward
+    phase = cost.forward if layer.phase is PublishedPhase.FORWARD else cost.backward
     return phase.time_ps / PS_PER_S
 
 

@@ -9,7 +9,10 @@ from torch import Tensor
 from meshwright.planner.plan_file import SavedPlan
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.contract import ProgramRequest
-from meshwright.validate.programs.strategies import ReplicasProgram, build_replicas
+from meshwright.validate.programs.strategies import (
+    DataParallelModuleProgram,
+    build_data_parallel_module,
+)
 from meshwright.validate.ranks import RankMeasurement
 
 NUM_STEPS = 2  # the first makes optimizer states
@@ -33,7 +36,7 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
         num_microbatches=saved.plan.num_microbatches(saved.job),
     )
     with fake_cluster(0, 1):
-        program = build_replicas(request)
+        program = build_data_parallel_module(request)
         return tuple(
             RankMeasurement(
                 rank=device,
@@ -48,7 +51,7 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
         )
 
 
-def count_devices(program: ReplicasProgram) -> list[RankOracle]:
+def count_devices(program: DataParallelModuleProgram) -> list[RankOracle]:
     """Return what each device has counted in the last of a few steps."""
     oracles = [RankOracle({}) for _ in range(program.devices.count)]
     for _ in devices_counted(program, oracles, NUM_STEPS):
@@ -57,15 +60,15 @@ def count_devices(program: ReplicasProgram) -> list[RankOracle]:
 
 
 def devices_counted(
-    program: ReplicasProgram, oracles: Sequence[RankOracle], num_steps: int
+    program: DataParallelModuleProgram, oracles: Sequence[RankOracle], num_steps: int
 ) -> Iterator[list[Tensor]]:
     """Run steps, the work of each device under its oracle; after each yield its losses."""
-    program.devices.at = oracles.__getitem__
+    program.devices.work_of = oracles.__getitem__
     for step in range(num_steps):
         program.devices.copies.clear()
         for device, oracle in enumerate(oracles):
-            for tensor, kind in program.held_on(device):
+            for tensor, kind in program.persistent_tensors_on(device):
                 oracle.mark(tensor, kind)
             oracle.start_step()
         yield program.run_step(step)
-    program.devices.at = lambda _: nullcontext()
+    program.devices.work_of = lambda _: nullcontext()

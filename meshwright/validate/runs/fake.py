@@ -127,7 +127,7 @@ def run_counted(
 ) -> Iterator[list["Tensor"]]:
     """Run steps of *program*, each counted afresh; after each yield its losses, if any."""
     for step in range(num_steps):
-        for tensor, kind in program.held_tensors():
+        for tensor, kind in program.persistent_tensors():
             oracle.mark(tensor, kind)
         oracle.start_step()
         yield program.run_step(step)

@@ -19,10 +19,16 @@ from meshwright.planner.plan_file import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.counting import RankOracle
 from meshwright.validate.device import DeviceMemory, device_facts
-from meshwright.validate.launch import Phase, RunSpec, enter_phase, measurement_path, read_heartbeat
+from meshwright.validate.launch import (
+    RunPhase,
+    RunSpec,
+    enter_phase,
+    measurement_path,
+    read_heartbeat,
+)
 from meshwright.validate.programs import build_program
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
-from meshwright.validate.programs.strategies import AsynchronousServers, ReplicasProgram
+from meshwright.validate.programs.strategies import AsynchronousServers, DataParallelModuleProgram
 from meshwright.validate.ranks import (
     ByteKind,
     CollectiveCount,
@@ -70,7 +76,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
             dropout=0.0,
         )
     )
-    enter_phase(spec, rank, Phase.WARM_UP)
+    enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
     counts = _count(steps)
     memory.give_back()
@@ -145,7 +151,9 @@ def _count(steps: _Steps) -> _Counts:
     oracle = RankOracle(program.groups, steps.device)
     peaks = []
     with ExitStack() as counting:
-        if isinstance(program, ReplicasProgram):  # device 0 has all that one device can have
+        if isinstance(
+            program, DataParallelModuleProgram
+        ):  # device 0 has all that one device can have
             oracles = [oracle, *(RankOracle({}) for _ in program.devices.others)]
             runs = devices_counted(program, oracles, number)
         else:
@@ -156,7 +164,7 @@ def _count(steps: _Steps) -> _Counts:
             peaks.append((oracle.peak_bytes, oracle.bytes_at_peak))
     peak_bytes, kinds = min(peaks[-COUNTED_STEPS:], key=lambda each: each[0])
     calls = oracle.collectives
-    if isinstance(program, ReplicasProgram):
+    if isinstance(program, DataParallelModuleProgram):
         calls = program.devices.traffic(0)
     return _Counts(oracle=oracle, collectives=calls, peak_bytes=peak_bytes, bytes_at_peak=kinds)
 
@@ -169,7 +177,7 @@ def _staleness(program: RankProgram) -> tuple[tuple[int, int], ...]:
 
 def _timed_step(steps: _Steps, spec: RunSpec, rank: int, number: int) -> float:
     """Run a step that all ranks start together, unless each is on its own; return its seconds."""
-    enter_phase(spec, rank, Phase.step(number))
+    enter_phase(spec, rank, RunPhase.step(number))
     if isinstance(steps.program, AsynchronousServers):
         return steps.run(_by_clock)
     if steps.device.type == "cuda":

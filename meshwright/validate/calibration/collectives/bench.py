@@ -50,7 +50,7 @@ def measure_collectives(
     Args:
         file: Where rows go; what it has is not measured again.
         num_ranks: Processes to start.
-        deadline_s: On the clock of `time.monotonic`; only the first chunks start after it.
+        deadline_s: On the clock of `time.monotonic`; only the first batches start after it.
         progress: Told what is measured, how many cases are done, of how many.
         timeout_s: Longest time in which no rank comes forward.
         worker: Command of a rank.

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.validate.calibration.rows import Accelerator, Case, collective
+from meshwright.validate.calibration.rows import Accelerator, BenchmarkCase, collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class CollectiveJob:
         threads: Of each process on a processor.
         folder: Of the rendezvous and the files that ranks write.
         timeout_s: Longest wait for another rank.
-        deadline_s: No chunk of cases starts after it; on the machine's clock `time.monotonic`.
+        deadline_s: No batch of cases starts after it; on the machine's clock `time.monotonic`.
         cases: What to measure, in this order.
     """
 
@@ -27,7 +27,7 @@ class CollectiveJob:
     folder: str
     timeout_s: float
     deadline_s: float
-    cases: list[Case]
+    cases: list[BenchmarkCase]
 
     def dumps(self) -> str:
         """Return the job as JSON."""

@@ -1,7 +1,7 @@
 """One rank of the collectives' benchmark; run as a module, by `collective_bench`.
 
 Standard input is the job as JSON; rank 0 appends a line of JSON to the job's file for each
-chunk of cases.  Every rank counts its visits in a file of its own, so that who starts the
+batch of cases.  Every rank counts its visits in a file of its own, so that who starts the
 ranks sees which one stopped.
 """
 
@@ -25,15 +25,15 @@ from meshwright.validate.calibration.measure import (
     repeats_of,
     warmed_up_s,
 )
-from meshwright.validate.calibration.rows import Accelerator, Case
+from meshwright.validate.calibration.rows import Accelerator, BenchmarkCase
 
 Call = Callable[[], object]
-CHUNK_CASES = 3
+BATCH_CASES = 3
 # A small and a large buffer of each operation are measured whatever the time: starting takes long.
 FIRST_CASES = 10
 
 
-class Rank:
+class BenchmarkRank:
     """One process of the benchmark."""
 
     def __init__(self, job: CollectiveJob, rank: int) -> None:
@@ -61,20 +61,20 @@ class Rank:
             self.groups[count] = distributed.new_group(list(range(count)))
 
     def run(self) -> None:
-        """Measure the cases in chunks until all are done or rank 0 says that time is over."""
+        """Measure the cases in batches until all are done or rank 0 says that time is over."""
         cases = self.job.cases
-        for start in range(0, len(cases), CHUNK_CASES):
+        for start in range(0, len(cases), BATCH_CASES):
             due = start < FIRST_CASES or time.monotonic() < self.job.deadline_s
             go_on = torch.tensor([float(due)], device=self.device)
             distributed.broadcast(go_on, 0)
             if not go_on.item():
                 return
-            self._measure(cases[start : start + CHUNK_CASES], start)
+            self._measure(cases[start : start + BATCH_CASES], start)
 
-    def _measure(self, cases: list[Case], seed: int) -> None:
+    def _measure(self, cases: list[BenchmarkCase], seed: int) -> None:
         calls = {case: self._make_call(case) for case in cases}
-        num_calls: dict[Case, int] = {}
-        num_repeats: dict[Case, int] = {}
+        num_calls: dict[BenchmarkCase, int] = {}
+        num_repeats: dict[BenchmarkCase, int] = {}
         for case, call in calls.items():
             time_s = warmed_up_s(partial(self._slowest_visit, call))
             num_calls[case] = calls_of_visit(time_s)
@@ -117,7 +117,7 @@ class Rank:
         distributed.all_reduce(times, distributed.ReduceOp.MAX)
         return [float(each) for each in times.tolist()]
 
-    def _make_call(self, case: Case) -> Call | None:
+    def _make_call(self, case: BenchmarkCase) -> Call | None:
         size_bytes, count = case.sizes
         if self.rank >= count:
             return None
@@ -155,7 +155,7 @@ def _scatter() -> Callable[..., object]:
 
 def main() -> None:
     """Read the job and take part in it."""
-    rank = Rank(CollectiveJob.loads(sys.stdin.read()), int(os.environ["RANK"]))
+    rank = BenchmarkRank(CollectiveJob.loads(sys.stdin.read()), int(os.environ["RANK"]))
     rank.join()
     rank.run()
     distributed.barrier()

@@ -3,8 +3,8 @@
 from meshwright.validate.calibration.fit.calibrated import (
     calibrated_device,
     calibrated_link,
+    combined_rows,
     evidence,
-    joined,
     misfit_of,
 )
 from meshwright.validate.calibration.fit.cost_fit import launch_floor
@@ -27,9 +27,9 @@ __all__ = [
     "calibrated_device",
     "calibrated_link",
     "check_stacks",
+    "combined_rows",
     "draw_residuals",
     "evidence",
-    "joined",
     "launch_floor",
     "misfit_of",
     "rate_unit",

@@ -17,7 +17,7 @@ from meshwright.simulator.costs.links import ring_steps
 from meshwright.simulator.operators import MemoryBound
 from meshwright.validate.calibration.fit.cost_fit import (
     ENDINGS,
-    Floor,
+    LaunchFloor,
     attention_rows,
     by_operation,
     fit_collective,
@@ -28,7 +28,14 @@ from meshwright.validate.calibration.fit.cost_fit import (
     modelled_s,
 )
 from meshwright.validate.calibration.fit.datasheet import known_device, starting_device
-from meshwright.validate.calibration.rows import Case, Group, Machine, Row, RowFile, median
+from meshwright.validate.calibration.rows import (
+    BenchmarkCase,
+    CaseGroup,
+    Machine,
+    Row,
+    RowFile,
+    median,
+)
 
 
 class Misfit(NamedTuple):
@@ -46,7 +53,7 @@ class Misfit(NamedTuple):
         )
 
 
-def misfit_of(rows: list[Row], model: Callable[[Case], float | None]) -> Misfit:
+def misfit_of(rows: list[Row], model: Callable[[BenchmarkCase], float | None]) -> Misfit:
     """Return the errors of *model* on the rows that it says something about."""
     pairs = [(row.median_s, model(row.case)) for row in rows]
     errors = [abs(modelled / measured - 1) for measured, modelled in pairs if modelled is not None]
@@ -74,35 +81,35 @@ def calibrated_device(
     known = known_device(machine, like)
     device = starting_device(machine, rows, name, known=known, peak=peak)
     floor = launch_floor(rows, machine.accelerator)
-    seen = evidence(machine, file.date)
-    device = _with_memory(device, rows, floor, seen)
-    device = _with_gemm(device, rows, floor, seen)
-    return _with_flash(device, rows, floor, seen, known)
+    source = evidence(machine, file.date)
+    device = _with_memory(device, rows, floor, source)
+    device = _with_gemm(device, rows, floor, source)
+    return _with_flash(device, rows, floor, source, known)
 
 
-def _with_memory(device: Device, rows: list[Row], floor: Floor, seen: str) -> Device:
+def _with_memory(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
     used = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
     if not used:
         return device
     fitted = device.model_copy(update={"memory": fit_memory(rows, device, floor)})
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-    told = {"kind": Source.FITTED, "source": f"{seen}; {errors}"}
+    told = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
     return fitted.model_copy(update={"memory": fitted.memory.model_copy(update=told)})
 
 
-def _with_gemm(device: Device, rows: list[Row], floor: Floor, seen: str) -> Device:
-    used = [row for row in rows if row.case.group is Group.GEMM]
+def _with_gemm(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
+    used = [row for row in rows if row.case.group is CaseGroup.GEMM]
     if not used:
         return device
     gemm = fit_gemm(rows, device, floor)
     fitted = device.model_copy(update={"gemm": gemm})
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-    told = {"kind": Source.FITTED, "source": f"{seen}; {errors}"}
+    told = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
     return fitted.model_copy(update={"gemm": gemm.model_copy(update=told)})
 
 
 def _with_flash(
-    device: Device, rows: list[Row], floor: Floor, seen: str, known: Device | None
+    device: Device, rows: list[Row], floor: LaunchFloor, source: str, known: Device | None
 ) -> Device:
     """Return *device* with measured attention; other kernels stay those of the datasheet."""
     flash: dict[str, FlashKernels] = {}
@@ -119,12 +126,12 @@ def _with_flash(
             attention_rows(rows, kernel), partial(modelled_s, device=fitted, floor=floor)
         )
         flash[kernel] = measured.model_copy(
-            update={"kind": Source.FITTED, "source": f"{seen}; {errors}"}
+            update={"kind": Source.FITTED, "source": f"{source}; {errors}"}
         )
     return device.model_copy(update={"flash": flash})
 
 
-def calibrated_link(rows: list[Row], name: str, title: str, seen: dict[Row, str]) -> Link:
+def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, str]) -> Link:
     """Return the link that rows of collectives show.
 
     Its line rate is the best bus bandwidth of any row; the latency of a hop is the smallest
@@ -134,7 +141,7 @@ def calibrated_link(rows: list[Row], name: str, title: str, seen: dict[Row, str]
         rows: Of collectives, at least one.
         name: Of the profile.
         title: Of the profile.
-        seen: Where each row comes from.
+        sources: Where each row comes from.
     """
     facts = []
     for (op, num_ranks), of_op in by_operation(rows).items():
@@ -147,7 +154,7 @@ def calibrated_link(rows: list[Row], name: str, title: str, seen: dict[Row, str]
                 busbw_bytes_per_s=link.busbw_bytes_per_s,
                 latency_s=link.latency_s,
                 kind=Source.FITTED,
-                source=f"{seen[of_op[0]]}; {errors}",
+                source=f"{sources[of_op[0]]}; {errors}",
             )
         )
     rate = float(f"{max(row.rate for row in rows):.4g}")
@@ -161,14 +168,14 @@ def calibrated_link(rows: list[Row], name: str, title: str, seen: dict[Row, str]
         collectives=tuple(facts),
         kind=Source.FITTED,
         source=f"bandwidth: best bus bandwidth of {len(rows)} rows; share: median of "
-        f"{len(facts)} fitted operations; {seen[rows[0]]}",
+        f"{len(facts)} fitted operations; {sources[rows[0]]}",
     )
 
 
-def joined(measured: list[Row], read: list[Row]) -> list[Row]:
+def combined_rows(measured: list[Row], read: list[Row]) -> list[Row]:
     """Return rows of collectives; what was read of an operation replaces what was measured.
 
-    >>> joined([], [])
+    >>> combined_rows([], [])
     []
     """
     given = by_operation(read)
@@ -176,5 +183,7 @@ def joined(measured: list[Row], read: list[Row]) -> list[Row]:
     def key(row: Row) -> tuple[CollectiveOp, int]:
         return CollectiveOp(row.case.op), row.case.sizes[1]
 
-    own = [row for row in measured if row.case.group is Group.COLLECTIVE and key(row) not in given]
+    own = [
+        row for row in measured if row.case.group is CaseGroup.COLLECTIVE and key(row) not in given
+    ]
     return own + read

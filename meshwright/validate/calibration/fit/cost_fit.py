@@ -23,7 +23,7 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.operators import FlashAttention, Gemm, MemoryBound
 from meshwright.validate.calibration.fit.minimum import Bound, Point, minimum
-from meshwright.validate.calibration.rows import Accelerator, Case, Group, Row, median
+from meshwright.validate.calibration.rows import Accelerator, BenchmarkCase, CaseGroup, Row, median
 
 # The attention kernels that are measured, under the names that stacks give them: PyTorch's own,
 # and that of cuDNN, which Transformer Engine runs, too; and what their operations end in.
@@ -37,7 +37,7 @@ MAX_PROLOGUE_K, MAX_HALF_RATE_INTENSITY = 4096.0, 512.0
 MIN_FRACTION, MIN_ALIGNMENT = 0.005, 0.02
 
 
-class Floor(NamedTuple):
+class LaunchFloor(NamedTuple):
     """What starting a kernel costs: on a GPU the least time, on a processor an addition."""
 
     launch_s: float
@@ -46,7 +46,8 @@ class Floor(NamedTuple):
     def apply(self, time_s: float) -> float:
         """Return the time of a call back to back with its like.
 
-        >>> Floor(5e-6, Accelerator.CUDA).apply(2e-6), Floor(5e-6, Accelerator.CUDA).apply(8e-6)
+        >>> floor = LaunchFloor(5e-6, Accelerator.CUDA)
+        >>> floor.apply(2e-6), floor.apply(8e-6)
         (5e-06, 8e-06)
         """
         if self.accelerator is Accelerator.CPU:
@@ -54,13 +55,13 @@ class Floor(NamedTuple):
         return max(time_s, self.launch_s)
 
 
-def launch_floor(rows: Iterable[Row], accelerator: Accelerator) -> Floor:
+def launch_floor(rows: Iterable[Row], accelerator: Accelerator) -> LaunchFloor:
     """Return the floor that the rows of empty kernels show; none without such rows."""
-    times_s = [row.median_s for row in rows if row.case.group is Group.LAUNCH]
-    return Floor(median(times_s) if times_s else 0.0, accelerator)
+    times_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
+    return LaunchFloor(median(times_s) if times_s else 0.0, accelerator)
 
 
-def modelled_s(case: Case, device: Device, floor: Floor) -> float | None:
+def modelled_s(case: BenchmarkCase, device: Device, floor: LaunchFloor) -> float | None:
     """Return what the cost model says of *case*, or None where it says nothing."""
     operator = case.operator
     match operator:
@@ -87,7 +88,7 @@ def misfit(errors: list[float]) -> float:
     return sum(2 * SOFT_ERROR * (hypot(SOFT_ERROR, error) - SOFT_ERROR) for error in errors)
 
 
-def _errors(rows: list[Row], model: Callable[[Case], float | None]) -> list[float]:
+def _errors(rows: list[Row], model: Callable[[BenchmarkCase], float | None]) -> list[float]:
     pairs = [(row.median_s, model(row.case)) for row in rows]
     return [log(modelled / measured) for measured, modelled in pairs if modelled]
 
@@ -111,7 +112,9 @@ class Choice(NamedTuple):
 
 
 def _search(
-    choices: dict[str, Choice], rows: list[Row], model: Callable[[dict[str, float], Case], float]
+    choices: dict[str, Choice],
+    rows: list[Row],
+    model: Callable[[dict[str, float], BenchmarkCase], float],
 ) -> dict[str, float]:
     """Return the values that fit *rows* best, four significant digits."""
     names = list(choices)
@@ -129,11 +132,11 @@ def _search(
     return {name: float(f"{value:.4g}") for name, value in best.items()}
 
 
-def fit_memory(rows: list[Row], device: Device, floor: Floor) -> MemoryKernels:
+def fit_memory(rows: list[Row], device: Device, floor: LaunchFloor) -> MemoryKernels:
     """Return *device*'s memory kernels with the share of the bandwidth that *rows* reach."""
     used = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
 
-    def model(chosen: dict[str, float], case: Case) -> float:
+    def model(chosen: dict[str, float], case: BenchmarkCase) -> float:
         changed = _with(device, memory=device.memory.model_copy(update=chosen))
         return modelled_s(case, changed, floor) or 0.0
 
@@ -141,7 +144,7 @@ def fit_memory(rows: list[Row], device: Device, floor: Floor) -> MemoryKernels:
     return device.memory.model_copy(update=_search(start, used, model) if used else {})
 
 
-def fit_gemm(rows: list[Row], device: Device, floor: Floor) -> GemmKernels:
+def fit_gemm(rows: list[Row], device: Device, floor: LaunchFloor) -> GemmKernels:
     """Return *device*'s constants of matrix products as *rows* have them.
 
     What no row can tell stays as it is: the loss of misaligned sizes without such sizes, and
@@ -152,7 +155,7 @@ def fit_gemm(rows: list[Row], device: Device, floor: Floor) -> GemmKernels:
         device: Peaks, bandwidth fraction and where the search starts.
         floor: What starting a kernel costs.
     """
-    used = [row for row in rows if row.case.group is Group.GEMM]
+    used = [row for row in rows if row.case.group is CaseGroup.GEMM]
     if not used:
         return device.gemm
     old = device.gemm
@@ -167,14 +170,14 @@ def fit_gemm(rows: list[Row], device: Device, floor: Floor) -> GemmKernels:
     if any(_shows_misalignment(row.case) for row in used):
         choices["misaligned_fraction"] = Choice.fraction(old.misaligned_fraction, MIN_ALIGNMENT)
 
-    def model(chosen: dict[str, float], case: Case) -> float:
+    def model(chosen: dict[str, float], case: BenchmarkCase) -> float:
         changed = _with(device, gemm=old.model_copy(update=chosen))
         return modelled_s(case, changed, floor) or 0.0
 
     return old.model_copy(update=_search(choices, used, model))
 
 
-def _shows_misalignment(case: Case) -> bool:
+def _shows_misalignment(case: BenchmarkCase) -> bool:
     sizes = case.sizes[:3]
     return case.precision is not Precision.FP32 and any(size % ALIGNED_ELEMENTS for size in sizes)
 
@@ -182,11 +185,11 @@ def _shows_misalignment(case: Case) -> bool:
 def attention_rows(rows: Iterable[Row], kernel: str) -> list[Row]:
     """Return the rows of one attention kernel."""
     ops = {f"{way}{ENDINGS[kernel]}" for way in ("forward", "backward")}
-    return [row for row in rows if row.case.group is Group.ATTENTION and row.case.op in ops]
+    return [row for row in rows if row.case.group is CaseGroup.ATTENTION and row.case.op in ops]
 
 
 def fit_flash(
-    rows: list[Row], device: Device, floor: Floor, kernel: str = FLASH_KERNEL
+    rows: list[Row], device: Device, floor: LaunchFloor, kernel: str = FLASH_KERNEL
 ) -> FlashKernels | None:
     """Return the shares of the peak that a kernel reaches, or None unless both were measured."""
     used = attention_rows(rows, kernel)
@@ -194,7 +197,7 @@ def fit_flash(
         return None
     kernels = FlashKernels(forward_fraction=0.3, backward_fraction=0.3, kind="fitted", source="-")
 
-    def model(chosen: dict[str, float], case: Case) -> float:
+    def model(chosen: dict[str, float], case: BenchmarkCase) -> float:
         flash = {kernel: kernels.model_copy(update=chosen)}
         return modelled_s(case, _with(device, flash=flash), floor) or 0.0
 
@@ -216,7 +219,7 @@ class LinkFit(NamedTuple):
     busbw_bytes_per_s: float
     latency_s: float
 
-    def time_s(self, case: Case) -> float:
+    def time_s(self, case: BenchmarkCase) -> float:
         """Return the seconds of a collective."""
         return self.latency_s + case.work / self.busbw_bytes_per_s
 
@@ -256,6 +259,6 @@ def by_operation(rows: Iterable[Row]) -> dict[tuple[CollectiveOp, int], list[Row
     """Return the rows of collectives by operation and number of ranks, sorted."""
     found: dict[tuple[CollectiveOp, int], list[Row]] = {}
     for row in rows:
-        if row.case.group is Group.COLLECTIVE:
+        if row.case.group is CaseGroup.COLLECTIVE:
             found.setdefault((CollectiveOp(row.case.op), row.case.sizes[1]), []).append(row)
     return dict(sorted(found.items()))

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import PlanError
 from meshwright.simulator.operators import MemoryBound
-from meshwright.validate.calibration.rows import Accelerator, Group, Machine, Row
+from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Machine, Row
 
 # A driver keeps some of the memory, and names sizes in other units than a datasheet.
 CAPACITY_TOLERANCE = 0.10
@@ -113,7 +113,7 @@ def starting_device(
 def _best_rates(rows: list[Row]) -> dict[Precision, float]:
     best: dict[Precision, float] = {}
     for row in rows:
-        if row.case.group is Group.GEMM:
+        if row.case.group is CaseGroup.GEMM:
             precision = row.case.precision
             best[precision] = max(best.get(precision, 0.0), row.rate)
     return best

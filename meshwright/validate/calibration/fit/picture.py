@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from meshwright.hwprofiles import GIGA, KILO
 from meshwright.planner.plots import canvas
 from meshwright.validate.calibration.fit.residuals import Residual
-from meshwright.validate.calibration.rows import Group
+from meshwright.validate.calibration.rows import CaseGroup
 
 COLORS = (
     *(canvas.BLUE, canvas.VERMILION, canvas.GREEN, canvas.ORANGE, canvas.PURPLE, canvas.SKY),
@@ -22,20 +22,22 @@ TITLE_CHARACTERS = 120
 SIZE_INCHES = (10.0, 8.6)
 
 
-class Panel(NamedTuple):
+class ResidualPanel(NamedTuple):
     """Groups that share a panel, and its unit."""
 
     title: str
-    groups: tuple[Group, ...]
+    groups: tuple[CaseGroup, ...]
     unit: str
     scale: float
 
 
 PANELS = (
-    Panel("matrix products", (Group.GEMM,), "GFLOP/s", GIGA),
-    Panel("attention", (Group.ATTENTION,), "GFLOP/s", GIGA),
-    Panel("memory-bound work", (Group.MEMORY, Group.OPTIMIZER, Group.COPY), "GB/s", GIGA),
-    Panel("collectives, bus bandwidth", (Group.COLLECTIVE,), "GB/s", GIGA),
+    ResidualPanel("matrix products", (CaseGroup.GEMM,), "GFLOP/s", GIGA),
+    ResidualPanel("attention", (CaseGroup.ATTENTION,), "GFLOP/s", GIGA),
+    ResidualPanel(
+        "memory-bound work", (CaseGroup.MEMORY, CaseGroup.OPTIMIZER, CaseGroup.COPY), "GB/s", GIGA
+    ),
+    ResidualPanel("collectives, bus bandwidth", (CaseGroup.COLLECTIVE,), "GB/s", GIGA),
 )
 
 
@@ -63,7 +65,7 @@ def draw_residuals(residuals: Iterable[Residual], title: str, path: Path) -> Non
     canvas.save_figure(figure, path)
 
 
-def _draw_panel(axes: Axes, panel: Panel, residuals: list[Residual]) -> None:
+def _draw_panel(axes: Axes, panel: ResidualPanel, residuals: list[Residual]) -> None:
     if max(each.row.rate for each in residuals) > KILO * panel.scale:
         panel = panel._replace(unit=f"T{panel.unit[1:]}", scale=KILO * panel.scale)
     points: dict[str, list[tuple[float, float]]] = {}
@@ -71,7 +73,9 @@ def _draw_panel(axes: Axes, panel: Panel, residuals: list[Residual]) -> None:
         assert each.modelled_s is not None  # draw_residuals takes no others
         case = each.row.case
         modelled = case.work / each.modelled_s / panel.scale
-        label = f"{case.op}, {case.sizes[1]} ranks" if case.group is Group.COLLECTIVE else case.op
+        label = (
+            f"{case.op}, {case.sizes[1]} ranks" if case.group is CaseGroup.COLLECTIVE else case.op
+        )
         points.setdefault(label, []).append((modelled, each.row.rate / panel.scale))
     rates = [rate for pairs in points.values() for pair in pairs for rate in pair]
     ends = (min(rates) / MARGIN, max(rates) * MARGIN)

@@ -17,8 +17,8 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.mesh import GroupSpan
 from meshwright.validate.calibration.fit.calibrated import Misfit, misfit_of
-from meshwright.validate.calibration.fit.cost_fit import Floor, modelled_s
-from meshwright.validate.calibration.rows import Case, Group, Row
+from meshwright.validate.calibration.fit.cost_fit import LaunchFloor, modelled_s
+from meshwright.validate.calibration.rows import BenchmarkCase, CaseGroup, Row
 
 COLUMNS = (
     *("group", "op", "precision", "shape", "measured_s", "modelled_s", "error_fraction"),
@@ -41,7 +41,7 @@ class Residual(NamedTuple):
 class Summary(NamedTuple):
     """The residuals of one operation, or size of group, and the rates that were measured."""
 
-    group: Group
+    group: CaseGroup
     op: str
     num_rows: int
     lowest_rate: float
@@ -50,19 +50,19 @@ class Summary(NamedTuple):
 
 
 def residuals_of(
-    rows: Iterable[Row], device: Device | None, link: Link | None, floor: Floor
+    rows: Iterable[Row], device: Device | None, link: Link | None, floor: LaunchFloor
 ) -> list[Residual]:
     """Return the residuals of *rows* with the cost model that simulations use."""
 
-    def model(case: Case) -> float | None:
-        if case.group is Group.COLLECTIVE:
+    def model(case: BenchmarkCase) -> float | None:
+        if case.group is CaseGroup.COLLECTIVE:
             return None if link is None else _collective_s(case, link)
         return None if device is None else modelled_s(case, device, floor)
 
     return [Residual(row, model(row.case)) for row in rows]
 
 
-def _collective_s(case: Case, link: Link) -> float:
+def _collective_s(case: BenchmarkCase, link: Link) -> float:
     size_bytes, num_ranks = case.sizes
     cluster = _one_node(link, num_ranks)
     if case.op == CollectiveOp.P2P:
@@ -87,12 +87,12 @@ def _one_node(link: Link, num_ranks: int) -> Cluster:
 
 def summaries(residuals: Iterable[Residual]) -> list[Summary]:
     """Return the residuals by group and operation, in the order of groups."""
-    found: dict[tuple[Group, str], list[Residual]] = {}
+    found: dict[tuple[CaseGroup, str], list[Residual]] = {}
     for each in residuals:
         case = each.row.case
-        ranks = f", {case.sizes[1]} ranks" if case.group is Group.COLLECTIVE else ""
+        ranks = f", {case.sizes[1]} ranks" if case.group is CaseGroup.COLLECTIVE else ""
         found.setdefault((case.group, f"{case.op}{ranks}"), []).append(each)
-    order = list(Group)
+    order = list(CaseGroup)
     result = []
     for (group, op), of_op in sorted(
         found.items(), key=lambda item: (order.index(item[0][0]), item[0][1])
@@ -104,9 +104,9 @@ def summaries(residuals: Iterable[Residual]) -> list[Summary]:
     return result
 
 
-def rate_unit(group: Group) -> str:
+def rate_unit(group: CaseGroup) -> str:
     """Return the unit of a group's rates."""
-    return "FLOP/s" if group in {Group.GEMM, Group.ATTENTION} else "B/s"
+    return "FLOP/s" if group in {CaseGroup.GEMM, CaseGroup.ATTENTION} else "B/s"
 
 
 def write_residuals(residuals: Iterable[Residual], path: Path) -> None:

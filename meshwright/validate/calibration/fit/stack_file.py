@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
-from meshwright.validate.calibration.rows import Accelerator, Group, Row, median
+from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Row, median
 
 SERIAL = {
     "overlap_gradient_reduce": "false",
@@ -42,7 +42,7 @@ def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple
     return chosen
 
 
-def stack_toml(name: str, rows: Iterable[Row], seen: str) -> str:
+def stack_toml(name: str, rows: Iterable[Row], source: str) -> str:
     """Return the file of the built-in stack *name* with what *rows* and a processor change.
 
     The name stays: programs that stand for a stack are found by it.
@@ -50,17 +50,17 @@ def stack_toml(name: str, rows: Iterable[Row], seen: str) -> str:
     Args:
         name: Of the built-in stack.
         rows: Of this machine.
-        seen: When and on what they were measured.
+        source: When and on what they were measured.
     """
     text = (files("meshwright.hwprofiles") / "data" / "stacks" / f"{name}.toml").read_text("utf-8")
     rows = list(rows)
-    launches_s = [row.median_s for row in rows if row.case.group is Group.LAUNCH]
+    launches_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
     values = dict(SERIAL)
     told = [f"{', '.join(SERIAL)}: cores copy the messages of the ranks that compute on them"]
     if launches_s:
         values["kernel_gap"] = json.dumps(f"{median(launches_s) * MEGA:.4g} us")
-        told.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {seen}")
-    if any(row.case.group is Group.ATTENTION for row in rows) and load_stack(name).flash_kernel:
+        told.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {source}")
+    if any(row.case.group is CaseGroup.ATTENTION for row in rows) and load_stack(name).flash_kernel:
         values["flash_kernel"] = json.dumps(FLASH_KERNEL)
         told.append(f"flash_kernel: PyTorch's own, {Source.MEASURED}")
     told.append(f"all else as {name}: {load_stack(name).fitted_source}")
@@ -81,13 +81,13 @@ def _replaced(text: str, key: str, value: str) -> str:
 
 
 def write_stacks(
-    folder: Path, name: str, stacks: Iterable[str], rows: Iterable[Row], seen: str
+    folder: Path, name: str, stacks: Iterable[str], rows: Iterable[Row], source: str
 ) -> list[Path]:
     """Write a file for each of *stacks*, read each again, and return the files."""
     rows, written = list(rows), []
     for stack in stacks:
         path = folder / f"{name}-{stack}.toml"
-        path.write_text(stack_toml(stack, rows, seen), encoding="utf-8", newline="\n")
+        path.write_text(stack_toml(stack, rows, source), encoding="utf-8", newline="\n")
         load_stack(path)
         written.append(path)
     return written

@@ -1,23 +1,23 @@
-"""Measure the kernels of one device, chunk by chunk, until all is there or time is over."""
+"""Measure the kernels of one device, batch by batch, until all is there or time is over."""
 
 import time
 
 import torch
 
 from meshwright.hwprofiles import GIBI, MEBI, Precision
-from meshwright.validate.calibration.measure.stopwatch import awaken, measure_chunk
+from meshwright.validate.calibration.measure.stopwatch import awaken, measure_batch
 from meshwright.validate.calibration.rows import (
     Accelerator,
     Coverage,
     Progress,
     RowFile,
     device_cases,
-    in_chunks,
+    in_batches,
 )
 
-CHUNK_CASES = 8
-# Tensors of a chunk, each case's up to `kernels.FOOTPRINT_BYTES` of copies besides.
-CHUNK_BYTES = {Accelerator.CPU: 512 * MEBI, Accelerator.CUDA: 8 * GIBI}
+BATCH_CASES = 8
+# Tensors of a batch, each case's up to `kernels.FOOTPRINT_BYTES` of copies besides.
+BATCH_BYTES = {Accelerator.CPU: 512 * MEBI, Accelerator.CUDA: 8 * GIBI}
 
 
 def measure_device(
@@ -28,7 +28,7 @@ def measure_device(
     Args:
         file: Where rows go; what it has is not measured again.
         precision: Number format of the kernels.
-        deadline_s: On the clock of `time.monotonic`; no chunk starts after it.
+        deadline_s: On the clock of `time.monotonic`; no batch starts after it.
         progress: Told what is measured, how many cases are done, of how many.
     """
     machine = file.machine
@@ -37,14 +37,14 @@ def measure_device(
         torch.set_num_threads(machine.threads)
     cases = device_cases(machine.accelerator, precision, machine.memory_bytes)
     missing = [case for case in cases if case not in file.cases]
-    chunks = in_chunks(missing, most=CHUNK_CASES, limit_bytes=CHUNK_BYTES[machine.accelerator])
+    batches = in_batches(missing, most=BATCH_CASES, limit_bytes=BATCH_BYTES[machine.accelerator])
     done = len(cases) - len(missing)
-    if chunks:
+    if batches:
         awaken(device)
-    for seed, chunk in enumerate(chunks):
+    for seed, batch in enumerate(batches):
         if time.monotonic() >= deadline_s:
             break
-        rows = measure_chunk(chunk, device, seed, deadline_s)
+        rows = measure_batch(batch, device, seed, deadline_s)
         file.append(rows)
         done += len(rows)
         if progress is not None:

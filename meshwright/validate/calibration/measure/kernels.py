@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.hwprofiles import MEBI, Precision
-from meshwright.validate.calibration.rows import Case, Group, held_bytes
+from meshwright.validate.calibration.rows import BenchmarkCase, CaseGroup, tensor_bytes
 from meshwright.validate.device import Attended, flash_backward, flash_forward
 
 DTYPES = {
@@ -26,22 +26,22 @@ Call = Callable[[], object]
 Tensors = tuple[torch.Tensor, ...]
 
 
-def make_call(case: Case, device: torch.device) -> Call:
+def make_call(case: BenchmarkCase, device: torch.device) -> Call:
     """Return a function that runs *case* once."""
     return _MAKERS[case.group](case, device)
 
 
-def _turns(case: Case, tensors: Tensors) -> Iterator[Tensors]:
+def _turns(case: BenchmarkCase, tensors: Tensors) -> Iterator[Tensors]:
     footprint_bytes = FOOTPRINT_BYTES[tensors[0].device.type]
-    copies = min(MAX_COPIES, max(1, footprint_bytes // max(1, held_bytes(case))))
+    copies = min(MAX_COPIES, max(1, footprint_bytes // max(1, tensor_bytes(case))))
     return cycle([tensors, *(tuple(each.clone() for each in tensors) for _ in range(copies - 1))])
 
 
-def _random(case: Case, device: torch.device, *shape: int) -> torch.Tensor:
+def _random(case: BenchmarkCase, device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=DTYPES[case.precision])
 
 
-def _product(case: Case, device: torch.device) -> Call:
+def _product(case: BenchmarkCase, device: torch.device) -> Call:
     """Return a product as a linear layer runs it: weights lie [outputs, inputs]."""
     m, n, k, batch = case.sizes
     left: tuple[int, ...] = (m, k)
@@ -65,7 +65,7 @@ def _product(case: Case, device: torch.device) -> Call:
     return run
 
 
-def _attention(case: Case, device: torch.device) -> Call:
+def _attention(case: BenchmarkCase, device: torch.device) -> Call:
     query, key, value = (_random(case, device, 1, *case.sizes) for _ in range(3))
     way, _, library = case.op.partition(" ")
     if device.type == "cuda" and not library:
@@ -95,7 +95,7 @@ def _flash(way: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return lambda: flash_backward(gradient, seen, causal=True)
 
 
-def _element_wise(case: Case, device: torch.device) -> Call:
+def _element_wise(case: BenchmarkCase, device: torch.device) -> Call:
     width = case.sizes[1]
     inputs = (_random(case, device, *case.sizes), _random(case, device, *case.sizes))
     turns = _turns(case, inputs)
@@ -111,7 +111,7 @@ def _element_wise(case: Case, device: torch.device) -> Call:
     return lambda: call(*next(turns))
 
 
-def _optimizer(case: Case, device: torch.device) -> Call:
+def _optimizer(case: BenchmarkCase, device: torch.device) -> Call:
     parameter = torch.nn.Parameter(_random(case, device, case.sizes[0]))
     parameter.grad = _random(case, device, case.sizes[0])
     fused = case.op == "adamw fused"
@@ -119,7 +119,7 @@ def _optimizer(case: Case, device: torch.device) -> Call:
     return cast("Call", optimizer.step)
 
 
-def _copy(case: Case, device: torch.device) -> Call:
+def _copy(case: BenchmarkCase, device: torch.device) -> Call:
     size = case.sizes[0]
     host = torch.device("cpu")
     start, end = {
@@ -140,16 +140,16 @@ def _copy(case: Case, device: torch.device) -> Call:
     return run
 
 
-def _launch(case: Case, device: torch.device) -> Call:
+def _launch(case: BenchmarkCase, device: torch.device) -> Call:
     one = _random(case, device, *case.sizes)
     return lambda: one.add_(1)
 
 
-_MAKERS: dict[Group, Callable[[Case, torch.device], Call]] = {
-    Group.GEMM: _product,
-    Group.ATTENTION: _attention,
-    Group.MEMORY: _element_wise,
-    Group.OPTIMIZER: _optimizer,
-    Group.COPY: _copy,
-    Group.LAUNCH: _launch,
+_MAKERS: dict[CaseGroup, Callable[[BenchmarkCase, torch.device], Call]] = {
+    CaseGroup.GEMM: _product,
+    CaseGroup.ATTENTION: _attention,
+    CaseGroup.MEMORY: _element_wise,
+    CaseGroup.OPTIMIZER: _optimizer,
+    CaseGroup.COPY: _copy,
+    CaseGroup.LAUNCH: _launch,
 }

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.hwprofiles import GIGA, KILO
 from meshwright.validate.calibration.measure.kernels import Call, make_call
-from meshwright.validate.calibration.rows import Case, Row, summarised
+from meshwright.validate.calibration.rows import BenchmarkCase, Row, summarised
 
 NUM_REPEATS = 9
 FEW_REPEATS = 5
@@ -123,11 +123,11 @@ def awaken(device: torch.device) -> None:
 
 
 def interleaved(
-    num_repeats: Mapping[Case, int],
+    num_repeats: Mapping[BenchmarkCase, int],
     seed: int,
-    visit: Callable[[Case], float],
+    visit: Callable[[BenchmarkCase], float],
     deadline_s: float = inf,
-) -> dict[Case, list[float]]:
+) -> dict[BenchmarkCase, list[float]]:
     """Return the times of each case, visited in rounds of changing order.
 
     A machine that slows down meanwhile slows all cases alike.
@@ -139,7 +139,7 @@ def interleaved(
         deadline_s: On the clock of `time.monotonic`; past it the fewest repeats will do.
     """
     order = random.Random(seed)  # noqa: S311
-    times_s: dict[Case, list[float]] = {case: [] for case in num_repeats}
+    times_s: dict[BenchmarkCase, list[float]] = {case: [] for case in num_repeats}
     for turn in range(max(num_repeats.values(), default=0)):
         if turn >= FEWEST_REPEATS and time.monotonic() >= deadline_s:
             break
@@ -150,29 +150,29 @@ def interleaved(
     return times_s
 
 
-def measure_chunk(
-    cases: Sequence[Case], device: torch.device, seed: int, deadline_s: float = inf
+def measure_batch(
+    cases: Sequence[BenchmarkCase], device: torch.device, seed: int, deadline_s: float = inf
 ) -> list[Row]:
     """Return the rows of *cases*, whose tensors are all alive meanwhile.
 
     A case that a GPU has no kernel or no memory for has no row; a warning names it.
     """
     calls = {case: call for case in cases if (call := _tried(case, device)) is not None}
-    num_calls: dict[Case, int] = {}
-    num_repeats: dict[Case, int] = {}
+    num_calls: dict[BenchmarkCase, int] = {}
+    num_repeats: dict[BenchmarkCase, int] = {}
     for case, call in calls.items():
         time_s = warmed_up_s(partial(elapsed_s, call, device))
         num_calls[case] = calls_of_visit(time_s)
         num_repeats[case] = repeats_of(time_s * num_calls[case])
 
-    def visit(case: Case) -> float:
+    def visit(case: BenchmarkCase) -> float:
         return elapsed_s(calls[case], device, num_calls[case])
 
     times_s = interleaved(num_repeats, seed, visit, deadline_s)
     return [summarised(case, times_s[case]) for case in calls]
 
 
-def _tried(case: Case, device: torch.device) -> Call | None:
+def _tried(case: BenchmarkCase, device: torch.device) -> Call | None:
     """Return the call of *case*; None where a GPU cannot run it."""
     try:
         call = make_call(case, device)

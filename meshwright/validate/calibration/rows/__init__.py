@@ -5,15 +5,15 @@ from meshwright.validate.calibration.rows.cases import (
     Progress,
     collective_cases,
     device_cases,
-    held_bytes,
-    in_chunks,
+    in_batches,
+    tensor_bytes,
 )
 from meshwright.validate.calibration.rows.machine import Accelerator, Machine
 from meshwright.validate.calibration.rows.nccl_tests import NcclRun, read_nccl_tests
 from meshwright.validate.calibration.rows.row_file import FILE_NAME, RowFile
 from meshwright.validate.calibration.rows.rows import (
-    Case,
-    Group,
+    BenchmarkCase,
+    CaseGroup,
     Row,
     collective,
     median,
@@ -23,9 +23,9 @@ from meshwright.validate.calibration.rows.rows import (
 __all__ = [
     "FILE_NAME",
     "Accelerator",
-    "Case",
+    "BenchmarkCase",
+    "CaseGroup",
     "Coverage",
-    "Group",
     "Machine",
     "NcclRun",
     "Progress",
@@ -34,9 +34,9 @@ __all__ = [
     "collective",
     "collective_cases",
     "device_cases",
-    "held_bytes",
-    "in_chunks",
+    "in_batches",
     "median",
     "read_nccl_tests",
     "summarised",
+    "tensor_bytes",
 ]

@@ -7,7 +7,12 @@ from typing import NamedTuple, TypeVar
 from meshwright.hwprofiles import GIBI, KIBI, MEBI, TERA, CollectiveOp, Precision
 from meshwright.simulator.operators import Gemm
 from meshwright.validate.calibration.rows.machine import Accelerator
-from meshwright.validate.calibration.rows.rows import LAUNCH_ELEMENTS, VALUES_MOVED, Case, Group
+from meshwright.validate.calibration.rows.rows import (
+    LAUNCH_ELEMENTS,
+    VALUES_MOVED,
+    BenchmarkCase,
+    CaseGroup,
+)
 
 T = TypeVar("T")
 MEASURED_OPS = (
@@ -96,7 +101,7 @@ RANGES: dict[Accelerator, Range] = {
 
 def device_cases(
     accelerator: Accelerator, precision: Precision, memory_bytes: int = 64 * GIBI
-) -> list[Case]:
+) -> list[BenchmarkCase]:
     """Return what is measured on one device, in the order to measure it.
 
     Args:
@@ -106,30 +111,40 @@ def device_cases(
     """
     span = RANGES[accelerator]
     groups = (
-        [Case(Group.LAUNCH, "add", precision, (LAUNCH_ELEMENTS,))],
+        [BenchmarkCase(CaseGroup.LAUNCH, "add", precision, (LAUNCH_ELEMENTS,))],
         _products(span, precision),
-        [Case(Group.GEMM, "forward", precision, (*each, 1)) for each in span.odd_products],
-        [Case(Group.GEMM, "batched", precision, each) for each in span.batched_products],
+        [
+            BenchmarkCase(CaseGroup.GEMM, "forward", precision, (*each, 1))
+            for each in span.odd_products
+        ],
+        [
+            BenchmarkCase(CaseGroup.GEMM, "batched", precision, each)
+            for each in span.batched_products
+        ],
         _memory_bound(span, precision),
         *(
-            [Case(Group.ATTENTION, op, precision, shape) for shape in span.attention]
+            [BenchmarkCase(CaseGroup.ATTENTION, op, precision, shape) for shape in span.attention]
             for op in (span.attention_ops if precision is not span.without_attention else ())
         ),
         [
-            Case(Group.OPTIMIZER, op, Precision.FP32, (count,))
+            BenchmarkCase(CaseGroup.OPTIMIZER, op, Precision.FP32, (count,))
             for count in span.parameters
             for op in ("adamw fused", "adamw foreach")
         ],
-        [Case(Group.COPY, op, precision, (size,)) for size in span.copies for op in span.copy_ops],
+        [
+            BenchmarkCase(CaseGroup.COPY, op, precision, (size,))
+            for size in span.copies
+            for op in span.copy_ops
+        ],
     )
     limit_bytes = memory_bytes // MEMORY_SHARE
-    fitting = [[case for case in group if held_bytes(case) <= limit_bytes] for group in groups]
-    return merged([covering(sorted(group, key=_weight)) for group in fitting])
+    fitting = [[case for case in group if tensor_bytes(case) <= limit_bytes] for group in groups]
+    return evenly_mixed([covering(sorted(group, key=_weight)) for group in fitting])
 
 
-def _products(span: Range, precision: Precision) -> list[Case]:
+def _products(span: Range, precision: Precision) -> list[BenchmarkCase]:
     cases = [
-        Case(Group.GEMM, op, precision, sizes)
+        BenchmarkCase(CaseGroup.GEMM, op, precision, sizes)
         for rows in span.rows
         for outputs in span.widths
         for inputs in span.widths
@@ -142,30 +157,32 @@ def _products(span: Range, precision: Precision) -> list[Case]:
     return [case for case in dict.fromkeys(cases) if case.flops <= span.max_flops]
 
 
-def _memory_bound(span: Range, precision: Precision) -> list[Case]:
+def _memory_bound(span: Range, precision: Precision) -> list[BenchmarkCase]:
     return [
-        Case(Group.MEMORY, op, precision, shape) for shape in span.memory for op in VALUES_MOVED
+        BenchmarkCase(CaseGroup.MEMORY, op, precision, shape)
+        for shape in span.memory
+        for op in VALUES_MOVED
     ]
 
 
-def _weight(case: Case) -> tuple[float, str, tuple[int, ...]]:
+def _weight(case: BenchmarkCase) -> tuple[float, str, tuple[int, ...]]:
     return case.work, case.op, case.sizes
 
 
-def held_bytes(case: Case) -> int:
+def tensor_bytes(case: BenchmarkCase) -> int:
     """Return about what the tensors of *case* take."""
     operator = case.operator
     if isinstance(operator, Gemm):
         return operator.num_elements * case.precision.num_bytes
-    if case.group is Group.ATTENTION:
+    if case.group is CaseGroup.ATTENTION:
         heads, seq_len, head_dim = case.sizes
         return 10 * heads * seq_len * head_dim * case.precision.num_bytes
-    if case.group is Group.OPTIMIZER:
+    if case.group is CaseGroup.OPTIMIZER:
         return OPTIMIZER_TENSORS * FP32_BYTES * case.sizes[0]
     return 2 * case.size_bytes
 
 
-def collective_cases(num_ranks: int) -> list[Case]:
+def collective_cases(num_ranks: int) -> list[BenchmarkCase]:
     """Return the collectives of *num_ranks* processes and of powers of two below.
 
     Messages go between two ranks.  Buffers are whole numbers of fp32 elements a rank.
@@ -176,7 +193,7 @@ def collective_cases(num_ranks: int) -> list[Case]:
     members = sorted({num_ranks, *(2**power for power in range(1, num_ranks.bit_length()))})
     groups = [
         [
-            Case(Group.COLLECTIVE, op, Precision.FP32, (_whole(size, count), count))
+            BenchmarkCase(CaseGroup.COLLECTIVE, op, Precision.FP32, (_whole(size, count), count))
             for size in COLLECTIVE_SIZES
         ]
         for count in members
@@ -184,7 +201,7 @@ def collective_cases(num_ranks: int) -> list[Case]:
         for op in MEASURED_OPS
         if op is not CollectiveOp.P2P or count == 2
     ]
-    return merged([covering(group) for group in groups])
+    return evenly_mixed([covering(group) for group in groups])
 
 
 def _whole(size_bytes: int, num_ranks: int) -> int:
@@ -205,10 +222,10 @@ def covering(items: Sequence[T]) -> list[T]:
     return [items[index] for index in reversed_bits if index < len(items)]
 
 
-def merged(groups: Sequence[Sequence[T]]) -> list[T]:
+def evenly_mixed(groups: Sequence[Sequence[T]]) -> list[T]:
     """Return one list of all groups in which each group is spread evenly.
 
-    >>> merged([["a", "b"], [1, 2, 3, 4]])
+    >>> evenly_mixed([["a", "b"], [1, 2, 3, 4]])
     ['a', 1, 2, 'b', 3, 4]
     """
     placed = [
@@ -219,21 +236,23 @@ def merged(groups: Sequence[Sequence[T]]) -> list[T]:
     return [item for _, _, item in sorted(placed, key=lambda each: each[:2])]
 
 
-def in_chunks(cases: Sequence[Case], *, most: int, limit_bytes: int) -> list[list[Case]]:
-    """Return *cases* in chunks whose tensors are alive together.
+def in_batches(
+    cases: Sequence[BenchmarkCase], *, most: int, limit_bytes: int
+) -> list[list[BenchmarkCase]]:
+    """Return *cases* in batches whose tensors are alive together.
 
     Args:
         cases: In the order to measure them.
-        most: Cases of a chunk.
-        limit_bytes: What the tensors of a chunk may take; a larger case stands alone.
+        most: Cases of a batch.
+        limit_bytes: What the tensors of a batch may take; a larger case stands alone.
     """
-    chunks: list[list[Case]] = []
+    batches: list[list[BenchmarkCase]] = []
     held = 0
     for case in cases:
-        needed = held_bytes(case)
-        if not chunks or len(chunks[-1]) == most or held + needed > limit_bytes:
-            chunks.append([])
+        needed = tensor_bytes(case)
+        if not batches or len(batches[-1]) == most or held + needed > limit_bytes:
+            batches.append([])
             held = 0
-        chunks[-1].append(case)
+        batches[-1].append(case)
         held += needed
-    return chunks
+    return batches

@@ -10,7 +10,7 @@ from meshwright.hwprofiles import Precision
 from meshwright.hwprofiles.names import shown_path
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.machine import Machine, machine_of
-from meshwright.validate.calibration.rows.rows import SIZE_NAMES, Case, Group, Row
+from meshwright.validate.calibration.rows.rows import SIZE_NAMES, BenchmarkCase, CaseGroup, Row
 
 FILE_NAME = "measurements.csv"
 TITLE = "# meshwright calibrate: seconds of one call, median and quartiles"
@@ -81,7 +81,7 @@ class RowFile:
         self.rows += added
 
     @property
-    def cases(self) -> set[Case]:
+    def cases(self) -> set[BenchmarkCase]:
         """The cases that are measured."""
         return {row.case for row in self.rows}
 
@@ -107,9 +107,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _read(cells: dict[str, str]) -> Row:
-    group = Group(cells["group"])
+    group = CaseGroup(cells["group"])
     sizes = dict(each.split("=") for each in cells["shape"].split())
-    case = Case(
+    case = BenchmarkCase(
         group,
         cells["op"],
         Precision(cells["precision"]),

@@ -15,7 +15,7 @@ MASK_BYTES = {"dropout": 1}
 LAUNCH_ELEMENTS = 1
 
 
-class Group(StrEnum):
+class CaseGroup(StrEnum):
     """Kinds of micro-benchmark."""
 
     GEMM = "gemm"
@@ -27,23 +27,23 @@ class Group(StrEnum):
     COLLECTIVE = "collective"
 
 
-SIZE_NAMES: dict[Group, tuple[str, ...]] = {
-    Group.GEMM: ("m", "n", "k", "batch"),
-    Group.ATTENTION: ("batch_heads", "seq_len", "head_dim"),
-    Group.MEMORY: ("num_rows", "width"),
-    Group.OPTIMIZER: ("num_parameters",),
-    Group.COPY: ("size_bytes",),
-    Group.LAUNCH: ("num_elements",),
-    Group.COLLECTIVE: ("size_bytes", "num_ranks"),
+SIZE_NAMES: dict[CaseGroup, tuple[str, ...]] = {
+    CaseGroup.GEMM: ("m", "n", "k", "batch"),
+    CaseGroup.ATTENTION: ("batch_heads", "seq_len", "head_dim"),
+    CaseGroup.MEMORY: ("num_rows", "width"),
+    CaseGroup.OPTIMIZER: ("num_parameters",),
+    CaseGroup.COPY: ("size_bytes",),
+    CaseGroup.LAUNCH: ("num_elements",),
+    CaseGroup.COLLECTIVE: ("size_bytes", "num_ranks"),
 }
 DeviceOperator = Gemm | FlashAttention | MemoryBound
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchmarkCase:
     """One thing to time; *sizes* in the order of `SIZE_NAMES`."""
 
-    group: Group
+    group: CaseGroup
     op: str
     precision: Precision
     sizes: tuple[int, ...]
@@ -52,7 +52,7 @@ class Case:
     def shape(self) -> str:
         """The sizes with their names.
 
-        >>> Case(Group.COLLECTIVE, "all_reduce", Precision.FP32, (1024, 2)).shape
+        >>> BenchmarkCase(CaseGroup.COLLECTIVE, "all_reduce", Precision.FP32, (1024, 2)).shape
         'size_bytes=1024 num_ranks=2'
         """
         names = SIZE_NAMES[self.group]
@@ -62,20 +62,20 @@ class Case:
     def operator(self) -> DeviceOperator | None:
         """The simulator's operator, where its cost model knows one."""
         match self.group:
-            case Group.GEMM:
+            case CaseGroup.GEMM:
                 m, n, k, batch = self.sizes
                 return Gemm(self.op, m=m, n=n, k=k, batch=batch)
-            case Group.ATTENTION:
+            case CaseGroup.ATTENTION:
                 heads, seq_len, head_dim = self.sizes
                 backward = self.op.startswith("backward")
                 return FlashAttention(self.op, heads, seq_len, head_dim, backward=backward)
-            case Group.MEMORY:
+            case CaseGroup.MEMORY:
                 elements = self.sizes[0] * self.sizes[1]
                 each = VALUES_MOVED[self.op] * self.precision.num_bytes + MASK_BYTES.get(self.op, 0)
                 return MemoryBound(self.op, elements * each)
-            case Group.OPTIMIZER if self.op == "adamw fused":
+            case CaseGroup.OPTIMIZER if self.op == "adamw fused":
                 return MemoryBound(self.op, ADAMW_BYTES_PER_PARAMETER * self.sizes[0])
-            case Group.COPY if self.op == "on device":
+            case CaseGroup.COPY if self.op == "on device":
                 return MemoryBound(self.op, 2 * self.sizes[0])
             case _:
                 return None
@@ -94,28 +94,28 @@ class Case:
         operator = self.operator
         if isinstance(operator, MemoryBound):
             return operator.size_bytes
-        if self.group is Group.OPTIMIZER:
+        if self.group is CaseGroup.OPTIMIZER:
             return ADAMW_BYTES_PER_PARAMETER * self.sizes[0]
-        return self.sizes[0] if self.group in {Group.COPY, Group.COLLECTIVE} else 0
+        return self.sizes[0] if self.group in {CaseGroup.COPY, CaseGroup.COLLECTIVE} else 0
 
     @property
     def work(self) -> float:
         """What a rate of the case counts: FLOPs, bytes, or bytes on the bus; 0 of a launch."""
-        if self.group is Group.COLLECTIVE:
+        if self.group is CaseGroup.COLLECTIVE:
             return self.size_bytes * bus_factor(CollectiveOp(self.op), self.sizes[1])
         return self.flops or self.size_bytes
 
 
-def collective(op: str, size_bytes: int, num_ranks: int) -> Case:
+def collective(op: str, size_bytes: int, num_ranks: int) -> BenchmarkCase:
     """Return a collective of fp32 elements as a case."""
-    return Case(Group.COLLECTIVE, op, Precision.FP32, (size_bytes, num_ranks))
+    return BenchmarkCase(CaseGroup.COLLECTIVE, op, Precision.FP32, (size_bytes, num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A case and its time: median and quartiles of the repeats, seconds of one call."""
 
-    case: Case
+    case: BenchmarkCase
     median_s: float
     quartile_1_s: float
     quartile_3_s: float
@@ -127,10 +127,10 @@ class Row:
         return self.case.work / self.median_s
 
 
-def summarised(case: Case, times_s: list[float]) -> Row:
+def summarised(case: BenchmarkCase, times_s: list[float]) -> Row:
     """Return the row of a case's repeats.
 
-    >>> case = Case(Group.LAUNCH, "add", Precision.FP32, (1,))
+    >>> case = BenchmarkCase(CaseGroup.LAUNCH, "add", Precision.FP32, (1,))
     >>> row = summarised(case, [3.0, 1.0, 2.0, 5.0, 4.0])
     >>> row.quartile_1_s, row.median_s, row.quartile_3_s
     (2.0, 3.0, 4.0)

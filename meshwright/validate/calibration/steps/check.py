@@ -27,7 +27,13 @@ from meshwright.planner.plan_file import SavedPlan, plan_document
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
 from meshwright.simulator.model_spec import parse_model
 from meshwright.validate.calibration.steps.clock import read_steps
-from meshwright.validate.calibration.steps.table import Line, Step, markdown, step_of, write_lines
+from meshwright.validate.calibration.steps.table import (
+    MeasuredStep,
+    StepComparison,
+    markdown,
+    measured_step,
+    write_comparisons,
+)
 from meshwright.validate.launch import RunSpec, run_local
 from meshwright.validate.programs import check_program
 
@@ -122,7 +128,7 @@ def saved_plan(shape: Shape, cluster: Cluster, stack: StackProfile, num_ranks: i
 
 def measured_steps(
     plans: Sequence[SavedPlan], folder: Path, *, num_rounds: int, num_steps: int
-) -> list[list[Step]]:
+) -> list[list[MeasuredStep]]:
     """Return the steps of each plan.
 
     Args:
@@ -150,9 +156,9 @@ def measured_steps(
     if outcome.failure is not None:
         raise PlanError(outcome.failure.report())
     of_ranks = [read_steps(spec.results, rank) for rank in range(num_ranks)]
-    found: list[list[Step]] = [[] for _ in plans]
+    found: list[list[MeasuredStep]] = [[] for _ in plans]
     for records in zip(*of_ranks, strict=True):
-        found[records[0].plan % len(plans)].append(step_of(records, os.cpu_count() or 1))
+        found[records[0].plan % len(plans)].append(measured_step(records, os.cpu_count() or 1))
     return found
 
 
@@ -165,7 +171,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (PlanError, ProfileError) as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_MISTAKE
-    write_lines(lines, folder / TABLE)
+    write_comparisons(lines, folder / TABLE)
     sys.stdout.write(markdown(lines))
     return 0
 
@@ -182,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines(chosen: argparse.Namespace, folder: Path) -> list[Line]:
+def _lines(chosen: argparse.Namespace, folder: Path) -> list[StepComparison]:
     for name, most in MOST.items():
         value, fewest = getattr(chosen, name), 2 if name == "ranks" else 1
         if not fewest <= value <= most:
@@ -201,7 +207,7 @@ def _lines(chosen: argparse.Namespace, folder: Path) -> list[Line]:
     folder.mkdir(parents=True, exist_ok=True)
     found = measured_steps(plans, folder, num_rounds=chosen.rounds, num_steps=chosen.steps)
     lines = [
-        Line(stack.name, str(shape), time_s, tuple(steps))
+        StepComparison(stack.name, str(shape), time_s, tuple(steps))
         for (shape, stack), time_s, steps in zip(pairs, times_s, found, strict=True)
     ]
     return sorted(lines, key=lambda line: line.stack)

@@ -25,7 +25,7 @@ HEADS = (
 )
 
 
-class Spread(NamedTuple):
+class Quartiles(NamedTuple):
     """Quartiles of some times, in seconds."""
 
     quartile_1_s: float
@@ -35,25 +35,25 @@ class Spread(NamedTuple):
     def __str__(self) -> str:
         """Return median and quartiles in milliseconds.
 
-        >>> str(Spread(0.1, 0.12, 0.14))
+        >>> str(Quartiles(0.1, 0.12, 0.14))
         '120 ms (100 to 140)'
         """
         low, middle, high = (each * KILO for each in self)
         return f"{middle:.0f} ms ({low:.0f} to {high:.0f})"
 
 
-def spread_of(times_s: Sequence[float]) -> Spread | None:
+def quartiles_of(times_s: Sequence[float]) -> Quartiles | None:
     """Return the spread of *times_s*, or None of nothing.
 
-    >>> spread_of([4.0, 1.0, 2.0, 3.0, 5.0])
-    Spread(quartile_1_s=2.0, median_s=3.0, quartile_3_s=4.0)
+    >>> quartiles_of([4.0, 1.0, 2.0, 3.0, 5.0])
+    Quartiles(quartile_1_s=2.0, median_s=3.0, quartile_3_s=4.0)
     """
     if len(times_s) < 2:
-        return Spread(*(times_s[0],) * 3) if times_s else None
-    return Spread(*quantiles(times_s, n=4, method="inclusive"))
+        return Quartiles(*(times_s[0],) * 3) if times_s else None
+    return Quartiles(*quantiles(times_s, n=4, method="inclusive"))
 
 
-class Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     """One step of all ranks.
 
     Args:
@@ -67,48 +67,48 @@ class Step(NamedTuple):
     others_fraction: float | None
 
 
-def step_of(records: Sequence[StepRecord], num_cores: int) -> Step:
+def measured_step(records: Sequence[StepRecord], num_cores: int) -> MeasuredStep:
     """Return what the ranks' *records* of one step say together.
 
-    >>> step_of([StepRecord(0, 1.0, 0.9, 1.95), StepRecord(0, 0.9, 0.8, 1.95)], 2)
-    Step(wall_s=1.0, processor_s=0.9, others_fraction=0.125)
+    >>> measured_step([StepRecord(0, 1.0, 0.9, 1.95), StepRecord(0, 0.9, 0.8, 1.95)], 2)
+    MeasuredStep(wall_s=1.0, processor_s=0.9, others_fraction=0.125)
     """
     wall_s = max(record.wall_s for record in records)
     own_s = sum(record.processor_s for record in records)
     busy_s = records[0].machine_s
     others = None if busy_s is None else round(max(0.0, busy_s - own_s) / num_cores / wall_s, 4)
-    return Step(wall_s, max(record.processor_s for record in records), others)
+    return MeasuredStep(wall_s, max(record.processor_s for record in records), others)
 
 
-class Line(NamedTuple):
+class StepComparison(NamedTuple):
     """A shape on a stack: its prediction and its steps."""
 
     stack: str
     shape: str
     predicted_s: float
-    steps: tuple[Step, ...]
+    steps: tuple[MeasuredStep, ...]
 
     @property
-    def processor(self) -> Spread | None:
+    def processor(self) -> Quartiles | None:
         """Processor time of the rank that took most."""
-        return spread_of([step.processor_s for step in self.steps])
+        return quartiles_of([step.processor_s for step in self.steps])
 
     @property
-    def wall(self) -> Spread | None:
+    def wall(self) -> Quartiles | None:
         """Wall time of all steps."""
-        return spread_of([step.wall_s for step in self.steps])
+        return quartiles_of([step.wall_s for step in self.steps])
 
     @property
-    def quiet(self) -> Spread | None:
+    def quiet(self) -> Quartiles | None:
         """Wall time of the steps in which other programs took little of the machine."""
-        return spread_of([step.wall_s for step in self._quiet_steps()])
+        return quartiles_of([step.wall_s for step in self._quiet_steps()])
 
     @property
     def num_quiet(self) -> int:
         """How many of those."""
         return len(self._quiet_steps())
 
-    def _quiet_steps(self) -> list[Step]:
+    def _quiet_steps(self) -> list[MeasuredStep]:
         return [
             step
             for step in self.steps
@@ -116,7 +116,7 @@ class Line(NamedTuple):
         ]
 
 
-def write_lines(lines: Sequence[Line], path: Path) -> None:
+def write_comparisons(lines: Sequence[StepComparison], path: Path) -> None:
     """Write the table as CSV; no quiet step leaves its columns empty."""
     with path.open("w", encoding="ascii", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
@@ -131,13 +131,13 @@ def write_lines(lines: Sequence[Line], path: Path) -> None:
             writer.writerow((*head, line.num_quiet, *times))
 
 
-def markdown(lines: Sequence[Line]) -> str:
+def markdown(lines: Sequence[StepComparison]) -> str:
     """Return the table for a document."""
     rows = [HEADS, ("---",) * len(HEADS), *map(_cells, lines)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: StepComparison) -> tuple[str, ...]:
     return (
         *(line.stack, line.shape, f"{line.predicted_s * KILO:.0f} ms"),
         *(_shown(line.processor), _error(line.predicted_s, line.processor)),
@@ -147,9 +147,9 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def _shown(spread: Spread | None) -> str:
+def _shown(spread: Quartiles | None) -> str:
     return "-" if spread is None else str(spread)
 
 
-def _error(predicted_s: float, spread: Spread | None) -> str:
+def _error(predicted_s: float, spread: Quartiles | None) -> str:
     return "-" if spread is None else f"{predicted_s / spread.median_s - 1:+.1%}"

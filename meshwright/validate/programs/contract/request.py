@@ -59,7 +59,7 @@ class RankProgram(Protocol):
             empty elsewhere.
         """
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield tensors that live between and through steps: weights, gradients, states."""
 
 

@@ -5,7 +5,7 @@ in Megatron-Core, Transformer Engine, FlashAttention or code from torch.compile.
 implementations are written for correctness; memory and FLOPs are those of the kernel.
 """
 
-from meshwright.validate.programs.fused.attention import FlashAttention, flash_attention
+from meshwright.validate.programs.fused.attention import FusedAttention, flash_attention
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 from meshwright.validate.programs.fused.norms import RmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
@@ -19,7 +19,7 @@ __all__ = [
     "BiasDropoutAdd",
     "CausalSoftmax",
     "Context",
-    "FlashAttention",
+    "FusedAttention",
     "PackedSwiglu",
     "RmsNorm",
     "Rotary",

@@ -65,8 +65,8 @@ def flash_attention_backward(
         causal: As in `flash_attention`.
     """
     query, key, value, out = (_to_heads_first(each, seq_dim) for each in saved[:4])
-    seen = Attended(query, key, value, out, saved[4])
-    gradients = attention_backward(_to_heads_first(gradient, seq_dim), seen, causal=causal)
+    attended = Attended(query, key, value, out, saved[4])
+    gradients = attention_backward(_to_heads_first(gradient, seq_dim), attended, causal=causal)
     first, second, third = (
         _from_heads_first(each, seq_dim).to(gradient.dtype) for each in gradients
     )
@@ -107,7 +107,7 @@ def _flash_backward_flops(
     return _flash_flops(saved[0], saved[1], saved[2], seq_dim) * 5 // 2
 
 
-class FlashAttention(AutogradFunction):
+class FusedAttention(AutogradFunction):
     """Attention that keeps its inputs, its output and one number a row of scores."""
 
     @staticmethod

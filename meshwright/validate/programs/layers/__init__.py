@@ -1,10 +1,15 @@
 """The layers of a transformer, made of the parts of a stack."""
 
-from meshwright.validate.programs.layers.transformer import Layer, LayerOptions, ResidualAdd, Stage
+from meshwright.validate.programs.layers.transformer import (
+    LayerOptions,
+    ResidualAdd,
+    TransformerLayer,
+    VirtualStage,
+)
 
 __all__ = [
-    "Layer",
     "LayerOptions",
     "ResidualAdd",
-    "Stage",
+    "TransformerLayer",
+    "VirtualStage",
 ]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.fused import CausalSoftmax, FlashAttention, Rotary, Swiglu
+from meshwright.validate.programs.fused import CausalSoftmax, FusedAttention, Rotary, Swiglu
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
@@ -82,7 +82,7 @@ class AttentionCore(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``[.., .., heads, width]`` laid out as *query*."""
         if self.flash:
-            out: Tensor = FlashAttention.apply(query, key, value, self.seq_dim, self.causal)
+            out: Tensor = FusedAttention.apply(query, key, value, self.seq_dim, self.causal)
             return out
         heads = query.shape[2]
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
@@ -185,7 +185,7 @@ class Mlp(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """One transformer layer with its norms before attention and MLP."""
 
     def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
@@ -212,7 +212,7 @@ class Layer(nn.Module):
         return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
 
 
-class Stage(nn.Module):
+class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
 
     Args:
@@ -234,7 +234,9 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = parts.embedding(model) if has_embedding else None
-        self.layers = nn.ModuleDict({str(index): Layer(model, options, parts) for index in layers})
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerLayer(model, options, parts) for index in layers}
+        )
         self.head = parts.head(model) if has_head else None
         self.recomputes = options.recompute is Recompute.FULL
 

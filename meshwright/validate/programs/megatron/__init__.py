@@ -8,14 +8,14 @@ from meshwright.validate.programs.megatron.program import (
     check_megatron,
     default_dtype,
 )
-from meshwright.validate.programs.megatron.tensor_parallel import TensorGroup
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 from meshwright.validate.programs.megatron.weights import fill_weights
 
 __all__ = [
     "DTYPES",
     "MegatronParts",
     "MegatronProgram",
-    "TensorGroup",
+    "TensorParallelGroup",
     "check_megatron",
     "default_dtype",
     "fill_weights",

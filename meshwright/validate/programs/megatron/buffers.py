@@ -1,4 +1,4 @@
-"""Contiguous weights and gradients of a model chunk, cut into buckets, as Megatron-Core has them.
+"""Contiguous weights and gradients of a virtual stage, cut into buckets, as Megatron-Core has them.
 
 Weights lie in the buffers in reverse order of the model, so that backward fills them from the
 front; a bucket is closed once it holds the stack's bucket size (`param_and_grad_buffer.py` of
@@ -18,14 +18,14 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.gradient_buckets import bucket_limit
 from meshwright.validate.programs.fused import accumulate_weight_gradient
 from meshwright.validate.programs.megatron.tensor_parallel import (
-    TensorGroup,
+    TensorParallelGroup,
     all_gather,
     reduce_scatter,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaGroup:
+class DataParallelGroup:
     """The data-parallel ranks of a rank; ``group`` is None where there is only one."""
 
     group: dist.ProcessGroup | None
@@ -34,7 +34,7 @@ class ReplicaGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Held:
+class BucketEntry:
     """A weight, where it lies in its bucket, and whether other tensor ranks hold it, too."""
 
     parameter: nn.Parameter
@@ -44,18 +44,18 @@ class Held:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Bucket:
-    """Some weights of a chunk: their values, gradients, and who is still without one."""
+class ParameterBucket:
+    """Some weights of a virtual stage: their values, gradients, and who is still without one."""
 
     weights: Tensor
     gradients: Tensor
-    held: tuple[Held, ...]
+    entries: tuple[BucketEntry, ...]
     waiting: set[nn.Parameter] = field(default_factory=set)
 
-    def shard(self, replicas: ReplicaGroup) -> slice:
+    def shard(self, dp: DataParallelGroup) -> slice:
         """Return the part of the bucket that this rank updates."""
-        size = self.weights.numel() // replicas.size
-        return slice(replicas.rank * size, (replicas.rank + 1) * size)
+        size = self.weights.numel() // dp.size
+        return slice(dp.rank * size, (dp.rank + 1) * size)
 
 
 class BucketRule(NamedTuple):
@@ -68,14 +68,14 @@ class BucketRule(NamedTuple):
     def of(
         cls, stack: StackProfile, dp: int, *, is_first: bool, far_table: nn.Parameter | None
     ) -> "BucketRule":
-        """Return the rule of a chunk.
+        """Return the rule of a virtual stage.
 
         Args:
             stack: Whose rule.
             dp: Data-parallel ranks.
-            is_first: Whether the chunk is the model's first.
+            is_first: Whether it is the model's first.
             far_table: A table whose other copy is on another stage. It has a bucket of its own,
-                so that the same replica owns the same part of both copies.
+                so that the same data-parallel rank owns the same part of both.
         """
         if not stack.overlap_gradient_reduce:
             return cls(sys.maxsize, None)
@@ -83,13 +83,13 @@ class BucketRule(NamedTuple):
         return cls(sys.maxsize if in_one else bucket_limit(stack, dp), far_table)
 
 
-class ChunkBuffers:
-    """All weights of one model chunk in buckets; the sink of its products.
+class StageBuffers:
+    """All weights of one virtual stage in buckets; the sink of its products.
 
     Args:
         module: Whose weights; they become views of the buffers.
         stack: Bucket size, gradient width, fusion and overlap.
-        replicas: Over whom gradients are reduced.
+        dp: Over whom gradients are reduced.
         shards: Whether each rank keeps a part alone (the distributed optimizer).
         is_duplicate: Which weights another rank counts in the gradient norm.
         rule: Where its buckets end.
@@ -99,32 +99,32 @@ class ChunkBuffers:
         self,
         module: nn.Module,
         stack: StackProfile,
-        replicas: ReplicaGroup,
+        dp: DataParallelGroup,
         *,
         shards: bool,
         is_duplicate: Callable[[nn.Parameter], bool],
         rule: BucketRule,
     ) -> None:
-        self.stack, self.replicas, self.shards = stack, replicas, shards
+        self.stack, self.dp, self.shards = stack, dp, shards
         self.last_pass = False
         parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
         groups = _bucketed(parameters, rule)
         self.buckets = [self._bucket(group, is_duplicate) for group in groups]
         self._places = {
-            held.parameter: (bucket, held) for bucket in self.buckets for held in bucket.held
+            entry.parameter: (bucket, entry) for bucket in self.buckets for entry in bucket.entries
         }
         self.shared: set[nn.Parameter] = set()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether *parameter* is one of this chunk."""
+        """Return whether *parameter* is one of this virtual stage."""
         return parameter in self._places
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of *parameter*, a view of its bucket."""
-        bucket, held = self._places[parameter]
-        return bucket.gradients[held.start : held.end].view(parameter.shape)
+        bucket, entry = self._places[parameter]
+        return bucket.gradients[entry.start : entry.end].view(parameter.shape)
 
     def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
         """Add ``gradient^T inputs`` to the gradient of *weight*, or return it if not fused."""
@@ -140,7 +140,7 @@ class ChunkBuffers:
         """Forget the gradients of the step before."""
         for bucket in self.buckets:
             bucket.gradients.zero_()
-            bucket.waiting = {held.parameter for held in bucket.held}
+            bucket.waiting = {entry.parameter for entry in bucket.entries}
 
     def finish(self) -> None:
         """Reduce what did not go out under the last backward pass."""
@@ -150,38 +150,38 @@ class ChunkBuffers:
 
     def gather(self) -> None:
         """Give every rank the weights that the others have updated."""
-        if not self.shards or self.replicas.size == 1:
+        if not self.shards or self.dp.size == 1:
             return
         for bucket in self.buckets:
-            own = bucket.weights[bucket.shard(self.replicas)]
-            all_gather(bucket.weights, own, self.replicas.group)
+            own = bucket.weights[bucket.shard(self.dp)]
+            all_gather(bucket.weights, own, self.dp.group)
 
     def _bucket(
         self, parameters: Sequence[nn.Parameter], is_duplicate: Callable[[nn.Parameter], bool]
-    ) -> Bucket:
-        held, start = [], 0
+    ) -> ParameterBucket:
+        entries, start = [], 0
         for parameter in parameters:
             end = start + parameter.numel()
-            held.append(
-                Held(
+            entries.append(
+                BucketEntry(
                     parameter=parameter, start=start, end=end, is_duplicate=is_duplicate(parameter)
                 )
             )
             start = end
-        parts = self.replicas.size if self.shards else 1
+        parts = self.dp.size if self.shards else 1
         size = -(-start // parts) * parts
         first = parameters[0]
         fp32 = first.dtype is torch.float32
         dtype = torch.float32 if fp32 else _float_of(self.stack.gradient_bytes, first.dtype)
         weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        for each in held:
+        for each in entries:
             view = weights[each.start : each.end].view(each.parameter.shape)
             view.copy_(each.parameter.data)
             each.parameter.data = view
-        return Bucket(
+        return ParameterBucket(
             weights=weights,
             gradients=torch.zeros(size, dtype=dtype, device=first.device),
-            held=tuple(held),
+            entries=tuple(entries),
         )
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -201,16 +201,16 @@ class ChunkBuffers:
         if not bucket.waiting:
             self._reduce(bucket)
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Average a bucket over the replicas; with shards, the own part alone."""
-        if self.replicas.size == 1:
+    def _reduce(self, bucket: ParameterBucket) -> None:
+        """Average a bucket over data-parallel ranks; with shards, the own part alone."""
+        if self.dp.size == 1:
             return
-        gradients = bucket.gradients.mul_(1 / self.replicas.size)
+        gradients = bucket.gradients.mul_(1 / self.dp.size)
         if self.shards:
-            own = gradients[bucket.shard(self.replicas)]
-            reduce_scatter(own, gradients, self.replicas.group)
+            own = gradients[bucket.shard(self.dp)]
+            reduce_scatter(own, gradients, self.dp.group)
         else:
-            dist.all_reduce(gradients, group=self.replicas.group)
+            dist.all_reduce(gradients, group=self.dp.group)
 
 
 def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
@@ -230,16 +230,17 @@ def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list
     return buckets
 
 
-def sum_replicated(
-    chunks: Sequence[ChunkBuffers], replicated: Sequence[nn.Parameter], tp: TensorGroup
+def sum_unsplit_weights(
+    buffers: Sequence[StageBuffers], unsplit: Sequence[nn.Parameter], tp: TensorParallelGroup
 ) -> None:
-    """Sum the gradients of weights that saw only a rank's own tokens, in one all-reduce.
+    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens.
 
-    With sequence parallelism norms and the biases of row layers are such weights.
+    With sequence parallelism norms and the biases of row layers are such weights: each tensor
+    rank holds them whole.
     """
-    if not (tp.splits_tokens and replicated):
+    if not (tp.splits_tokens and unsplit):
         return
-    views = [gradient_view(chunks, parameter) for parameter in replicated]
+    views = [gradient_view(buffers, parameter) for parameter in unsplit]
     flat = torch.cat([view.flatten() for view in views])
     tp.sum(flat)
     for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
@@ -247,12 +248,12 @@ def sum_replicated(
 
 
 def sum_tied_table(
-    chunks: Sequence[ChunkBuffers], table: nn.Parameter, ends: dist.ProcessGroup
+    buffers: Sequence[StageBuffers], table: nn.Parameter, ends: dist.ProcessGroup
 ) -> None:
     """Sum the gradients of a table that first and last stage both hold."""
-    dist.all_reduce(gradient_view(chunks, table), group=ends)
+    dist.all_reduce(gradient_view(buffers, table), group=ends)
 
 
-def gradient_view(chunks: Sequence[ChunkBuffers], parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of *parameter* in whichever chunk has it."""
-    return next(chunk.gradient_of(parameter) for chunk in chunks if chunk.holds(parameter))
+def gradient_view(buffers: Sequence[StageBuffers], parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of *parameter* in whichever buffers have it."""
+    return next(each.gradient_of(parameter) for each in buffers if each.holds(parameter))

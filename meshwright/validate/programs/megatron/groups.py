@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.simulator import ParallelPlan
-from meshwright.validate.programs.megatron.buffers import ReplicaGroup
-from meshwright.validate.programs.megatron.mail import Neighbours
-from meshwright.validate.programs.megatron.tensor_parallel import TensorGroup
+from meshwright.validate.programs.megatron.buffers import DataParallelGroup
+from meshwright.validate.programs.megatron.messages import Neighbours
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class MegatronGroups:
 
     Args:
         tp: Tensor-parallel ranks.
-        replicas: Data-parallel ranks.
+        dp: Data-parallel ranks.
         pipeline: Pipeline ranks.
         ends: First and last pipeline rank, on these; None elsewhere.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
@@ -26,8 +26,8 @@ class MegatronGroups:
         names: Axis of each group, by its ranks.
     """
 
-    tp: TensorGroup
-    replicas: ReplicaGroup
+    tp: TensorParallelGroup
+    dp: DataParallelGroup
     pipeline: Neighbours
     ends: dist.ProcessGroup | None
     norm: dist.ProcessGroup | None
@@ -38,7 +38,7 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
     """Return the groups of *rank*; every rank must call this at the same time."""
     sizes = (plan.pp, plan.dp, plan.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    index, replica, shard = (int(mesh.get_local_rank(name)) for name in ("pp", "dp", "tp"))
+    index, dp_rank, tp_rank = (int(mesh.get_local_rank(name)) for name in ("pp", "dp", "tp"))
     stride = plan.dp * plan.tp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
@@ -58,8 +58,8 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
     for name, group in groups.items():
         names[tuple(dist.get_process_group_ranks(group))] = name
     return MegatronGroups(
-        tp=TensorGroup(groups["tp"], shard, plan.tp, plan.sequence_parallel),
-        replicas=ReplicaGroup(groups["dp"], replica, plan.dp),
+        tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
+        dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
         norm=norm,
@@ -73,8 +73,8 @@ def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
     if plan.zero_stage or plan.dp == 1:
         return [everyone]
     return [
-        tuple(rank for rank in everyone if rank // plan.tp % plan.dp == replica)
-        for replica in range(plan.dp)
+        tuple(rank for rank in everyone if rank // plan.tp % plan.dp == dp_rank)
+        for dp_rank in range(plan.dp)
     ]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.hwprofiles import MEBI
 from meshwright.validate.programs.fused import AutogradFunction, Context
-from meshwright.validate.programs.megatron.tensor_parallel import TensorGroup
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 NUM_STATISTICS = 3
 PART_BYTES = 64 * MEBI
@@ -24,7 +24,7 @@ class _EagerLoss(AutogradFunction):
         ctx: Context,
         logits: Tensor,
         targets: Tensor,
-        tp: TensorGroup,
+        tp: TensorParallelGroup,
     ) -> Tensor:
         maximum = tp.maximum(logits.max(dim=-1).values)
         shifted = logits - maximum.unsqueeze(-1)
@@ -44,7 +44,9 @@ class _EagerLoss(AutogradFunction):
         return probabilities.mul_(gradient / local.numel()), None, None
 
 
-def _local_targets(targets: Tensor, num_rows: int, tp: TensorGroup) -> tuple[Tensor, Tensor]:
+def _local_targets(
+    targets: Tensor, num_rows: int, tp: TensorParallelGroup
+) -> tuple[Tensor, Tensor]:
     """Return the targets counted from this rank's first row, and which lie outside its rows."""
     local = targets - tp.rank * num_rows
     outside = (local < 0) | (local >= num_rows)
@@ -120,7 +122,7 @@ class _FusedLoss(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorGroup) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
         own = logits.clone()
         local, outside = _local_targets(targets, own.shape[-1], tp)
         statistics = softmax_statistics(own, local, outside)
@@ -136,7 +138,9 @@ class _FusedLoss(AutogradFunction):
         return own.mul_(gradient / ctx.num_tokens), None, None
 
 
-def vocabulary_loss(logits: Tensor, targets: Tensor, tp: TensorGroup, *, fused: bool) -> Tensor:
+def vocabulary_loss(
+    logits: Tensor, targets: Tensor, tp: TensorParallelGroup, *, fused: bool
+) -> Tensor:
     """Return the mean loss of ``[tokens, batch, local rows]`` logits.
 
     Args:

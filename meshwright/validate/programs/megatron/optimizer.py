@@ -13,7 +13,7 @@ from meshwright.validate.programs.contract import (
     LEARNING_RATE,
     WEIGHT_DECAY,
 )
-from meshwright.validate.programs.megatron.buffers import Bucket, ChunkBuffers
+from meshwright.validate.programs.megatron.buffers import ParameterBucket, StageBuffers
 from meshwright.validate.ranks import ByteKind
 
 
@@ -21,14 +21,14 @@ class ShardedAdam:
     """The optimizer of one rank: its part of every bucket, or all of it.
 
     Args:
-        chunks: Buffers of the rank's model chunks.
+        buffers: Of the rank's virtual stages.
         norm: Ranks over which the gradient norm is summed; None where there is one.
     """
 
-    def __init__(self, chunks: Sequence[ChunkBuffers], norm: dist.ProcessGroup | None) -> None:
+    def __init__(self, buffers: Sequence[StageBuffers], norm: dist.ProcessGroup | None) -> None:
         self.norm = norm
-        self.shards = [(chunk, bucket) for chunk in chunks for bucket in chunk.buckets]
-        self.masters = [self._master(chunk, bucket) for chunk, bucket in self.shards]
+        self.shards = [(each, bucket) for each in buffers for bucket in each.buckets]
+        self.masters = [self._master(buffers, bucket) for buffers, bucket in self.shards]
         self.adam = torch.optim.AdamW(
             self.masters,
             lr=LEARNING_RATE,
@@ -50,15 +50,15 @@ class ShardedAdam:
             master.grad = gradient
         del gradients
         self.adam.step()
-        for master, (chunk, bucket) in zip(self.masters, self.shards, strict=True):
+        for master, (buffers, bucket) in zip(self.masters, self.shards, strict=True):
             master.grad = None
-            weights = bucket.weights[_own(chunk, bucket)]
+            weights = bucket.weights[_own(buffers, bucket)]
             if weights.dtype is not master.dtype:
                 weights.copy_(master.detach())
-        for chunk in dict.fromkeys(chunk for chunk, _ in self.shards):
-            chunk.gather()
+        for buffers in dict.fromkeys(buffers for buffers, _ in self.shards):
+            buffers.gather()
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield master copies and moments."""
         for master, (_, bucket) in zip(self.masters, self.shards, strict=True):
             if master.dtype is not bucket.weights.dtype:
@@ -68,18 +68,18 @@ class ShardedAdam:
                     yield state, ByteKind.OPTIMIZER
 
     def _gradients(self) -> list[Tensor]:
-        return [bucket.gradients[_own(chunk, bucket)] for chunk, bucket in self.shards]
+        return [bucket.gradients[_own(buffers, bucket)] for buffers, bucket in self.shards]
 
-    def _master(self, chunk: ChunkBuffers, bucket: Bucket) -> Tensor:
+    def _master(self, buffers: StageBuffers, bucket: ParameterBucket) -> Tensor:
         """Return what the optimizer updates: an fp32 copy, or the weights if they are fp32."""
-        weights = bucket.weights[_own(chunk, bucket)]
+        weights = bucket.weights[_own(buffers, bucket)]
         return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, each counted once."""
         total = self.masters[0].new_zeros((), dtype=torch.float32)
-        for gradient, (chunk, bucket) in zip(gradients, self.shards, strict=True):
-            for part in _counted_once(bucket, _own(chunk, bucket)):
+        for gradient, (buffers, bucket) in zip(gradients, self.shards, strict=True):
+            for part in _counted_once(bucket, _own(buffers, bucket)):
                 total += torch.linalg.vector_norm(gradient[part]).square()
         if self.norm is not None:
             dist.all_reduce(total, group=self.norm)
@@ -91,13 +91,13 @@ class ShardedAdam:
             gradient.mul_(factor)
 
 
-def _own(chunk: ChunkBuffers, bucket: Bucket) -> slice:
-    return bucket.shard(chunk.replicas) if chunk.shards else slice(0, bucket.weights.numel())
+def _own(buffers: StageBuffers, bucket: ParameterBucket) -> slice:
+    return bucket.shard(buffers.dp) if buffers.shards else slice(0, bucket.weights.numel())
 
 
-def _counted_once(bucket: Bucket, own: slice) -> Iterator[slice]:
+def _counted_once(bucket: ParameterBucket, own: slice) -> Iterator[slice]:
     """Yield the parts of *own* that no other rank counts."""
-    for held in bucket.held:
-        start, end = max(held.start, own.start), min(held.end, own.stop)
-        if start < end and not held.is_duplicate:
+    for entry in bucket.entries:
+        start, end = max(entry.start, own.start), min(entry.end, own.stop)
+        if start < end and not entry.is_duplicate:
             yield slice(start - own.start, end - own.start)

@@ -12,7 +12,7 @@ from meshwright.validate.programs.megatron.tensor_parallel import (
     ColumnLinear,
     GradientSink,
     RowLinear,
-    TensorGroup,
+    TensorParallelGroup,
     column_product,
     scatter_sum,
     scatter_tokens,
@@ -35,7 +35,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(values, self.weight.shape, self.weight, self.bias, NORM_EPSILON)
 
 
-class RootMeanSquareNorm(nn.Module):
+class MegatronRmsNorm(nn.Module):
     """RMS norm; keeps its input and one statistic a token."""
 
     def __init__(self, width: int) -> None:
@@ -68,7 +68,7 @@ class GatedSilu(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """Token and position tables; each rank holds some rows of the first."""
 
-    def __init__(self, model: ModelSpec, tp: TensorGroup, *, dropout: float) -> None:
+    def __init__(self, model: ModelSpec, tp: TensorParallelGroup, *, dropout: float) -> None:
         super().__init__()
         self.tp, self.dropout = tp, dropout
         self.num_rows = padded_vocab_size(model, tp.size) // tp.size
@@ -117,7 +117,11 @@ class VocabularyHead(nn.Module):
     """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core."""
 
     def __init__(
-        self, model: ModelSpec, tp: TensorGroup, sink: GradientSink, tied: nn.Parameter | None
+        self,
+        model: ModelSpec,
+        tp: TensorParallelGroup,
+        sink: GradientSink,
+        tied: nn.Parameter | None,
     ) -> None:
         super().__init__()
         self.norm = megatron_norm(model)
@@ -132,7 +136,7 @@ class VocabularyHead(nn.Module):
 
 def megatron_norm(model: ModelSpec) -> nn.Module:
     """Return the norm of the model's kind."""
-    kind = LayerNorm if model.norm == "layernorm" else RootMeanSquareNorm
+    kind = LayerNorm if model.norm == "layernorm" else MegatronRmsNorm
     return kind(model.hidden_size)
 
 
@@ -142,7 +146,7 @@ class MegatronParts:
     seq_dim = 0
     fuses_qkv = True
 
-    def __init__(self, tp: TensorGroup, sink: GradientSink, *, dropout: float) -> None:
+    def __init__(self, tp: TensorParallelGroup, sink: GradientSink, *, dropout: float) -> None:
         self.tp, self.sink, self.dropout = tp, sink, dropout
         self.table: nn.Parameter | None = None
 

@@ -11,7 +11,7 @@ from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
 class _Sent(AutogradFunction):
-    """Hand a stage's output over; keep nothing of it, and fetch its gradient in backward."""
+    """Hand a stage's output over; keep nothing of it, and receive its gradient in backward."""
 
     @staticmethod
     def forward(
@@ -44,8 +44,8 @@ class PipelineRank:
         actions: What the rank does, in order.
         stages: Its virtual stages, in model order.
         first_and_last: For each, whether it is the model's first, and its last.
-        post: Sends a message to the next (1) or the previous (-1) rank.
-        fetch: Receives one from there.
+        send: Sends a message to the next (1) or the previous (-1) rank.
+        receive: Receives one from there.
         loss: From logits and targets.
         batch: Tokens and targets of a microbatch.
     """
@@ -55,12 +55,12 @@ class PipelineRank:
         actions: Sequence[Action],
         stages: Sequence[nn.Module],
         first_and_last: Sequence[tuple[bool, bool]],
-        post: Callable[[Tensor, int], None],
-        fetch: Callable[[int], Tensor],
+        send: Callable[[Tensor, int], None],
+        receive: Callable[[int], Tensor],
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.actions, self.stages, self.first_and_last = actions, stages, first_and_last
-        self.post, self.fetch, self.loss = post, fetch, loss
+        self.send, self.receive, self.loss = send, receive, loss
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self.num_microbatches = len({action.microbatch for action in actions})
@@ -87,7 +87,7 @@ class PipelineRank:
             assert read is not None
             inputs = read.tokens
         else:
-            inputs = self.fetch(-1).requires_grad_()
+            inputs = self.receive(-1).requires_grad_()
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
             output = self.stages[action.chunk](inputs)
@@ -97,7 +97,7 @@ class PipelineRank:
             self._losses[action.microbatch] = loss.detach()
             root = loss / self.num_microbatches
         else:
-            root = _Sent.apply(output, lambda value: self.post(value, 1), lambda: self.fetch(1))
+            root = _Sent.apply(output, lambda value: self.send(value, 1), lambda: self.receive(1))
         self._open[action.chunk, action.microbatch] = (inputs, root)
 
     def _backward(self, action: Action) -> None:
@@ -106,4 +106,4 @@ class PipelineRank:
         if not self.first_and_last[action.chunk][0]:
             gradient = inputs.grad
             assert gradient is not None
-            self.post(gradient, -1)
+            self.send(gradient, -1)

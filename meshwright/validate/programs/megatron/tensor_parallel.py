@@ -40,7 +40,7 @@ class LateSink:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorGroup:
+class TensorParallelGroup:
     """The tensor-parallel ranks of a rank; ``group`` is None where there is only one."""
 
     group: dist.ProcessGroup | None
@@ -93,7 +93,7 @@ class _ColumnProduct(AutogradFunction):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tp: TensorGroup,
+        tp: TensorParallelGroup,
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(inputs)
@@ -127,7 +127,7 @@ class _RowProduct(AutogradFunction):
         ctx: Context,
         inputs: Tensor,
         weight: Tensor,
-        tp: TensorGroup,
+        tp: TensorParallelGroup,
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(inputs)
@@ -149,7 +149,7 @@ class _ScatterTokens(AutogradFunction):
     """Keep this rank's tokens; backward gathers the gradient of all."""
 
     @staticmethod
-    def forward(ctx: Context, whole: Tensor, tp: TensorGroup) -> Tensor:
+    def forward(ctx: Context, whole: Tensor, tp: TensorParallelGroup) -> Tensor:
         ctx.tp = tp
         return tp.own_tokens(whole)
 
@@ -162,7 +162,7 @@ class _SumRanks(AutogradFunction):
     """Sum over the ranks; the gradient of each part is that of the sum."""
 
     @staticmethod
-    def forward(_ctx: Context, partial: Tensor, tp: TensorGroup) -> Tensor:
+    def forward(_ctx: Context, partial: Tensor, tp: TensorParallelGroup) -> Tensor:
         return tp.sum(partial.clone())
 
     @staticmethod
@@ -174,7 +174,7 @@ class _ScatterSum(AutogradFunction):
     """This rank's tokens of the sum over the ranks; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Context, partial: Tensor, tp: TensorGroup) -> Tensor:
+    def forward(ctx: Context, partial: Tensor, tp: TensorParallelGroup) -> Tensor:
         ctx.tp = tp
         return tp.scatter_sum(partial)
 
@@ -187,7 +187,13 @@ class ColumnLinear(nn.Module):
     """A linear layer with this rank's part of the outputs."""
 
     def __init__(
-        self, inputs: int, local_outputs: int, tp: TensorGroup, sink: GradientSink, *, bias: bool
+        self,
+        inputs: int,
+        local_outputs: int,
+        tp: TensorParallelGroup,
+        sink: GradientSink,
+        *,
+        bias: bool,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(local_outputs, inputs))
@@ -203,7 +209,13 @@ class RowLinear(nn.Module):
     """A linear layer with this rank's part of the inputs; whoever adds the result adds the bias."""
 
     def __init__(
-        self, local_inputs: int, outputs: int, tp: TensorGroup, sink: GradientSink, *, bias: bool
+        self,
+        local_inputs: int,
+        outputs: int,
+        tp: TensorParallelGroup,
+        sink: GradientSink,
+        *,
+        bias: bool,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, local_inputs))
@@ -217,26 +229,26 @@ class RowLinear(nn.Module):
 
 
 def column_product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorGroup, sink: GradientSink
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallelGroup, sink: GradientSink
 ) -> Tensor:
     """Return ``inputs weight^T + bias`` for this rank's rows of *weight*."""
     out: Tensor = _ColumnProduct.apply(inputs, weight, bias, tp, sink)
     return out
 
 
-def sum_ranks(partial: Tensor, tp: TensorGroup) -> Tensor:
+def sum_ranks(partial: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return the sum of *partial* over the ranks."""
     out: Tensor = _SumRanks.apply(partial, tp) if tp.size > 1 else partial
     return out
 
 
-def scatter_sum(partial: Tensor, tp: TensorGroup) -> Tensor:
+def scatter_sum(partial: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return this rank's tokens of the sum of *partial* over the ranks."""
     out: Tensor = _ScatterSum.apply(partial, tp)
     return out
 
 
-def scatter_tokens(whole: Tensor, tp: TensorGroup) -> Tensor:
+def scatter_tokens(whole: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return this rank's tokens of what every rank has."""
     out: Tensor = _ScatterTokens.apply(whole, tp)
     return out

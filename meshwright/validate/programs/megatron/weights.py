@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.simulator import ModelSpec
 from meshwright.simulator.parameters import ParameterTensor, padded_vocab_size, parameter_tensors
 from meshwright.validate.programs.contract import initial_weight
-from meshwright.validate.programs.megatron.tensor_parallel import TensorGroup
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 _PLACES = (
     (r"embedding\.weight", "word_embedding.weight"),
@@ -56,7 +56,7 @@ def _weight_name(path: str) -> str:
     return path
 
 
-def fill_weights(stage: nn.Module, model: ModelSpec, tp: TensorGroup) -> None:
+def fill_weights(stage: nn.Module, model: ModelSpec, tp: TensorParallelGroup) -> None:
     """Give every parameter its part of the model's initial weights."""
     for part in weight_parts(stage, model, tp.size):
         with part.parameter.device:
@@ -64,7 +64,9 @@ def fill_weights(stage: nn.Module, model: ModelSpec, tp: TensorGroup) -> None:
         part.parameter.data.copy_(_own_part(whole, part.whole, model, tp))
 
 
-def _own_part(whole: Tensor, tensor: ParameterTensor, model: ModelSpec, tp: TensorGroup) -> Tensor:
+def _own_part(
+    whole: Tensor, tensor: ParameterTensor, model: ModelSpec, tp: TensorParallelGroup
+) -> Tensor:
     if tensor.tp_dim is None:
         return whole
     if tensor.name.startswith("mlp_in.") and model.gated_mlp:

@@ -4,10 +4,10 @@ from meshwright.validate.programs.pytorch.layout import build_stage
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch
 from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients,
-    held_by,
     local_gradients,
     make_optimizer,
     sum_of_squares,
+    trained_tensors,
 )
 from meshwright.validate.programs.pytorch.parts import plain_parts, tie_embeddings
 from meshwright.validate.programs.pytorch.precision import autocast
@@ -25,7 +25,6 @@ __all__ = [
     "build_fully_sharded",
     "build_stage",
     "clip_gradients",
-    "held_by",
     "local_gradients",
     "make_optimizer",
     "plain_parts",
@@ -33,4 +32,5 @@ __all__ = [
     "refuse_unsupported",
     "sum_of_squares",
     "tie_embeddings",
+    "trained_tensors",
 ]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.gradient_formats import STACKS_OWN, Formats, chosen_formats
-from meshwright.validate.programs.layers import Stage
+from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.precision import DTYPES
 
 
@@ -39,7 +39,7 @@ def mixed_precision(
 
 
 def shard_stage(
-    stage: Stage,
+    stage: VirtualStage,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     *,

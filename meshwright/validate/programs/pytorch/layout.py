@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.simulator import ParallelPlan
 from meshwright.validate.programs.contract import ProgramRequest
-from meshwright.validate.programs.layers import LayerOptions, Stage
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -90,7 +90,7 @@ def stage_indices(plan: ParallelPlan, pp_rank: int) -> list[int]:
 
 def build_stage(
     request: ProgramRequest, index: int, parts: PlainParts, device: torch.device
-) -> Stage:
+) -> VirtualStage:
     """Return one virtual stage, whole and in fp32, on *device*; initialised if it is asked for."""
     plan, model = request.plan, request.job.model
     first = [0, *accumulate(plan.stages)]
@@ -100,7 +100,9 @@ def build_stage(
     layers = range(first[index], first[index + 1])
     is_last = index == plan.num_stages - 1
     with device:
-        stage = Stage(model, layers, options, parts, has_embedding=index == 0, has_head=is_last)
+        stage = VirtualStage(
+            model, layers, options, parts, has_embedding=index == 0, has_head=is_last
+        )
     if request.initialise:
         initialise_whole(stage, model)
     return stage

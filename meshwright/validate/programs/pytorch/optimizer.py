@@ -70,7 +70,7 @@ def clip_gradients(
     return norm
 
 
-def held_by(
+def trained_tensors(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Tensor, ByteKind]]:
     """Yield what lives between steps: weights, gradients and the optimizer's states."""

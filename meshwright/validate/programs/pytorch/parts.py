@@ -10,12 +10,12 @@ from meshwright.simulator import ModelSpec
 from meshwright.simulator.parameters import padded_vocab_size
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.fused import RmsNorm
-from meshwright.validate.programs.layers import ResidualAdd, Stage
+from meshwright.validate.programs.layers import ResidualAdd, VirtualStage
 
 NORM_EPSILON = 1e-5
 
 
-class RootMeanSquareNorm(nn.Module):
+class PlainRmsNorm(nn.Module):
     """RMSNorm in one kernel, also of tokens that are split over a mesh."""
 
     def __init__(self, width: int) -> None:
@@ -96,7 +96,7 @@ class PlainParts:
         """Return a norm of the model's kind and width."""
         if model.norm == "layernorm":
             return nn.LayerNorm(model.hidden_size, eps=NORM_EPSILON)
-        return RootMeanSquareNorm(model.hidden_size)
+        return PlainRmsNorm(model.hidden_size)
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a whole linear layer."""
@@ -135,14 +135,14 @@ def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:
     return torch.native_dropout(values, probability, train=True)[0]
 
 
-def tie_embeddings(stage: Stage) -> None:
+def tie_embeddings(stage: VirtualStage) -> None:
     """Make the output matrix of *stage* its word table, where it holds both."""
     if isinstance(stage.embedding, Embedding) and isinstance(stage.head, Head):
         stage.head.output.weight = stage.embedding.words.weight
 
 
 @torch.no_grad()
-def initialise_whole(stage: Stage, model: ModelSpec) -> None:
+def initialise_whole(stage: VirtualStage, model: ModelSpec) -> None:
     """Give each parameter of a stage that is not split yet its part of `initial_weight`."""
     for name, parameter in stage.named_parameters():
         with parameter.device:
@@ -153,7 +153,7 @@ def initialise_whole(stage: Stage, model: ModelSpec) -> None:
 
 
 def initial_parameter(model: ModelSpec, name: str) -> Tensor:
-    """Return the whole initial value of a parameter of a `Stage` made of `PlainParts`.
+    """Return the whole initial value of a parameter of a `VirtualStage` made of `PlainParts`.
 
     Args:
         model: Whose.

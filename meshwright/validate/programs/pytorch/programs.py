@@ -19,7 +19,7 @@ from meshwright.simulator import PlanError
 from meshwright.simulator.gradient_formats import chosen_formats
 from meshwright.simulator.plan import syncs_by_default
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
-from meshwright.validate.programs.layers import Stage
+from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
     mixed_precision,
     shard_stage,
@@ -34,9 +34,9 @@ from meshwright.validate.programs.pytorch.layout import (
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch, loss_context
 from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients,
-    held_by,
     local_gradients,
     make_optimizer,
+    trained_tensors,
 )
 from meshwright.validate.programs.pytorch.parts import Embedding, Head, plain_parts, tie_embeddings
 from meshwright.validate.programs.pytorch.precision import DTYPES, autocast
@@ -152,9 +152,9 @@ class DdpProgram:
         self._optimizer.step()
         return self._loss.take()
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradients and the optimizer's states."""
-        return held_by(self._model.parameters(), self._optimizer)
+        return trained_tensors(self._model.parameters(), self._optimizer)
 
     def _pass(self, tokens: Tensor, targets: Tensor) -> None:
         with autocast(self._request.job.precision, self._request.device.type):
@@ -206,9 +206,9 @@ class FullyShardedProgram:
         losses = self._loss.take()
         return losses if self._layout.reports else []
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield this rank's shards of weights, gradients and the optimizer's states."""
-        return held_by(self._parameters, self._optimizer)
+        return trained_tensors(self._parameters, self._optimizer)
 
     def _runner(self) -> Runner:
         request = self._request
@@ -262,12 +262,12 @@ def _compression(
     return hook
 
 
-def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> Stage:
+def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
     parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=request.dropout)
     return build_stage(request, index, parts, device)
 
 
-def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> Stage:
+def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> VirtualStage:
     plan = request.plan
     # Sharding a layer moves it to its device: whole, one layer at a time is there.
     first = torch.device("cpu") if request.initialise else request.device

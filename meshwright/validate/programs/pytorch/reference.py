@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
 from meshwright.validate.programs.contract import token_batch
-from meshwright.validate.programs.layers import LayerOptions, Stage
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.loss import token_loss
 from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients,
@@ -33,7 +33,7 @@ def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> 
         attention=Attention.FLASH, recompute=Recompute.NONE, dropout=parts.dropout
     )
     layers = range(model.num_layers)
-    stage = Stage(model, layers, options, parts, has_embedding=True, has_head=True)
+    stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
     if model.tied_embeddings:
         tie_embeddings(stage)
     initialise_whole(stage, model)
@@ -41,7 +41,7 @@ def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> 
     return [_step(stage, optimizer, job, step) for step in range(num_steps)]
 
 
-def _step(stage: Stage, optimizer: Optimizer, job: TrainingJob, step: int) -> float:
+def _step(stage: VirtualStage, optimizer: Optimizer, job: TrainingJob, step: int) -> float:
     total = 0.0
     for sequence in range(job.global_batch_size):
         tokens, targets = token_batch(job, step, range(sequence, sequence + 1))

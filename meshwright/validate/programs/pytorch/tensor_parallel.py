@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.validate.programs.layers import Layer, Stage
+from meshwright.validate.programs.layers import TransformerLayer, VirtualStage
 
 
 class SplitPositions(ParallelStyle):
@@ -40,7 +40,9 @@ class SplitPositions(ParallelStyle):
         return module
 
 
-def split_over_tensor_ranks(stage: Stage, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def split_over_tensor_ranks(
+    stage: VirtualStage, mesh: DeviceMesh, *, sequence_parallel: bool
+) -> None:
     """Split *stage* in place; communicates nothing, each rank keeps its part of its weights.
 
     Args:
@@ -50,7 +52,7 @@ def split_over_tensor_ranks(stage: Stage, mesh: DeviceMesh, *, sequence_parallel
     """
     outside: Placement = Shard(1) if sequence_parallel else Replicate()
     for layer in stage.layers.values():
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, TransformerLayer)
         _parallelize(layer, mesh, _layer_styles(layer, outside))
     if stage.embedding is not None:
         _parallelize(stage.embedding, mesh, _embedding_styles(stage.embedding, outside))
@@ -62,7 +64,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, Parallel
     parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
-def _layer_styles(layer: Layer, outside: Placement) -> dict[str, ParallelStyle]:
+def _layer_styles(layer: TransformerLayer, outside: Placement) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {}
     for block, column, row in (
         ("attention", ("query", "key", "value"), "output"),

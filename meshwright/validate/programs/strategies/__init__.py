@@ -1,8 +1,8 @@
 """Programs of strategies that know no mesh: DataParallel, parameter servers."""
 
 from meshwright.validate.programs.strategies.data_parallel_module import (
-    ReplicasProgram,
-    build_replicas,
+    DataParallelModuleProgram,
+    build_data_parallel_module,
 )
 from meshwright.validate.programs.strategies.parameter_server import (
     AsynchronousServers,
@@ -11,7 +11,7 @@ from meshwright.validate.programs.strategies.parameter_server import (
 
 __all__ = [
     "AsynchronousServers",
-    "ReplicasProgram",
-    "build_replicas",
+    "DataParallelModuleProgram",
+    "build_data_parallel_module",
     "build_servers",
 ]

@@ -32,7 +32,7 @@ class Devices:
         self.count = count
         self.copies: list[Copy] = []
         # Entered around all work of a device: whoever counts puts a counter for each there.
-        self.at: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
+        self.work_of: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext()
 
     @property
     def others(self) -> range:
@@ -49,15 +49,15 @@ class Devices:
             sources: Tensors of the one device.
             targets: Tensors of the other one.
         """
-        self.note(route, sources)
-        with self.at(route[2]), torch.no_grad():
+        self.record(route, sources)
+        with self.work_of(route[2]), torch.no_grad():
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 
     def copy(self, route: tuple[TaskKind, int, int], source: Tensor) -> Tensor:
         """Return a copy of *source* on another device; arguments as of `copy_into`."""
-        self.note(route, [source])
-        with self.at(route[2]):
+        self.record(route, [source])
+        with self.work_of(route[2]):
             return source.detach().clone()
 
     def traffic(self, device: int) -> tuple[CollectiveCount, ...]:
@@ -72,6 +72,6 @@ class Devices:
             for (kind, way, size_bytes), count in sorted(counted.items())
         )
 
-    def note(self, route: tuple[TaskKind, int, int], tensors: Iterable[Tensor]) -> None:
+    def record(self, route: tuple[TaskKind, int, int], tensors: Iterable[Tensor]) -> None:
         """Write a message of *tensors* down that is copied elsewhere."""
         self.copies.append(Copy(*route, sum(tensor.nbytes for tensor in tensors)))

@@ -16,18 +16,18 @@ from meshwright.simulator import PlanError
 from meshwright.simulator.engine import TaskKind
 from meshwright.validate.programs.contract import ProgramRequest, token_batch
 from meshwright.validate.programs.fused import AutogradFunction, Context
-from meshwright.validate.programs.layers import Stage
+from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch import (
     LossOfMicrobatch,
     autocast,
     build_stage,
     clip_gradients,
-    held_by,
     local_gradients,
     make_optimizer,
     plain_parts,
     refuse_unsupported,
     tie_embeddings,
+    trained_tensors,
 )
 from meshwright.validate.programs.strategies.copies import Devices
 from meshwright.validate.ranks import ByteKind
@@ -40,7 +40,7 @@ class GradientsOfPass(Protocol):
         """Run forward and backward on a microbatch of each replica."""
 
 
-def build_replicas(request: ProgramRequest) -> "ReplicasProgram":
+def build_data_parallel_module(request: ProgramRequest) -> "DataParallelModuleProgram":
     """Return the program of one process that drives all replicas.
 
     Raises:
@@ -58,10 +58,10 @@ def build_replicas(request: ProgramRequest) -> "ReplicasProgram":
         raise PlanError(
             f"dp={plan.dp} needs as many devices in one process; allowed here: at most {present}"
         )
-    return ReplicasProgram(request)
+    return DataParallelModuleProgram(request)
 
 
-class ReplicasProgram:
+class DataParallelModuleProgram:
     """One process: the module and its optimizer on device 0, replicas for the time of a pass.
 
     Gradients are zeroed, not freed, as in the PyTorch 1.6 that the stack is dated by.
@@ -93,31 +93,31 @@ class ReplicasProgram:
         """Run one whole training step and return the mean loss of each pass."""
         request = self._request
         size = request.plan.dp * request.plan.microbatch_size
-        with self.devices.at(0):
+        with self.devices.work_of(0):
             self._optimizer.zero_grad(set_to_none=False)
         for index in range(request.num_microbatches):
-            with self.devices.at(0):
+            with self.devices.work_of(0):
                 sequences = range(index * size, (index + 1) * size)
                 tokens, targets = token_batch(request.job, step, sequences, request.device)
             with set_checkpoint_early_stop(request.stack.recompute_stops_early):
                 self._pass(tokens, targets)
-        with self.devices.at(0):
+        with self.devices.work_of(0):
             clip_gradients(local_gradients(self.stage.parameters()), [], None)
             self._optimizer.step()
         return self._loss.take()
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradients and the optimizer's states of all devices."""
         for device in range(self.devices.count):
-            yield from self.held_on(device)
+            yield from self.persistent_tensors_on(device)
 
-    def held_on(self, device: int) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors_on(self, device: int) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield what a device holds through a step: all of device 0, copies of weights on others.
 
         The library's own replicas live within a pass.
         """
         if device == 0:
-            yield from held_by(self.stage.parameters(), self._optimizer)
+            yield from trained_tensors(self.stage.parameters(), self._optimizer)
         elif self._copied is not None:
             for parameter in self._copied.replicas[device].parameters():
                 yield parameter, ByteKind.PARAMETERS
@@ -132,7 +132,9 @@ class LibraryReplicas:
         loss: Of a pass.
     """
 
-    def __init__(self, request: ProgramRequest, stage: Stage, loss: LossOfMicrobatch) -> None:
+    def __init__(
+        self, request: ProgramRequest, stage: VirtualStage, loss: LossOfMicrobatch
+    ) -> None:
         self._request, self._loss = request, loss
         is_cuda = request.device.type == "cuda"
         self._module: nn.Module = nn.DataParallel(
@@ -190,7 +192,7 @@ class CopiedReplicas:
     """
 
     def __init__(
-        self, request: ProgramRequest, stage: Stage, devices: Devices, loss: LossOfMicrobatch
+        self, request: ProgramRequest, stage: VirtualStage, devices: Devices, loss: LossOfMicrobatch
     ) -> None:
         self._request, self._devices, self._loss = request, devices, loss
         without_values = replace(request, initialise=False)
@@ -207,7 +209,7 @@ class CopiedReplicas:
         arrived: list[Tensor] = []  # the last device's first
         roots: list[Tensor] = [_Waiting.apply(output, arrived.pop) for output in outputs]
         slopes: list[Tensor] = []
-        with self._devices.at(0):
+        with self._devices.work_of(0):
             loss = self._loss(self._gathered(outputs, slopes), targets)
             loss.backward()
         arrived.extend(reversed(self._scattered(slopes.pop())))
@@ -215,7 +217,7 @@ class CopiedReplicas:
 
     def _scattered(self, whole: Tensor) -> list[Tensor]:
         """Return the part of each device; device 0 keeps a view."""
-        with self._devices.at(0):
+        with self._devices.work_of(0):
             parts = list(whole.chunk(self._devices.count))
         for device in self._devices.others:
             parts[device] = self._devices.copy((TaskKind.SCATTER, 0, device), parts[device])
@@ -228,7 +230,7 @@ class CopiedReplicas:
         for device, (replica, part) in enumerate(zip(self.replicas, ids, strict=True)):
             # Of a replica's weights, which are no leaves, autocast would keep no casts.
             context = autocast(precision, device_type, caches=False)
-            with self._devices.at(device), context:
+            with self._devices.work_of(device), context:
                 outputs.append(replica(part))
         return outputs
 
@@ -252,7 +254,7 @@ class CopiedReplicas:
 
     def _backward(self, device: int, root: Tensor) -> Sequence[Tensor]:
         """Return the gradients of a replica's weights."""
-        with self._devices.at(device):
+        with self._devices.work_of(device):
             return torch.autograd.grad(root, list(self.replicas[device].parameters()))
 
     @torch.no_grad()
@@ -260,8 +262,8 @@ class CopiedReplicas:
         """Add the gradients of all replicas to those of the module."""
         sums = list(gradients[0])
         for device in self._devices.others:
-            self._devices.note((TaskKind.REDUCTION, device, 0), gradients[device])
-        with self._devices.at(0):
+            self._devices.record((TaskKind.REDUCTION, device, 0), gradients[device])
+        with self._devices.work_of(0):
             for index, own in enumerate(gradients[0]):
                 for device in self._devices.others:
                     arrived = gradients[device][index]
@@ -270,7 +272,7 @@ class CopiedReplicas:
                 weight.grad = total if weight.grad is None else weight.grad.add_(total)
 
 
-def whole_stage(request: ProgramRequest) -> Stage:
+def whole_stage(request: ProgramRequest) -> VirtualStage:
     """Return the whole model in fp32."""
     parts = plain_parts(request.job.model, tp=1, dropout=request.dropout)
     stage = build_stage(request, 0, parts, request.device)

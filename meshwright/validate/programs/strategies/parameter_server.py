@@ -83,11 +83,11 @@ class ServerProgram(ABC):
     def run_step(self, step: int) -> list[Tensor]:
         """Run one round; return the losses of its microbatches on a worker."""
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield what lives between steps."""
         for part in (self.worker, self.server):
             if part is not None:
-                yield from part.held_tensors()
+                yield from part.persistent_tensors()
 
 
 class SynchronousServers(ServerProgram):

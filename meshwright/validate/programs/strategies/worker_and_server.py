@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.validate.programs.contract import CLIP_NORM, ProgramRequest, token_batch
-from meshwright.validate.programs.layers import LayerOptions, Stage
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron import (
     DTYPES,
     MegatronParts,
-    TensorGroup,
+    TensorParallelGroup,
     check_megatron,
     default_dtype,
     fill_weights,
@@ -21,7 +21,7 @@ from meshwright.validate.programs.megatron import (
 from meshwright.validate.programs.pytorch import make_optimizer, sum_of_squares
 from meshwright.validate.ranks import ByteKind
 
-ALONE = TensorGroup(None, 0, 1, sequence_parallel=False)
+ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
 
 
 class _ReturnedGradient:
@@ -32,7 +32,7 @@ class _ReturnedGradient:
         return gradient.t().mm(inputs)
 
 
-def whole_model(request: ProgramRequest) -> Stage:
+def whole_model(request: ProgramRequest) -> VirtualStage:
     """Return the whole model in the precision of the job.
 
     Raises:
@@ -45,14 +45,14 @@ def whole_model(request: ProgramRequest) -> Stage:
     parts = MegatronParts(ALONE, _ReturnedGradient(), dropout=dropout)
     layers = range(model.num_layers)
     with default_dtype(DTYPES[request.job.precision]), request.device:
-        stage = Stage(model, layers, options, parts, has_embedding=True, has_head=True)
+        stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
     if request.initialise:
         fill_weights(stage, model, ALONE)
     return stage
 
 
 @torch.no_grad()
-def flattened(stage: Stage) -> Tensor:
+def flattened(stage: VirtualStage) -> Tensor:
     """Return all weights of *stage* as one tensor."""
     return torch.cat([parameter.flatten() for parameter in stage.parameters()])
 
@@ -100,7 +100,7 @@ class Worker:
         """Clip this worker's own gradients."""
         clip_to(self.gradients, sum_of_squares([self.gradients]))
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights and gradients."""
         yield self.weights, ByteKind.PARAMETERS
         yield self.gradients, ByteKind.GRADIENTS
@@ -152,7 +152,7 @@ class Server:
         if self.weights.dtype is not self._master.dtype:
             self.weights.copy_(self._master.detach())
 
-    def held_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield the shard, its sum of gradients and the optimizer's states."""
         if self.weights.dtype is not self._master.dtype:
             yield self._master, ByteKind.OPTIMIZER

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.validate.programs.megatron.tensor_parallel import TensorGroup
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Neighbours:
         return not 0 <= self.index + distance < len(self.ranks)
 
 
-class Mail:
+class PipelineMessages:
     """Messages of one rank; a sent tensor is kept until it has left."""
 
     def __init__(self, neighbours: Neighbours) -> None:
@@ -47,9 +47,9 @@ class Mail:
 
     def send(self, tensor: Tensor, distance: int) -> None:
         """Send *tensor* to the rank next to it: *distance* is 1 or -1."""
-        to = self.neighbours
-        group = to.groups[distance, to.returns(distance)]
-        work = dist.isend(tensor, dst=to.peer(distance), group=group)
+        neighbours = self.neighbours
+        group = neighbours.groups[distance, neighbours.returns(distance)]
+        work = dist.isend(tensor, dst=neighbours.peer(distance), group=group)
         assert work is not None
         self._leaving = [item for item in self._leaving if not item[0].is_completed()]
         if not work.is_completed():
@@ -57,9 +57,9 @@ class Mail:
 
     def receive(self, buffer: Tensor, distance: int) -> Tensor:
         """Return *buffer*, filled by the rank *distance* places on."""
-        source = self.neighbours
-        group = source.groups[-distance, source.returns(distance)]
-        work = dist.irecv(buffer, src=source.peer(distance), group=group)
+        neighbours = self.neighbours
+        group = neighbours.groups[-distance, neighbours.returns(distance)]
+        work = dist.irecv(buffer, src=neighbours.peer(distance), group=group)
         assert work is not None
         work.wait()
         return buffer
@@ -71,11 +71,11 @@ class Mail:
         self._leaving.clear()
 
 
-class StageMail:
+class ActivationMessages:
     """Activations and gradients of equal shape, whole or in parts.
 
     Args:
-        mail: Where messages go.
+        messages: Where messages go.
         shape: Of the activation that one rank holds.
         like: A tensor with the messages' precision and device.
         tp: Who shares the activation, where each rank sends a part of it and the receivers
@@ -83,21 +83,25 @@ class StageMail:
     """
 
     def __init__(
-        self, mail: Mail, shape: tuple[int, ...], like: Tensor, tp: TensorGroup | None
+        self,
+        messages: PipelineMessages,
+        shape: tuple[int, ...],
+        like: Tensor,
+        tp: TensorParallelGroup | None,
     ) -> None:
-        self.mail, self.shape, self.tp = mail, shape, tp
+        self.messages, self.shape, self.tp = messages, shape, tp
         self.dtype, self.device = like.dtype, like.device
 
-    def post(self, value: Tensor, distance: int) -> None:
+    def send(self, value: Tensor, distance: int) -> None:
         """Send *value* to the rank *distance* places on."""
         if self.tp is not None:
             value = self.tp.own_tokens(value)
-        self.mail.send(value.contiguous(), distance)
+        self.messages.send(value.contiguous(), distance)
 
-    def fetch(self, distance: int) -> Tensor:
+    def receive(self, distance: int) -> Tensor:
         """Return the next message of the rank *distance* places on."""
         parts = 1 if self.tp is None else self.tp.size
         shape = (self.shape[0] // parts, *self.shape[1:])
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-        value = self.mail.receive(buffer, distance)
+        value = self.messages.receive(buffer, distance)
         return value if self.tp is None else self.tp.gather_tokens(value)

@@ -17,7 +17,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class WorkerEnvironment:
     """One process among those of a run.
 
     Args:
@@ -37,14 +37,15 @@ class Place:
     hosts_store: bool
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Return the place that torchrun, srun or `run_local` gave this process.
+    def of(cls, environment: Mapping[str, str]) -> Self:
+        """Return what torchrun, srun or `run_local` told this process.
 
         Raises:
             PlanError: If a variable is missing or no number.
 
-        >>> Place.from_environment({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
-        ...     "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}).rank
+        >>> slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
+        >>> store = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        >>> WorkerEnvironment.of(slurm | store).rank
         3
         """
         numbers = {field: _number(environment, names) for field, names in _NAMES.items()}
