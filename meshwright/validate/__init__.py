@@ -1,4 +1,4 @@
-"""Check the simulator against what was published."""
+"""Check the simulator against what was published; its folders, against real programs."""
 
 from meshwright.validate.published import (
     Comparison,

@@ -89,8 +89,9 @@ class CheckedRow:
         """Return the row as a line."""
         if self.failure:
             return f"{self.plan}: failed: {self.failure}"
-        said, found = (shown(each, self.unit) for each in (self.predicted, self.measured))
-        return f"{self.plan}: {self.quantity}: predicted {said}, measured {found}, {self.error}"
+        predicted, measured = (shown(each, self.unit) for each in (self.predicted, self.measured))
+        values = f"predicted {predicted}, measured {measured}"
+        return f"{self.plan}: {self.quantity}: {values}, {self.error}"
 
 
 def shown(value: float | None, unit: str) -> str:

@@ -36,9 +36,9 @@ def calibration_report(
         coverage: Cases measured, by what they are.
         files: What was written.
     """
-    told = [each for each in residuals if each.modelled_s is not None]
-    times = {each.row.case: each.modelled_s for each in told}
-    overall = misfit_of([each.row for each in told], times.get)
+    modelled = [each for each in residuals if each.modelled_s is not None]
+    times = {each.row.case: each.modelled_s for each in modelled}
+    overall = misfit_of([each.row for each in modelled], times.get)
     facts = _table("what", "value")
     for what, done in coverage.items():
         facts.add_row("measured", f"{done.num_measured} of {done.num_cases} {what}")

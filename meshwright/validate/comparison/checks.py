@@ -120,15 +120,18 @@ def _counted(calls: Iterable[CollectiveCount]) -> Counter[tuple[str, str, int, i
 
 def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
     """Return a check for each kind of call that either side has."""
-    said, found = _counted(predicted.collectives), _counted(measured.collectives)
+    predicted_calls = _counted(predicted.collectives)
+    measured_calls = _counted(measured.collectives)
     return [
         _exact(
             f"{axis} {op} of {size_bytes:,} B over {num_ranks}",
             CheckUnit.CALLS,
-            said[axis, op, num_ranks, size_bytes],
-            found[axis, op, num_ranks, size_bytes],
+            predicted_calls[axis, op, num_ranks, size_bytes],
+            measured_calls[axis, op, num_ranks, size_bytes],
         )
-        for axis, op, num_ranks, size_bytes in sorted(said.keys() | found.keys())
+        for axis, op, num_ranks, size_bytes in sorted(
+            predicted_calls.keys() | measured_calls.keys()
+        )
     ]
 
 
@@ -174,13 +177,13 @@ def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
     """Return whether host and copies agree, where something is offloaded to another memory."""
     if not predicted.host_bytes or measured.backend == "gloo":
         return []
-    said, found = predicted.host_bytes, measured.host_bytes
-    agrees = abs(found - said) <= PEAK_TOLERANCE * said
+    predicted_bytes, measured_bytes = predicted.host_bytes, measured.host_bytes
+    agrees = abs(measured_bytes - predicted_bytes) <= PEAK_TOLERANCE * predicted_bytes
     peak = Check(
         quantity=HOST_PEAK,
         unit=CheckUnit.BYTES,
-        predicted=said,
-        measured=found,
+        predicted=predicted_bytes,
+        measured=measured_bytes,
         verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
         reason="" if agrees else f"must agree within {PEAK_TOLERANCE:.1%}",
     )
@@ -222,7 +225,7 @@ def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Che
 
     "requested" is what tensors ask for, "allocated" what they get, rounded up to blocks.
     """
-    said = {
+    predicted_bytes = {
         "allocated": predicted.peak_bytes,
         "requested": predicted.peak_bytes,
         "reserved": predicted.reserved_bytes,
@@ -231,7 +234,7 @@ def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Che
         Check(
             quantity=f"allocator: {name}",
             unit=CheckUnit.BYTES,
-            predicted=said.get(name),
+            predicted=predicted_bytes.get(name),
             measured=size_bytes,
         )
         for name, size_bytes in sorted(measured.allocator_bytes.items())

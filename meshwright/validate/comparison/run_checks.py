@@ -96,8 +96,14 @@ def time_checks(
         (f"step time, slowest rank ({slowest.rank})", predicted_s, median(slowest.step_times_s)),
     )
     return [
-        Check(quantity=name, unit=CheckUnit.SECONDS, predicted=said, measured=found, reason=reason)
-        for name, said, found in rows
+        Check(
+            quantity=name,
+            unit=CheckUnit.SECONDS,
+            predicted=predicted,
+            measured=measured,
+            reason=reason,
+        )
+        for name, predicted, measured in rows
     ]
 
 
@@ -111,17 +117,17 @@ def staleness_checks(rounds: AsyncRun, measurements: Iterable[RankMeasurement]) 
         rounds: What the simulator says.
         measurements: Of all ranks.
     """
-    found: Counter[int] = Counter()
+    measured: Counter[int] = Counter()
     for each in measurements:
-        found.update(dict(each.staleness))
-    total, said = sum(found.values()), sum(rounds.staleness.values())
+        measured.update(dict(each.staleness))
+    num_measured, num_predicted = sum(measured.values()), sum(rounds.staleness.values())
     return [
         Check(
             quantity=f"updates after {late} of others",
             unit=CheckUnit.UPDATES,
-            predicted=total * rounds.staleness.get(late, 0) / said,
-            measured=found[late],
+            predicted=num_measured * rounds.staleness.get(late, 0) / num_predicted,
+            measured=measured[late],
             reason="which gradient comes first is up to the machine: staleness is no gate",
         )
-        for late in sorted(found.keys() | rounds.staleness.keys())
+        for late in sorted(measured.keys() | rounds.staleness.keys())
     ]

@@ -67,8 +67,8 @@ class RankOutcome:
             return None
         aborted = self.exit_code == -signal.SIGABRT
         # NCCL's watchdog aborts its process when another rank does not answer.
-        seen = kind_of_text(self.tail) if aborted else FailureKind.EXCEPTION
-        return FailureKind.TERMINATED if seen is FailureKind.EXCEPTION else seen
+        kind = kind_of_text(self.tail) if aborted else FailureKind.EXCEPTION
+        return FailureKind.TERMINATED if kind is FailureKind.EXCEPTION else kind
 
     @property
     def words(self) -> str:

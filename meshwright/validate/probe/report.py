@@ -58,12 +58,14 @@ class ProbeResult:
 
 def probe_checks(result: ProbeResult) -> list[Check]:
     """Return the checks of a probe: times are reported, the peak may be a gate."""
-    said, found = result.probe.predicted, result.probe.measured
+    predicted, measured = result.probe.predicted, result.probe.measured
     checks = [
-        Check(quantity=name, unit=CheckUnit.SECONDS, predicted=said_s, measured=spread.median_s)
-        for name, said_s, spread in timed_rows(result.probe)
+        Check(
+            quantity=name, unit=CheckUnit.SECONDS, predicted=predicted_s, measured=spread.median_s
+        )
+        for name, predicted_s, spread in timed_rows(result.probe)
     ]
-    is_near = abs(found.peak_bytes / said.peak_bytes - 1) <= PROBED_PEAK_TOLERANCE
+    is_near = abs(measured.peak_bytes / predicted.peak_bytes - 1) <= PROBED_PEAK_TOLERANCE
     verdict, reason = CheckVerdict.PASSED if is_near else CheckVerdict.FAILED, ""
     if not result.is_gated:
         verdict = CheckVerdict.REPORTED
@@ -73,8 +75,8 @@ def probe_checks(result: ProbeResult) -> list[Check]:
         Check(
             quantity=PEAK,
             unit=CheckUnit.BYTES,
-            predicted=said.peak_bytes,
-            measured=found.peak_bytes,
+            predicted=predicted.peak_bytes,
+            measured=measured.peak_bytes,
             verdict=verdict,
             reason=reason,
         )
@@ -152,10 +154,10 @@ def _end(result: ProbeResult) -> Iterator[str]:
 
 def probe_table(report: ProbeReport) -> Table:
     """Return a table of what was predicted and measured; the spread is least to most."""
-    said, found = report.predicted, report.measured
+    predicted, measured = report.predicted, report.measured
     title = (
-        f"rank {found.rank} of {found.world_size}: predicted on {said.device}, "
-        f"measured on {found.device} without communication"
+        f"rank {measured.rank} of {measured.world_size}: predicted on {predicted.device}, "
+        f"measured on {measured.device} without communication"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("", "predicted", "measured", "spread", "measured/predicted"):
@@ -170,21 +172,23 @@ def probe_table(report: ProbeReport) -> Table:
         )
     table.add_row(
         "peak memory",
-        f"{said.peak_bytes / GIBI:.3f} GiB",
-        f"{found.peak_bytes / GIBI:.3f} GiB",
+        f"{predicted.peak_bytes / GIBI:.3f} GiB",
+        f"{measured.peak_bytes / GIBI:.3f} GiB",
         "",
-        f"{found.peak_bytes / said.peak_bytes:.4f}",
+        f"{measured.peak_bytes / predicted.peak_bytes:.4f}",
     )
     return table
 
 
 def timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
     """Yield the name of each timed part, its predicted seconds and what was measured."""
-    said, found = report.predicted, report.measured
-    for index, (passes_s, stage) in enumerate(zip(said.passes_s, found.stages, strict=True)):
+    predicted, measured = report.predicted, report.measured
+    for index, (passes_s, stage) in enumerate(
+        zip(predicted.passes_s, measured.stages, strict=True)
+    ):
         yield f"virtual stage {index}: forward", passes_s[0], stage.forward
         yield f"virtual stage {index}: backward", passes_s[1], stage.backward
-    yield "optimizer step", said.update_s, found.update
+    yield "optimizer step", predicted.update_s, measured.update
 
 
 def _spread_fields(spread: Spread) -> dict[str, Json]:

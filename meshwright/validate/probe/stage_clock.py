@@ -119,15 +119,15 @@ class StageClock:
 @contextmanager
 def stages_seen() -> Iterator[list[VirtualStage]]:
     """Yield a list that gets the stages that run inside, in model order when it ends."""
-    seen: list[VirtualStage] = []
+    stages: list[VirtualStage] = []
 
     def look(module: nn.Module, _inputs: object) -> None:
-        if isinstance(module, VirtualStage) and module not in seen:
-            seen.append(module)
+        if isinstance(module, VirtualStage) and module not in stages:
+            stages.append(module)
 
     with register_module_forward_pre_hook(look):
-        yield seen
-    seen.sort(key=_first_layer)
+        yield stages
+    stages.sort(key=_first_layer)
 
 
 def _first_layer(stage: VirtualStage) -> float:

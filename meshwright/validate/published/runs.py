@@ -342,16 +342,16 @@ def _check_layout(run: PublishedRun, file: str) -> None:
 def _load(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, ...]:
     file = str(path or built_in)
     rows: list[R] = []
-    seen: set[str] = set()
+    ids: set[str] = set()
     reader = csv.DictReader(_text(path, built_in).splitlines())
     _check_columns(row_type, reader.fieldnames or (), file)
     for data in reader:
         row = _checked(row_type, data, f"{file}: line {reader.line_num}")
-        if row.id in seen:
+        if row.id in ids:
             raise ProfileError(
                 f"{file}: line {reader.line_num}: id={row.id!r} repeats; allowed: each id once"
             )
-        seen.add(row.id)
+        ids.add(row.id)
         rows.append(row)
     return tuple(rows)
 

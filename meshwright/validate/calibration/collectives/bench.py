@@ -91,13 +91,13 @@ def _processes(job: CollectiveJob, worker: Sequence[str]) -> Iterator[Ranks]:
     """Yield the started ranks; all of them have ended when the block ends."""
     root = str(Path(__file__).parents[3])  # where the package lies, installed or not
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    told = Path(job.folder) / "job.json"
-    told.write_text(job.dumps(), encoding="utf-8")
+    job_file = Path(job.folder) / "job.json"
+    job_file.write_text(job.dumps(), encoding="utf-8")
     ranks: Ranks = []
     try:
         for rank in range(job.num_ranks):
             words = {"RANK": str(rank), "WORLD_SIZE": str(job.num_ranks), "PYTHONPATH": paths}
-            with told.open("rb") as stdin, errors_path(job, rank).open("wb") as stderr:
+            with job_file.open("rb") as stdin, errors_path(job, rank).open("wb") as stderr:
                 ranks.append(
                     subprocess.Popen(  # noqa: S603
                         list(worker),
@@ -149,15 +149,15 @@ def _death(job: CollectiveJob, ranks: Ranks) -> str:
     time.sleep(SETTLE_S)
     visits = _visits(job)
     bad = [rank for rank, process in enumerate(ranks) if process.poll()]
-    said = {rank: _last_words(job, rank) for rank in bad}
+    last_words = {rank: _last_words(job, rank) for rank in bad}
 
     def suspicion(rank: int) -> tuple[bool, bool, int, int]:
-        lost_another = any(word in said[rank] for word in PEER_WORDS)
+        lost_another = any(word in last_words[rank] for word in PEER_WORDS)
         return ranks[rank].returncode > 0, lost_another, visits[rank], rank
 
     rank = min(bad, key=suspicion)
     status = ranks[rank].returncode
-    reason = f": {said[rank]}" if said[rank] else ""
+    reason = f": {last_words[rank]}" if last_words[rank] else ""
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}{reason}"
     return f"--ranks {job.num_ranks}: rank {rank} {how}; what was measured is kept"
 

@@ -93,8 +93,8 @@ def _with_memory(device: Device, rows: list[Row], floor: LaunchFloor, source: st
         return device
     fitted = device.model_copy(update={"memory": fit_memory(rows, device, floor)})
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-    told = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
-    return fitted.model_copy(update={"memory": fitted.memory.model_copy(update=told)})
+    provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
+    return fitted.model_copy(update={"memory": fitted.memory.model_copy(update=provenance)})
 
 
 def _with_gemm(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
@@ -104,8 +104,8 @@ def _with_gemm(device: Device, rows: list[Row], floor: LaunchFloor, source: str)
     gemm = fit_gemm(rows, device, floor)
     fitted = device.model_copy(update={"gemm": gemm})
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-    told = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
-    return fitted.model_copy(update={"gemm": gemm.model_copy(update=told)})
+    provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
+    return fitted.model_copy(update={"gemm": gemm.model_copy(update=provenance)})
 
 
 def _with_flash(

@@ -56,19 +56,19 @@ def stack_toml(name: str, rows: Iterable[Row], source: str) -> str:
     rows = list(rows)
     launches_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
     values = dict(SERIAL)
-    told = [f"{', '.join(SERIAL)}: cores copy the messages of the ranks that compute on them"]
+    statements = [f"{', '.join(SERIAL)}: cores copy the messages of the ranks that compute on them"]
     if launches_s:
         values["kernel_gap"] = json.dumps(f"{median(launches_s) * MEGA:.4g} us")
-        told.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {source}")
+        statements.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {source}")
     if any(row.case.group is CaseGroup.ATTENTION for row in rows) and load_stack(name).flash_kernel:
         values["flash_kernel"] = json.dumps(FLASH_KERNEL)
-        told.append(f"flash_kernel: PyTorch's own, {Source.MEASURED}")
-    told.append(f"all else as {name}: {load_stack(name).fitted_source}")
+        statements.append(f"flash_kernel: PyTorch's own, {Source.MEASURED}")
+    statements.append(f"all else as {name}: {load_stack(name).fitted_source}")
     for key, value in values.items():
         text = _replaced(text, key, value)
     head, table, fitted = text.partition("[fitted]")
     head = _replaced(head, "title", json.dumps(f"{load_stack(name).title}, on a processor"))
-    return head + table + _replaced(fitted, "source", json.dumps("; ".join(told)))
+    return head + table + _replaced(fitted, "source", json.dumps("; ".join(statements)))
 
 
 def _replaced(text: str, key: str, value: str) -> str:

@@ -90,9 +90,9 @@ def _flash(way: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     if way == "forward":
         return lambda: flash_forward(query, key, value, causal=True)
     out, log_sum_exp = flash_forward(query, key, value, causal=True)
-    seen = Attended(query, key, value, out, log_sum_exp)
+    attended = Attended(query, key, value, out, log_sum_exp)
     gradient = torch.randn_like(out)
-    return lambda: flash_backward(gradient, seen, causal=True)
+    return lambda: flash_backward(gradient, attended, causal=True)
 
 
 def _element_wise(case: BenchmarkCase, device: torch.device) -> Call:

@@ -247,12 +247,12 @@ def in_batches(
         limit_bytes: What the tensors of a batch may take; a larger case stands alone.
     """
     batches: list[list[BenchmarkCase]] = []
-    held = 0
+    batch_bytes = 0
     for case in cases:
-        needed = tensor_bytes(case)
-        if not batches or len(batches[-1]) == most or held + needed > limit_bytes:
+        case_bytes = tensor_bytes(case)
+        if not batches or len(batches[-1]) == most or batch_bytes + case_bytes > limit_bytes:
             batches.append([])
-            held = 0
+            batch_bytes = 0
         batches[-1].append(case)
-        held += needed
+        batch_bytes += case_bytes
     return batches

@@ -36,15 +36,15 @@ class LossOfMicrobatch:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._seen: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the microbatch's tokens, divided by the number of microbatches."""
         loss = token_loss(logits, targets)
-        self._seen.append(loss.detach())
+        self._losses.append(loss.detach())
         return loss / self._num_microbatches
 
     def take(self) -> list[Tensor]:
         """Return the loss of each microbatch since the last call, in their order."""
-        seen, self._seen = self._seen, []
-        return seen
+        losses, self._losses = self._losses, []
+        return losses
