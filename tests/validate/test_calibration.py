@@ -54,7 +54,7 @@ TINY = [FEW[0], FEW[1], FEW[8]]
 @pytest.fixture
 def _tiny_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_bench, "device_cases", lambda *_: TINY)
-    monkeypatch.setattr(device_bench, "CHUNK_CASES", 1)
+    monkeypatch.setattr(device_bench, "BATCH_CASES", 1)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_second_run_measures_nothing_again(
 ) -> None:
     run_calibrate(options_for(tmp_path))
     before = (tmp_path / FILE_NAME).read_bytes()
-    monkeypatch.setattr(device_bench, "measure_chunk", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(device_bench, "measure_batch", lambda *_: pytest.fail("measured again"))
     assert run_calibrate(options_for(tmp_path)) == 0
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
@@ -118,13 +118,13 @@ def test_a_stopped_run_goes_on_where_it_was(
             raise KeyboardInterrupt
         return measure_batch(cases, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(device_bench, "measure_chunk", stopped)
+    monkeypatch.setattr(device_bench, "measure_batch", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_calibrate(options_for(tmp_path))
     kept = table(tmp_path / FILE_NAME)
     assert 0 < len(kept) < len(TINY)
     assert f"{len(kept)} rows are kept" in capsys.readouterr().err
-    monkeypatch.setattr(device_bench, "measure_chunk", measure_batch)
+    monkeypatch.setattr(device_bench, "measure_batch", measure_batch)
     assert run_calibrate(options_for(tmp_path)) == 0
     rows = table(tmp_path / FILE_NAME)
     assert rows[: len(kept)] == kept
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_command_with_130(tmp_path: Path, monkeypatch: pytest.Mo
     def stopped(*_: object) -> list[Row]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device_bench, "measure_chunk", stopped)
+    monkeypatch.setattr(device_bench, "measure_batch", stopped)
     calibrate = as_command(run_calibrate, CalibrateOptions)
     commands = {"calibrate": calibrate, "again": calibrate}
     monkeypatch.setattr(meshwright, "_commands", lambda: commands)
