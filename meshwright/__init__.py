@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         load_cluster,
         load_stack,
     )
-    from meshwright.planner import SearchResult, SpaceLimits, search
+    from meshwright.planner import SearchResult, SpaceLimits
+    from meshwright.planner.search import search
     from meshwright.simulator import (
         ModelSpec,
         ParallelPlan,
@@ -117,7 +118,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"meshwright {VERSION}\n")
         return 0
     from meshwright.hwprofiles import ProfileError
-    from meshwright.planner.option_words import run_command_line
+    from meshwright.planner.options import run_command_line
     from meshwright.simulator import PlanError
 
     try:
@@ -133,7 +134,7 @@ def _run(words: list[str]) -> int:
 
 def _complain(message: str, status: int) -> int:
     """Print *message* as one plain line and return *status*."""
-    from meshwright.planner.commands import write_text
+    from meshwright.planner.cli import write_text
 
     line = " ".join(message.split())
     printable = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
@@ -142,8 +143,9 @@ def _complain(message: str, status: int) -> int:
 
 
 def _commands() -> dict[str, Callable[..., int]]:
-    from meshwright.planner import commands, options
-    from meshwright.planner.option_words import as_command
+    from meshwright.planner.cli import commands
+    from meshwright.planner.options import as_command
+    from meshwright.planner.options import records as options
     from meshwright.validate.calibration import CalibrateOptions, run_calibrate
     from meshwright.validate.cli import ValidateOptions, ValidateOutput, run_validate
 

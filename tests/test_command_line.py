@@ -351,7 +351,7 @@ def test_failure_while_writing_leaves_nothing_behind(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("meshwright.planner.result_files.plans_csv", fail)
+    monkeypatch.setattr("meshwright.planner.reports.result_files.plans_csv", fail)
     error = run(*STEP, *LAYOUT, "--out", str(tmp_path / "out"), status=2)
     assert error == "error: No space left on device\n"
     assert list(tmp_path.iterdir()) == []

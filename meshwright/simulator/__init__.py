@@ -1,19 +1,24 @@
 """The simulator: model x plan to operators, costs, events and a result."""
 
+from meshwright.simulator.account import AsyncRun, MemoryResult, StageMemory, StepResult
+from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
+from meshwright.simulator.chrome_trace import write_chrome_trace
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
 from meshwright.simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
 from meshwright.simulator.errors import DeadlockError, PlanError, TooManyTasksError
-from meshwright.simulator.mesh import Axis, Mesh
-from meshwright.simulator.model_catalog import list_models, load_model
-from meshwright.simulator.model_flops import CONVENTION, hardware_flops, model_flops
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.parameters import count_parameters
-from meshwright.simulator.partition import parse_stages, resolve_stages
-from meshwright.simulator.plan import ParallelPlan, ParameterServer, TrainingJob
-from meshwright.simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
+from meshwright.simulator.layout import (
+    Axis,
+    Mesh,
+    ParallelPlan,
+    ParameterServer,
+    TrainingJob,
+    parse_stages,
+    resolve_stages,
+)
+from meshwright.simulator.model import ModelSpec, count_parameters, list_models, load_model
 from meshwright.simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
 from meshwright.simulator.simulation import account, check_plan, rank_timeline, simulate
-from meshwright.simulator.step_builder import BuiltStep, build_step
+from meshwright.simulator.step import BuiltStep, build_step
 
 __all__ = [
     "COMMUNICATION",
@@ -56,4 +61,5 @@ __all__ = [
     "simulate",
     "simulate_folded",
     "simulate_unfolded",
+    "write_chrome_trace",
 ]

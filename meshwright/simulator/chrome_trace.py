@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
+from meshwright.simulator.account import Lane, Span, StepResult, rank_streams
 from meshwright.simulator.costs import CostModel
 from meshwright.simulator.engine import StepTimes
-from meshwright.simulator.lanes import Lane
-from meshwright.simulator.rank_streams import Span, rank_streams
-from meshwright.simulator.result import StepResult
 from meshwright.simulator.simulation import rank_timeline
-from meshwright.simulator.step_builder import BuiltStep, build_step
+from meshwright.simulator.step import BuiltStep, build_step
 
 PS_PER_US = 10**6
 STREAMS = ("compute", "messages", "data parallel")

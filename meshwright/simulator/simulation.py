@@ -3,27 +3,30 @@
 from collections.abc import Iterator
 
 from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
-from meshwright.simulator.accounting import time_breakdown
-from meshwright.simulator.activations import (
-    SavedTensor,
-    layer_tensors,
-    logits_tensor,
-    saved_tensors,
+from meshwright.simulator.account import (
+    MemoryResult,
+    StageMemory,
+    StepResult,
+    plan_warnings,
+    time_breakdown,
 )
-from meshwright.simulator.advice import plan_warnings
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.costs import CostModel
-from meshwright.simulator.costs.compute import peak_flops_per_s
-from meshwright.simulator.data_parallel import Stage
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.costs import CostModel, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.memory import device_bytes, reserved_bytes, usable_bytes
-from meshwright.simulator.memory_timeline import MemoryEvent, memory_peak, memory_timeline
-from meshwright.simulator.offload import node_host_bytes, offload_refusal
-from meshwright.simulator.plan import ParallelPlan, TrainingJob, check_sharding, stack_refusal
-from meshwright.simulator.result import MemoryResult, StageMemory, StepResult
+from meshwright.simulator.layout import ParallelPlan, TrainingJob, check_sharding, stack_refusal
+from meshwright.simulator.liveness import SavedTensor, layer_tensors, logits_tensor, saved_tensors
+from meshwright.simulator.memory import (
+    MemoryEvent,
+    device_bytes,
+    memory_peak,
+    memory_timeline,
+    reserved_bytes,
+    usable_bytes,
+)
+from meshwright.simulator.replication import Stage
 from meshwright.simulator.schedules import Action, Phase, get_schedule
-from meshwright.simulator.step_builder import BuiltStep, build_step
+from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 from meshwright.simulator.strategies import STRATEGIES, Case
 
 # All that a stage with nothing but the embedding holds to speak of.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from meshwright.hwprofiles import Offload
 from meshwright.hwprofiles.names import suggestion
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import (

@@ -22,8 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshwright.hwprofiles import Device, ProfileError, load_device
 from meshwright.hwprofiles.complaints import one_line
 from meshwright.hwprofiles.names import shown_path, suggestion
-from meshwright.planner.documents import json_text
-from meshwright.planner.plan_file import SavedPlan, plan_document
+from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator
 from meshwright.validate.cli import DEFAULT_STEPS, plan_of_words

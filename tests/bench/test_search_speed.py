@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.hwprofiles import load_cluster, load_stack
-from meshwright.planner import search
+from meshwright.planner.search import search
 from meshwright.simulator import TrainingJob, load_model
 
 pytestmark = pytest.mark.bench

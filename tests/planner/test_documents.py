@@ -18,13 +18,14 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.planner import SearchResult, SpaceLimits, search
-from meshwright.planner.documents import json_text, search_document, step_document
-from meshwright.planner.money import Budget, training_run
-from meshwright.planner.output_folder import new_file, new_folder
-from meshwright.planner.plan_file import SavedPlan, plan_document, read_plan
-from meshwright.planner.result_files import saved_plan
-from meshwright.planner.tables_csv import plans_csv, stages_csv
+from meshwright.planner import SearchResult, SpaceLimits
+from meshwright.planner.reports.documents import json_text, search_document, step_document
+from meshwright.planner.reports.money import Budget, training_run
+from meshwright.planner.reports.output_folder import new_file, new_folder
+from meshwright.planner.reports.plan_file import SavedPlan, plan_document, read_plan
+from meshwright.planner.reports.result_files import saved_plan
+from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
+from meshwright.planner.search import search
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, load_model, simulate
 
 CLUSTER = load_cluster("dgx-a100")

@@ -17,7 +17,8 @@ from matplotlib.patches import Rectangle
 
 from meshwright import main
 from meshwright.hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
-from meshwright.planner.matmul_study import (
+from meshwright.planner.matmul.picture import COLOURS, panels_of
+from meshwright.planner.matmul.study import (
     MatmulStudy,
     ProductRow,
     Refusal,
@@ -25,13 +26,12 @@ from meshwright.planner.matmul_study import (
     parse_matrices,
     study_matmul,
 )
-from meshwright.planner.matmul_wording import boxing_text, format_sent, product_text
+from meshwright.planner.matmul.wording import boxing_text, format_sent, product_text
 from meshwright.planner.plots import plot_matmul_split, save_figure
-from meshwright.planner.plots.matmul_split import COLOURS, panels_of
+from meshwright.simulator.blocks.operators import Gemm
 from meshwright.simulator.costs.collectives import p2p_cost
 from meshwright.simulator.costs.compute import gemm_cost
-from meshwright.simulator.operators import Gemm
-from meshwright.simulator.signatures import Shape
+from meshwright.simulator.matmul.signatures import Shape
 
 Document = dict[str, Any]
 PAIR = ["matmul", "4x5", "5x8", "--devices", "2"]

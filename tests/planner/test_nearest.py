@@ -1,7 +1,8 @@
 """When nothing fits: what it lacks, and changes that a user could make."""
 
 from meshwright.hwprofiles import load_cluster, load_stack
-from meshwright.planner import SpaceLimits, search
+from meshwright.planner import SpaceLimits
+from meshwright.planner.search import search
 from meshwright.simulator import TrainingJob, load_model
 
 MODEL = load_model("gpt3-175b")

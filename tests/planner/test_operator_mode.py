@@ -1,7 +1,8 @@
 """A mode of recomputation that one framework has alone, in the space of others."""
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
-from meshwright.planner import SpaceLimits, enumerate_space, search
+from meshwright.planner import SpaceLimits, enumerate_space
+from meshwright.planner.search import search
 from meshwright.simulator import TrainingJob, load_model
 
 JOB = TrainingJob(

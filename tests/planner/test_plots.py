@@ -25,7 +25,7 @@ from meshwright.planner.plots import (
     save_figure,
 )
 from meshwright.planner.plots.timeline import Window, column_shares, timeline_layers
-from meshwright.planner.result import FrontierPoint, SearchResult, SimulatedPlan
+from meshwright.planner.search.result import FrontierPoint, SearchResult, SimulatedPlan
 from meshwright.simulator import (
     Category,
     ParallelPlan,
@@ -35,7 +35,7 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
-from meshwright.simulator.memory import device_bytes
+from meshwright.simulator.memory.rank import device_bytes
 
 
 @cache

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from meshwright.hwprofiles import GIBI, Precision, StackProfile, load_cluster, load_stack
-from meshwright.planner import SpaceLimits, enumerate_space, search
-from meshwright.planner.bounds import StepBounds
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
-from meshwright.planner.shapes import ShapeTable
+from meshwright.planner import SpaceLimits, enumerate_space
+from meshwright.planner.bounds.bounds import StepBounds
+from meshwright.planner.footprint.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.search import search
+from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
-from meshwright.simulator.memory import device_bytes
+from meshwright.simulator.memory.rank import device_bytes
 
 
 class Case(NamedTuple):
@@ -144,7 +145,7 @@ def brute_force(name: str) -> Brute:
 
 
 def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
-    from meshwright.simulator.plan import stack_refusal
+    from meshwright.simulator.layout.plan import stack_refusal
 
     return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
 
@@ -201,7 +202,7 @@ def test_layouts_too_long_to_simulate_stay_in_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the optimum out of reach the search finds the next and admits the gap."""
-    from meshwright.planner import finalists
+    from meshwright.planner.search import finalists
 
     case, brute = CASES["many microbatches"], brute_force("many microbatches")
     stack = load_stack(case.stack)

@@ -10,8 +10,9 @@ import pytest
 
 from meshwright import main
 from meshwright.hwprofiles import GIBI, Precision, Recompute, load_cluster, load_stack
-from meshwright.planner import SearchResult, SpaceLimits, search
-from meshwright.planner.replica_search import computing_ps, enumerate_replicas, replica_field
+from meshwright.planner import SearchResult, SpaceLimits
+from meshwright.planner.search import search
+from meshwright.planner.search.replica_search import computing_ps, enumerate_replicas, replica_field
 from meshwright.simulator import (
     CostModel,
     PlanError,

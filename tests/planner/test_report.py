@@ -6,11 +6,17 @@ import pytest
 from rich.console import Console, RenderableType
 
 from meshwright.hwprofiles import Attention, Precision, load_cluster, load_stack
-from meshwright.planner import FrontierPoint, Nearest, SearchResult, SpaceLimits, search
-from meshwright.planner.catalogue import clusters_table, models_table, schedules_table, stacks_table
-from meshwright.planner.money import Budget
-from meshwright.planner.report import WIDTH, format_stages, step_report
-from meshwright.planner.search_report import MAX_FRONTIER_LINES, proof_text, search_report
+from meshwright.planner import FrontierPoint, Nearest, SearchResult, SpaceLimits
+from meshwright.planner.reports.catalogue import (
+    clusters_table,
+    models_table,
+    schedules_table,
+    stacks_table,
+)
+from meshwright.planner.reports.money import Budget
+from meshwright.planner.reports.search import MAX_FRONTIER_LINES, proof_text, search_report
+from meshwright.planner.reports.step import WIDTH, format_stages, step_report
+from meshwright.planner.search import search
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
 
 CLUSTER = load_cluster("dgx-a100")

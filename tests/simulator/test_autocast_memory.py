@@ -6,23 +6,23 @@ import pytest
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
-from meshwright.simulator.activations import (
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.costs import CostModel
+from meshwright.simulator.liveness.activations import (
     cached_layer_bytes,
     saved_head_bytes,
     saved_layer_bytes,
     saved_tensors,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.costs import CostModel
-from meshwright.simulator.gradient_buckets import gradient_buckets
-from meshwright.simulator.memory import chunk_memory, pass_workspace_bytes
-from meshwright.simulator.product_liveness import (
+from meshwright.simulator.liveness.products import (
     Product,
     cast_column_steps,
     cast_row_steps,
     highest,
 )
-from meshwright.simulator.step_builder import build_step, rank_stages
+from meshwright.simulator.memory.rank import chunk_memory, pass_workspace_bytes
+from meshwright.simulator.replication.buckets import gradient_buckets
+from meshwright.simulator.step.build import build_step, rank_stages
 
 DDP = load_stack("ddp")
 GPT = ModelSpec(

@@ -11,20 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hwprofiles import Cluster, CollectiveOp, Source, load_cluster
-from meshwright.simulator.boxing import (
-    Boxing,
-    BoxingStep,
-    DeviceMesh,
-    TensorSize,
-    boxing,
-    boxings_from,
-    change_cost,
-)
 from meshwright.simulator.costs import Cost
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.placement import (
+from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
     Placements,
@@ -33,6 +24,15 @@ from meshwright.simulator.placement import (
     Split,
     redistribute,
     shard_shape,
+)
+from meshwright.simulator.matmul.boxing import (
+    Boxing,
+    BoxingStep,
+    DeviceMesh,
+    TensorSize,
+    boxing,
+    boxings_from,
+    change_cost,
 )
 
 Tensor = npt.NDArray[np.int64]

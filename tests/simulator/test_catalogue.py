@@ -12,9 +12,9 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, simulate
-from meshwright.simulator.model_catalog import list_models, load_model
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.partition import resolve_stages
+from meshwright.simulator.layout.stages import resolve_stages
+from meshwright.simulator.model.catalogue import list_models, load_model
+from meshwright.simulator.model.spec import ModelSpec
 
 MODERN, OLD = "megatron-core", "megatron-lm-2021"
 

@@ -17,13 +17,13 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
+from meshwright.simulator.account.streams import Span, SpanKind, rank_streams
 from meshwright.simulator.chrome_trace import (
     ChromeTrace,
     TraceEvent,
     chrome_trace,
     write_chrome_trace,
 )
-from meshwright.simulator.rank_streams import Span, SpanKind, rank_streams
 
 # stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
 # collectives hidden and not, a pipeline of one. With a stack that can, tokens are split over tp.

@@ -23,8 +23,8 @@ from meshwright.simulator.costs.links import (
     nic_share_bytes_per_s,
     ring_steps,
 )
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.placement import Partial, Replicate, Split, redistribute
+from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.layout.placement import Partial, Replicate, Split, redistribute
 
 RELAXED = settings(deadline=None, max_examples=100)
 COLLECTIVES = [op for op in CollectiveOp if op is not CollectiveOp.P2P]

@@ -15,7 +15,17 @@ from meshwright.hwprofiles import (
     load_stack,
     to_ps,
 )
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks.operators import (
+    Collective,
+    FlashAttention,
+    Gemm,
+    HostPasses,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+    gemm_backward,
+)
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.costs.compute import (
     constant_cost,
@@ -26,19 +36,9 @@ from meshwright.simulator.costs.compute import (
     peak_flops_per_s,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.mesh import Axis, GroupSpan
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.operators import (
-    Collective,
-    FlashAttention,
-    Gemm,
-    HostPasses,
-    KernelLaunches,
-    MemoryBound,
-    Operator,
-    gemm_backward,
-)
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.model.catalogue import load_model
 
 RELAXED = settings(deadline=None, max_examples=100)
 DEVICE = load_device("a100-sxm4-80gb")

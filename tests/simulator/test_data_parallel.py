@@ -11,9 +11,12 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel
-from meshwright.simulator.data_parallel import (
+from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.model.catalogue import load_model
+from meshwright.simulator.replication.data_parallel import (
     Replication,
     Stage,
     Wire,
@@ -25,9 +28,6 @@ from meshwright.simulator.data_parallel import (
     sum_parameters,
     update_cost,
 )
-from meshwright.simulator.mesh import Axis, GroupSpan
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
 
 RELAXED = settings(deadline=None, max_examples=60)
 CLUSTER = load_cluster("dgx-a100")

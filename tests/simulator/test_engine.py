@@ -23,7 +23,7 @@ from meshwright.simulator.engine import (
 )
 from meshwright.simulator.engine.groups import busy_end_ps
 from meshwright.simulator.errors import DeadlockError
-from meshwright.simulator.mesh import Mesh
+from meshwright.simulator.layout.mesh import Mesh
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=60)  # shared machines stall now and then

@@ -27,22 +27,32 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.activations import (
+from meshwright.simulator.blocks.ends import embedding_operators, head_operators
+from meshwright.simulator.blocks.fp8_casts import (
+    num_linear_weights,
+    step_cast_bytes,
+    weight_copy_bytes,
+)
+from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.blocks.operators import (
+    Collective,
+    Gemm,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+)
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.costs import Category, CostModel
+from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
+from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes
+from meshwright.simulator.liveness.activations import (
     attention_core_tensors,
     layer_tensors,
     saved_layer_bytes,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.costs import Category, CostModel
-from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
-from meshwright.simulator.end_operators import embedding_operators, head_operators
-from meshwright.simulator.fp8_casts import num_linear_weights, step_cast_bytes, weight_copy_bytes
-from meshwright.simulator.gradient_formats import Formats, casts_of, formats_refusal, gradient_bytes
-from meshwright.simulator.liveness import backward_steps, forward_steps, layer_workspace_bytes
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operators import Collective, Gemm, KernelLaunches, MemoryBound, Operator
-from meshwright.simulator.parameters import count_parameters
-from meshwright.simulator.step_builder import build_step
+from meshwright.simulator.liveness.layer import backward_steps, forward_steps, layer_workspace_bytes
+from meshwright.simulator.model.parameters import count_parameters
+from meshwright.simulator.step.build import build_step
 
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")

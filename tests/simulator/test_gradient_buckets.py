@@ -28,16 +28,21 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Stage, stage_parameters, sum_parameters
+from meshwright.simulator.account.streams import SpanKind, rank_streams
+from meshwright.simulator.account.traffic import Traffic, rank_traffic
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
-from meshwright.simulator.gradient_buckets import Bucket, StagePart, bucket_parts, gradient_buckets
-from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.mesh import Axis, Mesh
-from meshwright.simulator.parameters import local_shape, padded_vocab_size, parameter_tensors
-from meshwright.simulator.rank_streams import SpanKind, rank_streams
-from meshwright.simulator.step_builder import build_step, rank_stages
-from meshwright.simulator.traffic import Traffic, rank_traffic
+from meshwright.simulator.layout.mesh import Axis, Mesh
+from meshwright.simulator.memory.rank import StateBytes
+from meshwright.simulator.model.parameters import local_shape, padded_vocab_size, parameter_tensors
+from meshwright.simulator.replication.buckets import (
+    Bucket,
+    StagePart,
+    bucket_parts,
+    gradient_buckets,
+)
+from meshwright.simulator.replication.data_parallel import Stage, stage_parameters, sum_parameters
+from meshwright.simulator.step.build import build_step, rank_stages
 
 RELAXED = settings(deadline=None, max_examples=80)
 CLUSTER = load_cluster("dgx-a100")

@@ -14,7 +14,9 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.activations import (
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.liveness.activations import (
     SavedTensor,
     attention_core_tensors,
     layer_tensors,
@@ -23,10 +25,10 @@ from meshwright.simulator.activations import (
     saved_layer_bytes,
     saved_tensors,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.end_liveness import embedding_backward_steps, head_workspace_bytes
-from meshwright.simulator.liveness import layer_workspace_bytes
-from meshwright.simulator.memory import (
+from meshwright.simulator.liveness.ends import embedding_backward_steps, head_workspace_bytes
+from meshwright.simulator.liveness.layer import layer_workspace_bytes
+from meshwright.simulator.liveness.products import highest
+from meshwright.simulator.memory.rank import (
     ChunkMemory,
     Moment,
     RankMemory,
@@ -39,12 +41,10 @@ from meshwright.simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
-from meshwright.simulator.memory_timeline import memory_peak, memory_timeline
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.parameters import count_parameters
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.product_liveness import highest
+from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
+from meshwright.simulator.model.catalogue import load_model
+from meshwright.simulator.model.parameters import count_parameters
+from meshwright.simulator.model.spec import ModelSpec
 from meshwright.simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.mesh import Axis, GroupSpan, Mesh, strided_span
+from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh, strided_span
 
 RELAXED = settings(deadline=None, max_examples=200)
 SMALL_MESHES = [

@@ -8,17 +8,21 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from meshwright.hwprofiles import Attention, load_stack
-from meshwright.simulator.activations import saved_embedding_bytes, saved_head_bytes
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.end_liveness import head_workspace_bytes
-from meshwright.simulator.end_operators import embedding_operators, head_operators
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.model_flops import model_flops
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operators import FlashAttention, MemoryBound, Operator, sum_flops
-from meshwright.simulator.parameters import block_parameters, count_parameters, parameter_tensors
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.blocks.ends import embedding_operators, head_operators
+from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.blocks.model_flops import model_flops
+from meshwright.simulator.blocks.operators import FlashAttention, MemoryBound, Operator, sum_flops
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.liveness.activations import saved_embedding_bytes, saved_head_bytes
+from meshwright.simulator.liveness.ends import head_workspace_bytes
+from meshwright.simulator.model.catalogue import load_model
+from meshwright.simulator.model.parameters import (
+    block_parameters,
+    count_parameters,
+    parameter_tensors,
+)
+from meshwright.simulator.model.spec import ModelSpec
 
 BERT = load_model("bert-large")
 KERNELS = st.sampled_from(Attention)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.huggingface import ARCHITECTURES
-from meshwright.simulator.model_catalog import DATA_FOLDER, list_models, load_model, read_models
-from meshwright.simulator.model_spec import ModelSpec, parse_model
-from meshwright.simulator.parameters import count_parameters
+from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
+from meshwright.simulator.model.huggingface import ARCHITECTURES
+from meshwright.simulator.model.parameters import count_parameters
+from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -9,9 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model_catalog import list_models, load_model
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.parameters import (
+from meshwright.simulator.model.catalogue import list_models, load_model
+from meshwright.simulator.model.parameters import (
     Block,
     block_parameters,
     count_parameters,
@@ -19,6 +18,7 @@ from meshwright.simulator.parameters import (
     padded_vocab_size,
     parameter_tensors,
 )
+from meshwright.simulator.model.spec import ModelSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_parameters.csv"
 ROWS = list(csv.DictReader(GOLDEN.read_text(encoding="utf-8").splitlines()))

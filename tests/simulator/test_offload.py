@@ -31,13 +31,18 @@ from meshwright.simulator import (
     count_parameters,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Replication, Stage, Wire, stage_parameters
-from meshwright.simulator.gradient_buckets import StagePart, reduced_parts, unit_shards
-from meshwright.simulator.host_traffic import HostTraffic, host_traffic
-from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.offload import (
+from meshwright.simulator.account.host_traffic import HostTraffic, host_traffic
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.memory.rank import StateBytes
+from meshwright.simulator.replication.buckets import StagePart, reduced_parts, unit_shards
+from meshwright.simulator.replication.data_parallel import (
+    Replication,
+    Stage,
+    Wire,
+    stage_parameters,
+)
+from meshwright.simulator.step.offload import (
     TILE_PARAMETERS,
     HostSide,
     copy_back_ps,

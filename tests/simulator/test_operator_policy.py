@@ -16,21 +16,21 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, simulate
-from meshwright.simulator.activations import (
+from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
+from meshwright.simulator.blocks.operators import Collective, Gemm, MemoryBound, sum_flops
+from meshwright.simulator.blocks.recompute_policy import layer_products, repeated_products
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.mesh import Axis
+from meshwright.simulator.liveness.activations import (
     SavedTensor,
     layer_tensors,
     saved_layer_bytes,
     saved_tensors,
     unread_tensors,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.liveness import backward_steps, layer_workspace_bytes
-from meshwright.simulator.mesh import Axis
-from meshwright.simulator.model_flops import hardware_flops, model_flops
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operator_policy import layer_products, repeated_products
-from meshwright.simulator.operators import Collective, Gemm, MemoryBound, sum_flops
-from meshwright.simulator.product_liveness import highest
+from meshwright.simulator.liveness.layer import backward_steps, layer_workspace_bytes
+from meshwright.simulator.liveness.products import highest
 
 RELAXED = settings(deadline=None, max_examples=40)
 TITAN = load_stack("torchtitan")

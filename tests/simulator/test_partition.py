@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from meshwright.hwprofiles import StageSplit
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.partition import (
+from meshwright.simulator.layout.stages import (
     head_cost_layers,
     parse_stages,
     resolve_stages,
     split_layers,
 )
+from meshwright.simulator.model.catalogue import load_model
 
 RELAXED = settings(deadline=None, max_examples=100)
 

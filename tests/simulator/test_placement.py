@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.placement import (
+from meshwright.simulator.layout.placement import (
     MatmulSignature,
     PairCommunication,
     Partial,

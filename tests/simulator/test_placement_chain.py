@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hwprofiles import Precision, load_cluster
-from meshwright.simulator.boxing import DeviceMesh, TensorSize, boxing
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.placement import (
+from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
     Placements,
@@ -20,8 +19,9 @@ from meshwright.simulator.placement import (
     Split,
     shard_shape,
 )
-from meshwright.simulator.placement_chain import Chain, LocalRun, best_chain, legal_runs
-from meshwright.simulator.signatures import (
+from meshwright.simulator.matmul.boxing import DeviceMesh, TensorSize, boxing
+from meshwright.simulator.matmul.chains import Chain, LocalRun, best_chain, legal_runs
+from meshwright.simulator.matmul.signatures import (
     Linearity,
     PlacedOperator,
     Reduction,

@@ -24,20 +24,20 @@ from meshwright.simulator import (
     TrainingJob,
     load_model,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.end_operators import embedding_operators, head_operators
-from meshwright.simulator.mesh import Axis, GroupSpan
-from meshwright.simulator.model_flops import hardware_flops, model_flops
-from meshwright.simulator.operators import Collective, Operator
-from meshwright.simulator.parameters import padded_vocab_size
-from meshwright.simulator.rank_counts import (
+from meshwright.simulator.account.counts import (
     closing_traffic,
     message_traffic,
     norm_ranks,
     rank_flops,
 )
-from meshwright.simulator.step_builder import build_step
-from meshwright.simulator.traffic import Traffic
+from meshwright.simulator.account.traffic import Traffic
+from meshwright.simulator.blocks.ends import embedding_operators, head_operators
+from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
+from meshwright.simulator.blocks.operators import Collective, Operator
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.model.parameters import padded_vocab_size
+from meshwright.simulator.step.build import build_step
 
 CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
 RELAXED = settings(deadline=None, max_examples=30)

@@ -13,10 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster
-from meshwright.simulator.boxing import DeviceMesh
+from meshwright.simulator.blocks.operators import MemoryBound, sum_flops
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.operators import MemoryBound, sum_flops
-from meshwright.simulator.placement import (
+from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
     Placements,
@@ -25,8 +24,9 @@ from meshwright.simulator.placement import (
     matmul_signatures,
     shard_shape,
 )
-from meshwright.simulator.placement_chain import legal_runs, local_run
-from meshwright.simulator.signatures import (
+from meshwright.simulator.matmul.boxing import DeviceMesh
+from meshwright.simulator.matmul.chains import legal_runs, local_run
+from meshwright.simulator.matmul.signatures import (
     Linearity,
     LocalShapes,
     PlacedOperator,

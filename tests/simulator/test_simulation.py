@@ -32,13 +32,13 @@ from meshwright.simulator import (
     check_plan,
     hardware_flops,
     load_model,
-    model_flops,
     rank_timeline,
     resolve_stages,
     simulate,
     simulate_folded,
 )
-from meshwright.simulator.accounting import time_breakdown
+from meshwright.simulator.account.breakdown import time_breakdown
+from meshwright.simulator.blocks import model_flops
 from meshwright.simulator.engine import ChunkWork, RankWork
 from meshwright.simulator.schedules import Action, Phase
 

@@ -18,33 +18,33 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks.ends import embedding_operators, head_operators
+from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
+from meshwright.simulator.blocks.operators import Collective, Gemm, Operator, sum_flops
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
-from meshwright.simulator.data_parallel import (
+from meshwright.simulator.engine import Message, Segment
+from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.stages import resolve_stages
+from meshwright.simulator.model.catalogue import load_model
+from meshwright.simulator.model.parameters import padded_vocab_size
+from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.replication.buckets import bucket_parts
+from meshwright.simulator.replication.data_parallel import (
     Replication,
     Stage,
     Wire,
     gather_cost,
     reduce_cost,
 )
-from meshwright.simulator.end_operators import embedding_operators, head_operators
-from meshwright.simulator.engine import Message, Segment
-from meshwright.simulator.gradient_buckets import bucket_parts
-from meshwright.simulator.mesh import Axis, GroupSpan, Mesh
-from meshwright.simulator.model_catalog import load_model
-from meshwright.simulator.model_flops import hardware_flops, model_flops
-from meshwright.simulator.model_spec import ModelSpec
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operators import Collective, Gemm, Operator, sum_flops
-from meshwright.simulator.parameters import padded_vocab_size
-from meshwright.simulator.partition import resolve_stages
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.rank_work import chunk_cost, message_between, shared_embedding_ps
-from meshwright.simulator.step_builder import (
+from meshwright.simulator.step.build import (
     BuiltStep,
     build_step,
     rank_stages,
 )
+from meshwright.simulator.step.rank import chunk_cost, message_between, shared_embedding_ps
 
 RELAXED = settings(deadline=None, max_examples=40)
 CLUSTER = load_cluster("dgx-a100")

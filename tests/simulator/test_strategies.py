@@ -17,20 +17,20 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Stage, stage_parameters
-from meshwright.simulator.end_operators import head_operators
-from meshwright.simulator.engine import TaskKind
-from meshwright.simulator.lanes import Lane
-from meshwright.simulator.mesh import Axis
-from meshwright.simulator.strategies import STRATEGIES, graph_step
-from meshwright.simulator.strategies.data_parallel_module import LOSS_OPERATORS
-from meshwright.simulator.traffic import (
+from meshwright.simulator.account.lanes import Lane
+from meshwright.simulator.account.traffic import (
     Traffic,
     module_link_bytes,
     server_link_bytes,
     sharded_worker_bytes,
 )
+from meshwright.simulator.blocks.ends import head_operators
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.engine import TaskKind
+from meshwright.simulator.layout.mesh import Axis
+from meshwright.simulator.replication.data_parallel import Stage, stage_parameters
+from meshwright.simulator.strategies import STRATEGIES, graph_step
+from meshwright.simulator.strategies.data_parallel_module import LOSS_OPERATORS
 
 MODULE, SERVER, DDP_LIKE = "dataparallel", "parameter-server", "megatron-lm-2022"
 WEIGHTS = (TaskKind.BROADCAST, TaskKind.REDUCTION)

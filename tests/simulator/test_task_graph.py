@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.simulator import DeadlockError
+from meshwright.simulator.account.lanes import task_lanes
 from meshwright.simulator.engine import Task, TaskKind, TaskTimes, simulate_tasks
-from meshwright.simulator.lanes import task_lanes
 
 WORK = TaskKind.FORWARD
 

@@ -22,9 +22,9 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Stage, stage_parameters
-from meshwright.simulator.traffic import Traffic, rank_traffic, sent_bytes
+from meshwright.simulator.account.traffic import Traffic, rank_traffic, sent_bytes
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.replication.data_parallel import Stage, stage_parameters
 
 MODEL = ModelSpec(
     name="small", num_layers=4, hidden_size=256, num_heads=8, vocab_size=1024, seq_len=128

@@ -18,14 +18,14 @@ from meshwright.simulator import (
     TrainingJob,
     load_model,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.data_parallel import Replication, Stage
+from meshwright.simulator.account.traffic import rank_traffic
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.engine import UnitPart, simulate_folded
 from meshwright.simulator.engine.work import num_gathers
-from meshwright.simulator.gradient_buckets import StagePart, part_gathers, unit_parts
-from meshwright.simulator.mesh import Axis, GroupSpan
-from meshwright.simulator.step_builder import build_step, rank_stages
-from meshwright.simulator.traffic import rank_traffic
+from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
+from meshwright.simulator.replication.data_parallel import Replication, Stage
+from meshwright.simulator.step.build import build_step, rank_stages
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")

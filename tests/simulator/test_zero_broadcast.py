@@ -26,9 +26,13 @@ from meshwright.simulator import (
     TrainingJob,
     simulate,
 )
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.account.result import StepResult
+from meshwright.simulator.account.traffic import rank_traffic, sent_bytes
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs.links import bus_ratio, sent_ratio
-from meshwright.simulator.data_parallel import (
+from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
+from meshwright.simulator.replication.data_parallel import (
     Replication,
     Stage,
     Wire,
@@ -36,10 +40,6 @@ from meshwright.simulator.data_parallel import (
     reduce_cost,
     stage_parameters,
 )
-from meshwright.simulator.gradient_buckets import owned_parts, reduced_parts
-from meshwright.simulator.mesh import GroupSpan
-from meshwright.simulator.result import StepResult
-from meshwright.simulator.traffic import rank_traffic, sent_bytes
 
 OWNERS, SHARDS = load_stack("zero-broadcast"), load_stack("deepspeed")
 WIRE = Wire.of(OWNERS, Precision.FP16)

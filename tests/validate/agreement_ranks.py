@@ -16,7 +16,7 @@ import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import, too
 
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program
 from meshwright.validate.programs.contract.request import ProgramRequest

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.launch.progress import enter_phase
 from meshwright.validate.launch.spec import RunPhase, RunSpec
 from meshwright.validate.ranks.measurement import ByteKind, RankMeasurement

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute  # noqa: E402
-from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import PlanError  # noqa: E402
 from meshwright.validate.agreement import (  # noqa: E402
     CLUSTER,

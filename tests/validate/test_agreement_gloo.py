@@ -21,7 +21,7 @@ from meshwright.hwprofiles import (  # noqa: E402
     load_cluster,
     load_stack,
 )
-from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
 from meshwright.validate.comparison.checks import PEAK, CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402

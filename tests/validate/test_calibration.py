@@ -13,7 +13,7 @@ import pytest
 
 import meshwright
 from meshwright.hwprofiles import Precision, load_cluster
-from meshwright.planner.option_words import as_command, option_name, run_command_line
+from meshwright.planner.options.words import as_command, option_name, run_command_line
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate
 from meshwright.validate.calibration.collectives import bench as collective_bench

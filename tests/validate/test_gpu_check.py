@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from meshwright.hwprofiles import load_cluster, load_device
-from meshwright.planner.documents import json_text
-from meshwright.planner.plan_file import plan_document, read_plan
+from meshwright.planner.reports.documents import json_text
+from meshwright.planner.reports.plan_file import plan_document, read_plan
 from meshwright.simulator import simulate
 from meshwright.validate import gpu_check
 from meshwright.validate.calibration.rows.machine import Accelerator

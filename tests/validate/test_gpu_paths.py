@@ -18,7 +18,7 @@ from torch import Tensor  # noqa: E402
 from torch.optim import optimizer as torch_optimizer  # noqa: E402
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
-from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import (  # noqa: E402
     ModelSpec,
     ParallelPlan,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
-from meshwright.planner.documents import json_text
-from meshwright.planner.plan_file import SavedPlan, plan_document
+from meshwright.planner.reports.documents import json_text
+from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.launch import (
     FailureKind,

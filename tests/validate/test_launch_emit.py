@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan, read_plan
+from meshwright.planner.reports.plan_file import SavedPlan, read_plan
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.launch import (
     Launcher,

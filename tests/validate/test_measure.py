@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.validate.comparison.checks import (
     PEAK,

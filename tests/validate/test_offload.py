@@ -12,10 +12,16 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import backend_registration  # noqa: E402
 
-from meshwright.hwprofiles import Offload, Precision, Recompute, load_cluster, load_stack  # noqa: E402
-from meshwright.planner.plan_file import SavedPlan  # noqa: E402
+from meshwright.hwprofiles import (  # noqa: E402
+    Offload,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
-from meshwright.simulator.host_traffic import HostTraffic  # noqa: E402
+from meshwright.simulator.account.host_traffic import HostTraffic  # noqa: E402
 from meshwright.validate.comparison.checks import (  # noqa: E402
     HOST_PEAK,
     PEAK,
@@ -27,7 +33,12 @@ from meshwright.validate.comparison.checks import (  # noqa: E402
 )
 from meshwright.validate.comparison.report import closing_lines  # noqa: E402
 from meshwright.validate.comparison.validation import Validation, rank_kinds  # noqa: E402
-from meshwright.validate.counting.accelerator import NAME, REGISTER, StandIn, stand_in  # noqa: E402
+from meshwright.validate.counting.accelerator import (  # noqa: E402
+    NAME,
+    REGISTER,
+    StandIn,
+    stand_in,
+)
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
 from meshwright.validate.ranks.measurement import (  # noqa: E402
     ByteKind,

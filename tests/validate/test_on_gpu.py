@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
-from meshwright.planner.documents import json_text  # noqa: E402
-from meshwright.planner.plan_file import SavedPlan, plan_document  # noqa: E402
+from meshwright.planner.reports.documents import json_text  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan, plan_document  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
 from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate  # noqa: E402
 from meshwright.validate.calibration.measure import device_bench  # noqa: E402

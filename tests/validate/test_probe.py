@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.hwprofiles import Offload, Precision, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.counting.absent_ranks import fake_ranks
 from meshwright.validate.probe.report import probe_table

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.comparison.checks import CheckVerdict, compare_rank
 from meshwright.validate.ranks.prediction import predict_rank

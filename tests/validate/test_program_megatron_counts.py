@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import Attention, Recompute, StackProfile, load_stack  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model  # noqa: E402
-from meshwright.simulator.parameters import (  # noqa: E402
+from meshwright.simulator.model.parameters import (  # noqa: E402
     local_shape,
     padded_vocab_size,
     parameter_tensors,

@@ -15,9 +15,13 @@ import pytest
 import torch
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
-from meshwright.simulator.traffic import module_link_bytes, server_link_bytes, sharded_worker_bytes
+from meshwright.simulator.account.traffic import (
+    module_link_bytes,
+    server_link_bytes,
+    sharded_worker_bytes,
+)
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program

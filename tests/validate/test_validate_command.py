@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.ranks.measurement import RankMeasurement
 from meshwright.validate.runs import fake as fake_run
 from meshwright.validate.runs.fake import check_torch

@@ -2,14 +2,12 @@
 
 from meshwright.planner.plots.breakdown import plot_breakdown
 from meshwright.planner.plots.canvas import save_figure
-from meshwright.planner.plots.matmul_split import plot_matmul_split
 from meshwright.planner.plots.memory_time import plot_memory_time
 from meshwright.planner.plots.stage_memory import plot_stage_memory
 from meshwright.planner.plots.timeline import plot_timeline
 
 __all__ = [
     "plot_breakdown",
-    "plot_matmul_split",
     "plot_memory_time",
     "plot_stage_memory",
     "plot_timeline",

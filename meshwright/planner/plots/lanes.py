@@ -8,8 +8,8 @@ from matplotlib.patches import Patch
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.simulator import StepResult
+from meshwright.simulator.account import Lane
 from meshwright.simulator.engine import TaskKind
-from meshwright.simulator.lanes import Lane
 
 # (face, hatch): computation in cool colours, transfers in warm ones.
 STYLES: dict[TaskKind, tuple[str, str]] = {

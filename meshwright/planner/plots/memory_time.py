@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Recompute
 from meshwright.planner.plots import canvas
-from meshwright.planner.result import FrontierPoint, SearchResult, SimulatedPlan
+from meshwright.planner.search import FrontierPoint, SearchResult, SimulatedPlan
 
 COLOURS: dict[Recompute, str] = {
     Recompute.NONE: canvas.GREEN,

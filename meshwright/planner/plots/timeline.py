@@ -16,7 +16,7 @@ from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.planner.plots.lanes import plot_lanes
 from meshwright.simulator import StepResult, StepWork
-from meshwright.simulator.rank_streams import SpanKind, rank_streams
+from meshwright.simulator.account import SpanKind, rank_streams
 
 MESSAGES = "pipeline messages"
 DATA_PARALLEL = "data-parallel wait"

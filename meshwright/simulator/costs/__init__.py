@@ -1,7 +1,46 @@
 """Cost models: operator x hardware x stack to time, with the evidence behind each number."""
 
+from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
+from meshwright.simulator.costs.compute import (
+    ALIGNED_ELEMENTS,
+    ALIGNED_FP8_ELEMENTS,
+    constant_cost,
+    flash_attention_cost,
+    gemm_cost,
+    memory_bound_cost,
+    peak_flops_per_s,
+)
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.costs.cost_model import BlockCost, CostModel
+from meshwright.simulator.costs.links import (
+    bus_factor,
+    port_bytes_per_s,
+    ports_per_node,
+    ring_steps,
+    sent_ratio,
+)
 from meshwright.simulator.costs.phase_cost import COMMUNICATION, Category, PhaseCost
 
-__all__ = ["COMMUNICATION", "BlockCost", "Category", "Cost", "CostModel", "PhaseCost"]
+__all__ = [
+    "ALIGNED_ELEMENTS",
+    "ALIGNED_FP8_ELEMENTS",
+    "COMMUNICATION",
+    "BlockCost",
+    "Category",
+    "CollectiveCall",
+    "Cost",
+    "CostModel",
+    "PhaseCost",
+    "bus_factor",
+    "collective_cost",
+    "constant_cost",
+    "flash_attention_cost",
+    "gemm_cost",
+    "memory_bound_cost",
+    "p2p_cost",
+    "peak_flops_per_s",
+    "port_bytes_per_s",
+    "ports_per_node",
+    "ring_steps",
+    "sent_ratio",
+]

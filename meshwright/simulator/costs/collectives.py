@@ -17,7 +17,7 @@ from meshwright.simulator.costs.links import (
     network_rate_bytes_per_s,
     nic_share_bytes_per_s,
 )
-from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.layout import GroupSpan
 
 
 class CollectiveCall(NamedTuple):

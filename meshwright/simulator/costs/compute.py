@@ -3,9 +3,9 @@
 from math import ceil
 
 from meshwright.hwprofiles import Device, Precision, Source
+from meshwright.simulator.blocks import FlashAttention, Gemm, MemoryBound
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.operators import FlashAttention, Gemm, MemoryBound
 
 # Output tiles of the vendor's matrix kernels; the best one is chosen per shape.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

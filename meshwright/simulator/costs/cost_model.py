@@ -1,7 +1,20 @@
 """Operator x hardware x stack -> time.  Bounds, engine and reports all read this one model."""
 
 from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, StackProfile
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    Collective,
+    FlashAttention,
+    Gemm,
+    HostPasses,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+)
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
     MessageCost,
@@ -16,20 +29,8 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.costs.phase_cost import Category, PhaseCost
-from meshwright.simulator.end_operators import embedding_operators, head_operators
-from meshwright.simulator.mesh import Axis, GroupSpan, Mesh
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operators import (
-    BlockOperators,
-    Collective,
-    FlashAttention,
-    Gemm,
-    HostPasses,
-    KernelLaunches,
-    MemoryBound,
-    Operator,
-)
-from meshwright.simulator.parameters import Block
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh
+from meshwright.simulator.model import Block
 
 
 class BlockCost:

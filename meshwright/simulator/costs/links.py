@@ -4,7 +4,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, CollectiveFact, CollectiveOp, Link, Source
-from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.layout import GroupSpan
 
 
 class Performance(NamedTuple):

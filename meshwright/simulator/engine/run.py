@@ -15,8 +15,7 @@ from simpy import Environment, Event
 from meshwright.simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from meshwright.simulator.engine.program import Instruction, compile_rank
 from meshwright.simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
-from meshwright.simulator.schedules import Action, Phase
-from meshwright.simulator.schedules.lookahead import refetched
+from meshwright.simulator.schedules import Action, Phase, refetched
 
 Process = Generator[Event, int, None]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.simulator.schedules import Action
-from meshwright.simulator.schedules.lookahead import NO_REFETCHES, Refetches
+from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
 
 
 @dataclass(frozen=True, slots=True)

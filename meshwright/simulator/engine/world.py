@@ -6,7 +6,7 @@ from meshwright.simulator.engine.groups import CollectiveStream, Meeting
 from meshwright.simulator.engine.run import Place, RankState, Run, collective_meeting
 from meshwright.simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
-from meshwright.simulator.mesh import Axis, Mesh
+from meshwright.simulator.layout import Axis, Mesh
 
 
 def simulate_folded(work: StepWork) -> StepTimes:

@@ -6,9 +6,31 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, ActionLists, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import INTERLEAVED
+from meshwright.simulator.schedules.lookahead import (
+    MOST_GATHERED,
+    NO_REFETCHES,
+    Refetches,
+    count_refetches,
+    next_chunks,
+    refetched,
+)
 from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B
 
-__all__ = ["SCHEDULES", "Action", "ActionLists", "Phase", "Schedule", "get_schedule"]
+__all__ = [
+    "MOST_GATHERED",
+    "NO_REFETCHES",
+    "SCHEDULES",
+    "Action",
+    "ActionLists",
+    "Phase",
+    "Refetches",
+    "Schedule",
+    "count_refetches",
+    "get_schedule",
+    "next_chunks",
+    "refetched",
+]
+
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED)

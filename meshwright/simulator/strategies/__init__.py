@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from meshwright.hwprofiles import Strategy
-from meshwright.simulator.result import StepResult
+from meshwright.simulator.account import StepResult
 from meshwright.simulator.strategies.data_parallel_module import simulate_data_parallel_module
 from meshwright.simulator.strategies.graph_step import Case
 from meshwright.simulator.strategies.parameter_server import simulate_parameter_server

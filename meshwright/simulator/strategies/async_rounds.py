@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from meshwright.simulator.result import AsyncRun, StepResult
+from meshwright.simulator.account import AsyncRun, StepResult
 from meshwright.simulator.strategies.graph_step import Case, GraphRun, account_graph
 
 

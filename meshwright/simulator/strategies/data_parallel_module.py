@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright.simulator.activations import logits_tensor, saved_tensors
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.costs import Category, PhaseCost
-from meshwright.simulator.costs.compute import constant_cost
-from meshwright.simulator.data_parallel import Stage, Wire, stage_parameters
-from meshwright.simulator.end_liveness import head_workspace_bytes
-from meshwright.simulator.end_operators import embedding_operators, head_operators
+from meshwright.simulator.account import StepResult
+from meshwright.simulator.blocks import (
+    BlockShape,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+)
+from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
-from meshwright.simulator.operator_graph import layer_operators
-from meshwright.simulator.operators import KernelLaunches, MemoryBound, Operator
-from meshwright.simulator.result import StepResult
+from meshwright.simulator.replication import Stage, Wire, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
     Case,
     GraphDevice,

@@ -5,16 +5,27 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source
-from meshwright.simulator.advice import plan_warnings
+from meshwright.simulator.account import (
+    AsyncRun,
+    MemoryResult,
+    StageMemory,
+    StepResult,
+    plan_warnings,
+    task_lanes,
+)
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Task, TaskKind, TaskTimes, with_overhead
 from meshwright.simulator.errors import TooManyTasksError
-from meshwright.simulator.lanes import task_lanes
-from meshwright.simulator.memory import RankMemory, device_bytes, reserved_bytes, usable_bytes
-from meshwright.simulator.memory_timeline import MemoryEvent, memory_peak
-from meshwright.simulator.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.result import AsyncRun, MemoryResult, StageMemory, StepResult
-from meshwright.simulator.step_builder import overhead_per_million
+from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.memory import (
+    MemoryEvent,
+    RankMemory,
+    device_bytes,
+    memory_peak,
+    reserved_bytes,
+    usable_bytes,
+)
+from meshwright.simulator.step import overhead_per_million
 
 MAX_TASKS = 300_000
 Interval = tuple[int, int]

@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source
-from meshwright.simulator.activations import saved_tensors
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.costs import Category, Cost, PhaseCost
-from meshwright.simulator.costs.links import port_bytes_per_s, ports_per_node
-from meshwright.simulator.data_parallel import Stage, Wire, spread, stage_parameters
+from meshwright.simulator.account import StepResult
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per_s, ports_per_node
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout import ParameterServer
+from meshwright.simulator.liveness import saved_tensors
 from meshwright.simulator.memory import RankMemory, StateBytes, chunk_memory
-from meshwright.simulator.plan import ParameterServer
-from meshwright.simulator.rank_work import ChunkCost, chunk_cost
-from meshwright.simulator.result import StepResult
+from meshwright.simulator.replication import Stage, Wire, spread, stage_parameters
+from meshwright.simulator.step import ChunkCost, chunk_cost
 from meshwright.simulator.strategies.async_rounds import Round, account_rounds
 from meshwright.simulator.strategies.graph_step import (
     Case,

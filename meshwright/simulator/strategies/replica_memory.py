@@ -7,21 +7,20 @@ reduction).
 
 from collections.abc import Iterator
 
-from meshwright.simulator.activations import (
+from meshwright.simulator.blocks import BlockShape, num_linear_weights
+from meshwright.simulator.liveness import (
+    Step,
+    embedding_backward_steps,
+    head_forward_steps,
+    highest,
+    layer_workspace_bytes,
+    logits_backward_steps,
     logits_tensor,
     saved_embedding_bytes,
     saved_head_bytes,
     saved_layer_bytes,
+    whole_backward_steps,
 )
-from meshwright.simulator.block_shape import BlockShape
-from meshwright.simulator.end_liveness import (
-    embedding_backward_steps,
-    head_forward_steps,
-    logits_backward_steps,
-)
-from meshwright.simulator.fp8_casts import num_linear_weights
-from meshwright.simulator.liveness import layer_workspace_bytes, whole_backward_steps
-from meshwright.simulator.product_liveness import Step, highest
 
 
 def saved_bytes(shape: BlockShape) -> int:

@@ -25,7 +25,7 @@ COLLECTIVE_SHARE = 0.35
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Measure this machine, or read what was measured, and write profiles of it."""
-    from meshwright.planner.commands import print_report
+    from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.results import read_runs, write_results
     from meshwright.validate.calibration.setting import read_setting
 
@@ -42,7 +42,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 def _show_traces(setting: "CalibrationSetting") -> None:
     """Print where the time of each job went, and write it where there is a folder."""
-    from meshwright.planner.commands import print_report
+    from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.report import trace_report, write_trace
     from meshwright.validate.traces import read_job_trace
 
@@ -71,7 +71,7 @@ def _measure(setting: "CalibrationSetting", folder: Path) -> "Measured":
             f"--device {setting.accelerator} needs PyTorch; install it with: "
             'pip install "meshwright[validate]"'
         ) from None
-    from meshwright.planner.commands import progress_bar
+    from meshwright.planner.cli import progress_bar
     from meshwright.validate.calibration.collectives import measure_collectives
     from meshwright.validate.calibration.results import Measured
 

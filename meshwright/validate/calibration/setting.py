@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Precision, load_device
 from meshwright.hwprofiles.names import shown
-from meshwright.planner.option_words import option_name
-from meshwright.planner.output_folder import check_folder, output_path
+from meshwright.planner.options import option_name
+from meshwright.planner.reports import check_folder, output_path
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit import check_stacks, read_peak
 from meshwright.validate.calibration.options import CalibrateOptions

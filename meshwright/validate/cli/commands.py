@@ -8,7 +8,7 @@ what runs it.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.planner.commands import STEP_WIDTH, check_outputs, print_report, progress_bar, show
+from meshwright.planner.cli import STEP_WIDTH, check_outputs, print_report, progress_bar, show
 from meshwright.simulator import PlanError
 from meshwright.validate.cli.options import (
     DEFAULT_STEPS,
@@ -21,7 +21,7 @@ from meshwright.validate.cli.options import (
 from meshwright.validate.ranks import Backend
 
 if TYPE_CHECKING:
-    from meshwright.planner.plan_file import SavedPlan
+    from meshwright.planner.reports import SavedPlan
     from meshwright.validate.comparison import Validation
     from meshwright.validate.launch import RunFailure, RunOutcome, RunSpec
 
@@ -30,7 +30,7 @@ DISAGREES = 1
 
 def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
     """Compare what a plan is predicted to do with what its ranks do."""
-    from meshwright.planner.plan_file import read_plan
+    from meshwright.planner.reports import read_plan
 
     mode = mode_of(options, output)
     if options.plan is None:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.planner.option_words import option_name
-from meshwright.planner.options import OutputOptions
+from meshwright.planner.options import OutputOptions, option_name
 from meshwright.simulator import PlanError
 from meshwright.validate.launch import Launcher
 from meshwright.validate.ranks import Backend

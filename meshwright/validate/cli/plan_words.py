@@ -2,11 +2,15 @@
 
 import shlex
 
-from meshwright.planner.buckets import with_buckets
-from meshwright.planner.option_words import as_command, run_command_line
-from meshwright.planner.options import JobOptions, LayoutOptions, ReplicaOptions
-from meshwright.planner.plan_file import SavedPlan
-from meshwright.planner.request import read_setting, resolve_plan
+from meshwright.planner.cli import read_setting, resolve_plan, with_buckets
+from meshwright.planner.options import (
+    JobOptions,
+    LayoutOptions,
+    ReplicaOptions,
+    as_command,
+    run_command_line,
+)
+from meshwright.planner.reports import SavedPlan
 
 
 def plan_of_words(options: str, cluster_name: str) -> SavedPlan:

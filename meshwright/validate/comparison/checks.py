@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.simulator.mesh import Axis
+from meshwright.simulator.layout import Axis
 from meshwright.validate.ranks import (
     SEND,
     ByteKind,

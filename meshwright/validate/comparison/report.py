@@ -9,9 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.hwprofiles import Offload, format_time
-from meshwright.planner.documents import json_text
-from meshwright.planner.output_folder import new_folder
-from meshwright.planner.plan_file import Json, job_fields, plan_document, plan_fields
+from meshwright.planner.reports import (
+    Json,
+    job_fields,
+    json_text,
+    new_folder,
+    plan_document,
+    plan_fields,
+)
 from meshwright.validate.comparison.checks import (
     ONE_MEMORY,
     PEAK,

@@ -6,9 +6,9 @@ from math import isclose
 from statistics import fmean, median, quantiles
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import AsyncRun
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.comparison.checks import Check, CheckUnit, CheckVerdict
 from meshwright.validate.ranks import RankMeasurement
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.simulator.host_traffic import HostTraffic
+from meshwright.simulator.account import HostTraffic
 from meshwright.validate.counting.internals import storage_identity
 from meshwright.validate.ranks import ByteKind
 

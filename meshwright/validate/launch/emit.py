@@ -9,8 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.planner.documents import json_text
-from meshwright.planner.plan_file import SavedPlan, plan_document
+from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.spec import RunSpec, write_spec
 from meshwright.validate.ranks import num_processes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from meshwright.hwprofiles import Offload, ProfileError
-from meshwright.planner.plan_file import SavedPlan, read_plan
+from meshwright.planner.reports import SavedPlan, read_plan
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.environment import WorkerEnvironment
 from meshwright.validate.launch.last_words import failures_kept, watch_for_end

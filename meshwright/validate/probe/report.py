@@ -9,9 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI
-from meshwright.planner.documents import json_text
-from meshwright.planner.output_folder import new_folder
-from meshwright.planner.plan_file import Json, SavedPlan, job_fields, plan_document, plan_fields
+from meshwright.planner.reports import (
+    Json,
+    SavedPlan,
+    job_fields,
+    json_text,
+    new_folder,
+    plan_document,
+    plan_fields,
+)
 from meshwright.validate.comparison import (
     PEAK,
     Check,

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import (
     COMMUNICATION,
     CostModel,
@@ -22,8 +22,8 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.costs import PhaseCost
-from meshwright.simulator.parameters import block_parameters
-from meshwright.simulator.step_builder import rank_stages
+from meshwright.simulator.model import block_parameters
+from meshwright.simulator.step import rank_stages
 from meshwright.validate.ranks import pipeline_rank
 from meshwright.validate.runs import check_torch, run_counted
 

@@ -25,7 +25,7 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.model_spec import parse_model
+from meshwright.simulator.model import parse_model
 
 RUNS_FILE = "published_runs.csv"
 LAYERS_FILE = "published_layers.csv"

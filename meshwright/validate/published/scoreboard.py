@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, load_cluster, load_stack
 from meshwright.simulator import CostModel, ParallelPlan, StepResult, TrainingJob, simulate
-from meshwright.simulator.block_shape import BlockShape
+from meshwright.simulator.blocks import BlockShape
 from meshwright.validate.published.runs import (
     ExcludedRun,
     MemoryKind,

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.simulator.host_traffic import NO_TRAFFIC, HostTraffic
+from meshwright.simulator.account import NO_TRAFFIC, HostTraffic
 
 
 class Backend(StrEnum):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, Strategy
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import (
     AsyncRun,
     ParameterServer,
@@ -14,10 +14,10 @@ from meshwright.simulator import (
     StepResult,
     simulate,
 )
-from meshwright.simulator.data_parallel import NORM_BYTES
+from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.memory import reserved_bytes
-from meshwright.simulator.rank_counts import rank_flops
+from meshwright.simulator.replication import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 from meshwright.validate.ranks.prediction import (
     RECEIVE,

@@ -5,19 +5,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, StepResult, get_schedule, simulate
-from meshwright.simulator.data_parallel import NORM_BYTES
-from meshwright.simulator.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
-from meshwright.simulator.memory import reserved_bytes
-from meshwright.simulator.mesh import Axis
-from meshwright.simulator.rank_counts import (
+from meshwright.simulator.account import (
+    NO_TRAFFIC,
+    HostTraffic,
+    Traffic,
     closing_traffic,
+    host_traffic,
     message_traffic,
     norm_ranks,
     rank_flops,
+    rank_traffic,
 )
-from meshwright.simulator.traffic import Traffic, rank_traffic
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.memory import reserved_bytes
+from meshwright.simulator.replication import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
 SEND, RECEIVE = "send", "recv"

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from meshwright.hwprofiles import StackProfile, Strategy
 from meshwright.simulator import ParallelPlan, ParameterServer
-from meshwright.simulator.data_parallel import spread
+from meshwright.simulator.replication import spread
 
 
 def num_processes(plan: ParallelPlan, stack: StackProfile) -> int:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.strategies import (

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import Offload, Strategy
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.ranks import RankMeasurement, num_processes
 

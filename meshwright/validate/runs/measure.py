@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.hwprofiles import KILO
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.counting import RankOracle
 from meshwright.validate.device import DeviceMemory, device_facts

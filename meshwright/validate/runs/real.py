@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.hwprofiles import Strategy, format_bytes
 from meshwright.hwprofiles.names import shown_path
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError, count_parameters, simulate
 from meshwright.validate.launch import (
     SPEC_NAME,

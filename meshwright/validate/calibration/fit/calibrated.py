@@ -13,8 +13,8 @@ from meshwright.hwprofiles import (
     Precision,
     Source,
 )
-from meshwright.simulator.costs.links import ring_steps
-from meshwright.simulator.operators import MemoryBound
+from meshwright.simulator.blocks import MemoryBound
+from meshwright.simulator.costs import ring_steps
 from meshwright.validate.calibration.fit.cost_fit import (
     ENDINGS,
     LaunchFloor,

@@ -15,13 +15,13 @@ from meshwright.hwprofiles import (
     MemoryKernels,
     Precision,
 )
-from meshwright.simulator.costs.compute import (
+from meshwright.simulator.blocks import FlashAttention, Gemm, MemoryBound
+from meshwright.simulator.costs import (
     ALIGNED_ELEMENTS,
     flash_attention_cost,
     gemm_cost,
     memory_bound_cost,
 )
-from meshwright.simulator.operators import FlashAttention, Gemm, MemoryBound
 from meshwright.validate.calibration.fit.minimum import Bound, Point, minimum
 from meshwright.validate.calibration.rows import Accelerator, BenchmarkCase, CaseGroup, Row, median
 

@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     parse_flops_per_s,
 )
 from meshwright.simulator import PlanError
-from meshwright.simulator.operators import MemoryBound
+from meshwright.simulator.blocks import MemoryBound
 from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Machine, Row
 
 # A driver keeps some of the memory, and names sizes in other units than a datasheet.

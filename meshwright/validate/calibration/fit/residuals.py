@@ -14,8 +14,8 @@ from meshwright.hwprofiles import (
     Source,
     load_cluster,
 )
-from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
-from meshwright.simulator.mesh import GroupSpan
+from meshwright.simulator.costs import CollectiveCall, collective_cost, p2p_cost
+from meshwright.simulator.layout import GroupSpan
 from meshwright.validate.calibration.fit.calibrated import Misfit, misfit_of
 from meshwright.validate.calibration.fit.cost_fit import LaunchFloor, modelled_s
 from meshwright.validate.calibration.rows import BenchmarkCase, CaseGroup, Row

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from meshwright.hwprofiles import GIBI, KIBI, MEBI, TERA, CollectiveOp, Precision
-from meshwright.simulator.operators import Gemm
+from meshwright.simulator.blocks import Gemm
 from meshwright.validate.calibration.rows.machine import Accelerator
 from meshwright.validate.calibration.rows.rows import (
     LAUNCH_ELEMENTS,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshwright.hwprofiles import CollectiveOp, Precision
-from meshwright.simulator.costs.links import bus_factor
-from meshwright.simulator.operators import FlashAttention, Gemm, MemoryBound
+from meshwright.simulator.blocks import FlashAttention, Gemm, MemoryBound
+from meshwright.simulator.costs import bus_factor
 
 # AdamW in fp32 reads weight, gradient and two moments, and writes all but the gradient.
 ADAMW_BYTES_PER_PARAMETER = 28

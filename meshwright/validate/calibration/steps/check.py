@@ -22,10 +22,9 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.planner.output_folder import check_folder
-from meshwright.planner.plan_file import SavedPlan, plan_document
+from meshwright.planner.reports import SavedPlan, check_folder, plan_document
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
-from meshwright.simulator.model_spec import parse_model
+from meshwright.simulator.model import parse_model
 from meshwright.validate.calibration.steps.clock import read_steps
 from meshwright.validate.calibration.steps.table import (
     MeasuredStep,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from meshwright.planner.plan_file import SavedPlan
+from meshwright.planner.reports import SavedPlan
 from meshwright.validate.launch import RunSpec, rank_path, read_heartbeat
 from meshwright.validate.programs import build_program
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram

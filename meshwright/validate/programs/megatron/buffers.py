@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import StackProfile
-from meshwright.simulator.gradient_buckets import bucket_limit
+from meshwright.simulator.replication import bucket_limit
 from meshwright.validate.programs.fused import accumulate_weight_gradient
 from meshwright.validate.programs.megatron.tensor_parallel import (
     TensorParallelGroup,

@@ -5,7 +5,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm
 from meshwright.validate.programs.layers import ResidualAdd
 from meshwright.validate.programs.megatron.tensor_parallel import (

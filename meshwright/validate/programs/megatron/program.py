@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.gradient_formats import gradient_bytes
+from meshwright.simulator.layout import gradient_bytes
 from meshwright.simulator.schedules import Phase, get_schedule
-from meshwright.simulator.step_builder import rank_stages
+from meshwright.simulator.step import rank_stages
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (

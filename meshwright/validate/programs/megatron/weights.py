@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import ParameterTensor, padded_vocab_size, parameter_tensors
+from meshwright.simulator.model import ParameterTensor, padded_vocab_size, parameter_tensors
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 

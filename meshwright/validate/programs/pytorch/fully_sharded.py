@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 )
 
 from meshwright.hwprofiles import Precision, StackProfile
-from meshwright.simulator.gradient_formats import STACKS_OWN, Formats, chosen_formats
+from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.precision import DTYPES
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import ResidualAdd, VirtualStage

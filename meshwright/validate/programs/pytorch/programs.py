@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.gradient_formats import chosen_formats
-from meshwright.simulator.plan import syncs_by_default
+from meshwright.simulator.layout import chosen_formats, syncs_by_default
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import _utils as pipelining_parts
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.parameters import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.pytorch.layout import RankLayout
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch

@@ -1,0 +1,286 @@
+"""Times of data-parallel collectives and updates of a rank, for the bounds."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from meshwright.hwprofiles import StackProfile
+from meshwright.planner.space import Role, Space
+from meshwright.simulator import Axis, CostModel, Mesh
+from meshwright.simulator.blocks import BlockShape, step_cast_bytes
+from meshwright.simulator.costs import Cost
+from meshwright.simulator.layout import ParallelPlan, syncs_by_default
+from meshwright.simulator.replication import (
+    Replication,
+    Stage,
+    StagePart,
+    Wire,
+    bucket_limit,
+    bucket_parts,
+    buffer_copies,
+    gather_cost,
+    reduce_cost,
+    reduced_parts,
+    sum_layers,
+    sum_parameters,
+    sums_first,
+    tensor_sums_cost,
+    update_cost,
+)
+from meshwright.simulator.step import shared_embedding_ps
+
+
+class ReplicaTimes(NamedTuple):
+    """Picoseconds that the bounds need of one rank, and layers of some of its buckets.
+
+    Args:
+        exposed: What of the reduction follows the last backward pass at least, and of sums over
+            tensor-parallel ranks that come before it.
+        first_chunk: Reductions of the rank's first virtual stage, all its buckets.
+        every_chunk: Reductions of all its virtual stages.
+        first_chunk_layers: Layers of the part of the first virtual stage that is reduced first.
+        first_chunk_embedding: Whether that part has the embedding.
+        last_chunk_layers: The same of the last virtual stage.
+        last_chunk_embedding: Likewise.
+        gather_first: First parameter gather of the first virtual stage.
+        gather_all: All of that stage.
+        update: Optimizer, and the gather after it where nothing hides it.
+        shared_embedding: All-reduce of a tied table between first and last rank.
+        forward_wait: What each microbatch's forward passes wait for parameters at least.
+        backward_wait: The same of backward passes, with reductions that nothing hides.
+        port_each: Port time of collectives in each microbatch.
+        port_last: Port time of collectives in the last microbatch alone.
+        sums_last: Such sums that follow all reductions.
+    """
+
+    exposed: int
+    first_chunk: int
+    every_chunk: int
+    first_chunk_layers: int
+    first_chunk_embedding: int
+    last_chunk_layers: int
+    last_chunk_embedding: int
+    gather_first: int
+    gather_all: int
+    update: int
+    shared_embedding: int
+    forward_wait: int = 0
+    backward_wait: int = 0
+    port_each: int = 0
+    port_last: int = 0
+    sums_last: int = 0
+
+
+def layout_replication(
+    costs: CostModel, *, tp: int, pp: int, dp: int, zero_stage: int
+) -> Replication:
+    """Return the data-parallel side of a layout."""
+    stack = costs.stack
+    mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=costs.cluster.devices_per_node)
+    return Replication.of(
+        zero_stage,
+        mesh.span(Axis.DP),
+        reduces_each_microbatch=syncs_by_default(stack, zero_stage, pp),
+        parameter_gather=stack.parameter_gather,
+    )._replace(keeps_units=stack.root_unit and pp > 1)
+
+
+class ReplicaCosts:
+    """Computes `ReplicaTimes`, each stage and degree once."""
+
+    def __init__(self, space: Space, costs: CostModel) -> None:
+        self._space = space
+        self._costs = costs
+        self._stack = costs.stack
+        self._wire = Wire.of(costs.stack, space.job.precision)
+        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
+        self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
+
+    def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
+        """Return the times of the ranks of *role*."""
+        parameters = self._rank_parameters(shape, role.stages)
+        cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
+        update = update_cost(self._costs, parameters, self._wire, to, cast_bytes).time_ps
+        sums_ps = tensor_sums_cost(self._costs, shape, role.stages, self._wire).time_ps
+        if to.in_units:
+            times = self._sharded_times(shape, role, to, update)
+            return _with_sums(times, sums_ps, self._stack, is_serial=False)
+        if not self._stack.overlap_parameter_gather:
+            update += gather_cost(self._costs, parameters, self._wire, to).time_ps
+        first, last = (self._parts(shape, role.stages[end], to.dp)[-1].stage for end in (0, -1))
+        gathers = self._gathers(shape, role.stages[0], to)
+        if self._stack.overlap_gradient_reduce and to.dp > 1:
+            known = {
+                stage: self._reductions(shape, stage, to) for stage in dict.fromkeys(role.stages)
+            }
+            reductions = [known[stage] for stage in role.stages]
+        else:
+            reductions = [[0]]
+        exposed = reductions[0][0]
+        if not self._stack.overlap_gradient_reduce:
+            exposed = reduce_cost(self._costs, parameters, self._wire, to).time_ps
+        times = ReplicaTimes(
+            exposed=exposed,
+            first_chunk=sum(reductions[0]),
+            every_chunk=sum(map(sum, reductions)),
+            first_chunk_layers=first.num_layers,
+            first_chunk_embedding=first.has_embedding,
+            last_chunk_layers=last.num_layers,
+            last_chunk_embedding=last.has_embedding,
+            gather_first=gathers[0],
+            gather_all=sum(gathers),
+            update=update,
+            shared_embedding=self._shared_embedding(shape, pp, to.dp),
+        )
+        is_serial = not self._stack.overlap_gradient_reduce
+        return _with_sums(times, sums_ps, self._stack, is_serial=is_serial)
+
+    def _sharded_times(
+        self, shape: BlockShape, role: Role, to: Replication, update: int
+    ) -> ReplicaTimes:
+        """Return the times of ranks that gather or reduce parts in every pass."""
+        gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
+        reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
+        port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
+        port_again = sum(self._again(shape, stage, to) for stage in role.stages)
+        each, has_root = to.reduces_each_microbatch, self._stack.root_unit
+        if not to.gathers_units and not self._stack.overlap_parameter_gather:
+            whole = self._rank_parameters(shape, role.stages)
+            update += gather_cost(self._costs, whole, self._wire, to).time_ps
+        times = ReplicaTimes(
+            exposed=0,
+            first_chunk=0,
+            every_chunk=0,
+            first_chunk_layers=0,
+            first_chunk_embedding=0,
+            last_chunk_layers=0,
+            last_chunk_embedding=0,
+            gather_first=0,
+            gather_all=0,
+            update=update,
+            shared_embedding=0,
+            port_each=port_again * (1 if to.keeps_units else 2) + port_reduce * each,
+            port_last=port_gather - port_again * (not to.keeps_units) + port_reduce * (not each),
+        )
+        if self._stack.prefetches_units:
+            times = times._replace(
+                exposed=reduces[0][0],
+                forward_wait=0 if has_root else sum(parts[0] for parts in gathers),
+                backward_wait=0 if has_root else sum(parts[-1] for parts in gathers),
+            )
+        else:
+            times = times._replace(
+                forward_wait=port_gather, backward_wait=port_again + port_reduce * each
+            )
+        held = [reduced_parts(shape, stage, to) for stage in role.stages]
+        return _with_copies(
+            times, [_StageCopies.of(self._costs, each, self._wire, to) for each in held], to
+        )
+
+    def _part_times(
+        self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
+    ) -> list[int]:
+        """Return the time of each part's gather, or of its reduction, in model order."""
+        if gathers and not to.gathers_units:
+            return [0]
+        cost = gather_cost if gathers else reduce_cost
+        return self._costs_of(reduced_parts(shape, stage, to), cost, to)
+
+    def _again(self, shape: BlockShape, stage: Stage, to: Replication) -> int:
+        """Return the time of gathering again for a backward pass what does not stay."""
+        if not to.gathers_units:
+            return 0
+        freed = tuple(part for part in reduced_parts(shape, stage, to) if not part.stays)
+        return sum(self._costs_of(freed, gather_cost, to))
+
+    def _costs_of(
+        self,
+        parts: tuple[StagePart, ...],
+        cost: Callable[[CostModel, int, Wire, Replication], Cost],
+        to: Replication,
+    ) -> list[int]:
+        """Return the time of each part's collectives, one bucket after the other."""
+        sizes = dict.fromkeys(count for part in parts for count in part.buckets)
+        times = {count: cost(self._costs, count, self._wire, to).time_ps for count in sizes}
+        return [sum(times[count] for count in part.buckets) for part in parts]
+
+    def _parts(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
+        """Return the parts of *stage* that complete buckets, in model order."""
+        key = (shape.tp, stage, bucket_limit(self._stack, dp))
+        if key not in self._buckets:
+            self._buckets[key] = bucket_parts(shape, stage, dp)
+        return self._buckets[key]
+
+    def _rank_parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+        key = (shape.tp, stages)
+        if key not in self._parameters:
+            self._parameters[key] = sum_parameters(shape, stages)
+        return self._parameters[key]
+
+    def _reductions(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
+        return self._costs_of(self._parts(shape, stage, to.dp), reduce_cost, to)
+
+    def _gathers(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
+        if to.dp == 1 or to.gather_op is None or not self._stack.overlap_parameter_gather:
+            return [0]
+        return self._costs_of(self._parts(shape, stage, to.dp), gather_cost, to)
+
+    def _shared_embedding(self, shape: BlockShape, pp: int, dp: int) -> int:
+        stages = (1,) * pp
+        plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp, stages=stages)
+        node_size = self._costs.cluster.devices_per_node
+        mesh = Mesh(tp=shape.tp, dp=dp, pp=pp, node_size=node_size)
+        return shared_embedding_ps(self._costs, shape, plan, mesh)
+
+
+class _StageCopies(NamedTuple):
+    """A stage's copies after the gather of all parts, of those that are freed, and of gradients."""
+
+    out: int
+    again: int
+    into: int
+
+    @classmethod
+    def of(
+        cls, costs: CostModel, parts: tuple[StagePart, ...], wire: Wire, to: Replication
+    ) -> "_StageCopies":
+        """Return the copies of a stage's *parts*; gradients of one microbatch, which are fewer."""
+        copies = [
+            buffer_copies(costs, sum(part.buckets), wire, to, adds_up=False) for part in parts
+        ]
+        freed = [each for part, each in zip(parts, copies, strict=True) if not part.stays]
+        return cls(
+            out=sum(each.unpack_ps for each in copies),
+            again=sum(each.unpack_ps for each in freed),
+            into=sum(each.pack_ps for each in copies),
+        )
+
+
+def _with_copies(
+    times: ReplicaTimes, copies: Sequence[_StageCopies], to: Replication
+) -> ReplicaTimes:
+    """Return *times* with the copies of each stage from and to the buffers of collectives.
+
+    Where units stay gathered after a backward pass, as many gathers as there are microbatches
+    follow a forward pass, in whichever pass: they count as those of forward passes.
+    """
+    out, again, into = (sum(each) for each in zip(*copies, strict=True))
+    each = to.reduces_each_microbatch
+    forward, backward = (again, 0) if to.keeps_units else (out, again)
+    return times._replace(
+        exposed=times.exposed + copies[0].into * (not each),
+        forward_wait=times.forward_wait + forward,
+        backward_wait=times.backward_wait + backward + into * each,
+    )
+
+
+def _with_sums(
+    times: ReplicaTimes, sums_ps: int, stack: StackProfile, *, is_serial: bool
+) -> ReplicaTimes:
+    """Return *times* with the sums over tensor-parallel ranks that are left to the end.
+
+    Where they come first, a reduction that is not under the pass either waits for them.
+    """
+    if not sums_first(stack):
+        return times._replace(sums_last=sums_ps)
+    both = times.exposed + sums_ps if is_serial else max(times.exposed, sums_ps)
+    return times._replace(exposed=both)

@@ -1,0 +1,37 @@
+"""From an option to the size of a stack's gradient buckets."""
+
+from dataclasses import replace
+
+from meshwright.hwprofiles import ProfileError, parse_bytes
+from meshwright.planner.cli.request import Setting
+from meshwright.planner.options import ReplicaOptions
+from meshwright.simulator import PlanError
+from meshwright.simulator.replication import Wire
+
+
+def with_buckets(setting: Setting, options: ReplicaOptions) -> Setting:
+    """Return *setting* with a stack whose buckets have the wanted size, if one is given.
+
+    Raises:
+        PlanError: If the size is no size, or the stack does not reduce bucket by bucket.
+    """
+    if options.bucket_size is None:
+        return setting
+    stack = setting.stack
+    if not stack.overlap_gradient_reduce:
+        raise PlanError(
+            f"--bucket-size is not offered by stack {stack.name}, which reduces all gradients "
+            "at once; allowed: with a stack that overlaps their reduction"
+        )
+    try:
+        size_bytes = parse_bytes(options.bucket_size)
+    except ProfileError as error:
+        raise PlanError(f"--bucket-size: {error}") from None
+    width = Wire.of(stack, setting.job.precision).reduce_bytes
+    if size_bytes < width:
+        raise PlanError(f"--bucket-size {options.bucket_size} holds no gradient of {width} bytes")
+    update = {
+        "gradient_bucket_parameters": size_bytes // width,
+        "gradient_bucket_parameters_per_replica": 0,
+    }
+    return replace(setting, stack=stack.model_copy(update=update))

@@ -1,0 +1,211 @@
+"""What each command of the planner does with its options.
+
+Imports are local, so that a command waits for no more than it needs.
+"""
+# ruff: noqa: PLC0415
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from meshwright.planner.options import (
+        FileOptions,
+        JobOptions,
+        LayoutOptions,
+        LimitOptions,
+        MatmulOptions,
+        MoneyOptions,
+        NameOptions,
+        OutputOptions,
+        ReplicaOptions,
+    )
+    from meshwright.planner.reports import Json
+
+STEP_WIDTH = 100
+SEARCH_WIDTH = 130
+MATMUL_WIDTH = 130
+NOTHING_FITS = 1
+
+
+def run_search(
+    job: "JobOptions",
+    layout: "LayoutOptions",
+    limits: "LimitOptions",
+    money: "MoneyOptions",
+    output: "OutputOptions",
+) -> int:
+    """Find the fastest layouts of a model on a cluster, with a proof."""
+    from meshwright.planner.cli.request import read_budget, read_setting
+    from meshwright.planner.cli.search_request import read_limits
+    from meshwright.planner.reports import search_document, search_report, write_search
+    from meshwright.planner.search import search
+
+    setting = read_setting(job)
+    pins = read_limits(setting, layout, limits)
+    budget = read_budget(money, setting.cluster)
+    folder = check_outputs(output)
+    with progress_bar() as progress:
+        result = search(
+            setting.job,
+            setting.cluster,
+            setting.stack,
+            setting.world_size,
+            limits=pins,
+            memory_limit_bytes=setting.memory_limit_bytes,
+            top=limits.top,
+            progress=progress,
+        )
+    if folder is not None:
+        write_search(result, folder, budget)
+    show(output.json, search_document(result, budget), search_report(result, budget), SEARCH_WIDTH)
+    return 0 if result.plans else NOTHING_FITS
+
+
+def run_simulate(
+    job: "JobOptions",
+    layout: "LayoutOptions",
+    replicas: "ReplicaOptions",
+    files: "FileOptions",
+    money: "MoneyOptions",
+    output: "OutputOptions",
+) -> int:
+    """Simulate one training step of a layout."""
+    from meshwright.planner.cli.buckets import with_buckets
+    from meshwright.planner.cli.request import read_budget, read_setting, resolve_plan
+    from meshwright.planner.reports import (
+        check_file,
+        new_file,
+        step_document,
+        step_report,
+        write_step,
+    )
+    from meshwright.simulator import simulate, write_chrome_trace
+
+    setting = with_buckets(read_setting(job, files.plan), replicas)
+    plan = resolve_plan(setting, layout, replicas)
+    budget = read_budget(money, setting.cluster)
+    folder = check_outputs(output)
+    trace = None if files.trace is None else check_file("--trace", files.trace)
+    limit_bytes = setting.memory_limit_bytes
+    result = simulate(
+        setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
+    )
+    if folder is not None:
+        write_step(result, folder, budget)
+    if trace is not None:
+        with new_file(trace) as path:
+            write_chrome_trace(result, path)
+    show(output.json, step_document(result, budget), step_report(result, budget), STEP_WIDTH)
+    return 0
+
+
+def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
+    """Multiply matrices on several devices: every signature, its bytes and its time."""
+    from meshwright.planner.matmul import matmul_document, matmul_report, read_study, write_matmul
+
+    study = read_study(options)
+    check_outputs(output)
+    if output.out is not None:
+        write_matmul(study, Path(output.out))
+    show(output.json, matmul_document(study), matmul_report(study), MATMUL_WIDTH)
+    return 0
+
+
+def run_models(options: "NameOptions") -> int:
+    """List the built-in models, or show one."""
+    from meshwright.planner.reports import models_table
+
+    return print_report(models_table(options.name), STEP_WIDTH)
+
+
+def run_clusters(options: "NameOptions") -> int:
+    """List the built-in clusters, or show one with its device, links and sources."""
+    from meshwright.planner.reports import clusters_table
+
+    return print_report(clusters_table(options.name), STEP_WIDTH)
+
+
+def run_stacks(options: "NameOptions") -> int:
+    """List the built-in software stacks, or show one with its sources."""
+    from meshwright.planner.reports import stacks_table
+
+    return print_report(stacks_table(options.name), STEP_WIDTH)
+
+
+def run_schedules(options: "NameOptions") -> int:
+    """List the pipeline schedules, or show one."""
+    from meshwright.planner.reports import schedules_table
+
+    return print_report(schedules_table(options.name), STEP_WIDTH)
+
+
+def check_outputs(output: "OutputOptions") -> Path | None:
+    """Return the folder of ``--out``, once it is sure that the results can be written.
+
+    Raises:
+        PlanError: If they cannot.
+    """
+    from meshwright.planner.reports import check_file, check_folder
+
+    if output.json is not None and output.json != "-":
+        check_file("--json", output.json)
+    return None if output.out is None else check_folder(output.out, force=output.force)
+
+
+def show(
+    target: str | None, document: "Mapping[str, Json]", report: "RenderableType", width: int
+) -> None:
+    """Write the document where ``--json`` says, and the report unless standard output is taken."""
+    from meshwright.planner.reports import json_text, new_file
+
+    if target == "-":
+        write_text(sys.stdout, json_text(document))
+        return
+    if target is not None:
+        with new_file(Path(target)) as path:
+            path.write_text(json_text(document), encoding="utf-8", newline="\n")
+    print_report(report, width)
+
+
+def print_report(report: "RenderableType", width: int) -> int:
+    """Print *report*, to a terminal in its own width; return the status of success."""
+    from rich.console import Console
+
+    console = Console(
+        width=None if sys.stdout.isatty() else width, markup=False, emoji=False, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(report)
+    write_text(sys.stdout, "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    return 0
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yield what a search reports its progress to: a bar on a terminal, elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def write_text(stream: TextIO, text: str) -> None:
+    """Write *text*, whatever letters the stream knows."""
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -1,0 +1,138 @@
+"""The exact peak memory of layouts whose states are units of fully_shard, one by one.
+
+What such a rank holds depends on which pass came before, so its actions are walked; layouts with
+the same rank share the walk.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.footprint.pass_table import PassTable, telling_order
+from meshwright.planner.space import Column, Role, ShapeTable, Space
+from meshwright.simulator import Schedule
+from meshwright.simulator.blocks import weight_copy_bytes
+from meshwright.simulator.layout import GroupSpan
+from meshwright.simulator.memory import (
+    RankMemory,
+    Shards,
+    StateBytes,
+    pass_levels,
+    update_level,
+    with_copies,
+)
+from meshwright.simulator.replication import Replication, Stage, Wire, sum_layers
+from meshwright.simulator.units import PassBytes, unit_rank_memory
+
+
+class _Rank(NamedTuple):
+    """What decides the memory of a rank."""
+
+    shape: int
+    dp: int
+    num_microbatches: int
+    role: Role
+    pp: int
+    schedule: Schedule
+
+
+@dataclass(slots=True)
+class UnitPeaks:
+    """Peaks of ranks, found once for all layouts that share them."""
+
+    space: Space
+    table: ShapeTable
+    state: StateBytes
+    _passes: dict[int, PassBytes] = field(default_factory=dict)
+    _memory: dict[tuple[int, int, tuple[Stage, ...], Replication], RankMemory] = field(
+        default_factory=dict
+    )
+    _known: dict[tuple[int, int, int, Role, int, str], int] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], PassTable] = field(default_factory=dict)
+
+    def of_layouts(
+        self, indices: Column, roles: list[Role], pp: int, schedule: Schedule, to: Replication
+    ) -> Column:
+        """Return the live bytes of the fullest rank of layouts with one pipeline.
+
+        Layouts that the stack does not offer, replicas of whole parameters, need nothing.
+        """
+        columns = zip(
+            self.table.index[indices].tolist(),
+            self.space.column("dp")[indices].tolist(),
+            self.space.num_microbatches[indices].tolist(),
+            strict=True,
+        )
+        peaks = [
+            0
+            if dp > 1 and to.zero_stage < 3
+            else max(self._peak(_Rank(shape, dp, count, role, pp, schedule), to) for role in roles)
+            for shape, dp, count in columns
+        ]
+        return np.array(peaks, np.int64)
+
+    def _peak(self, rank: _Rank, to: Replication) -> int:
+        key = (*rank[:-1], rank.schedule.name)
+        if key not in self._known:
+            memory = self._rank_memory(rank, to)
+            buffers = rank.num_microbatches * memory.message_buffers_bytes
+            memory = replace(
+                memory, message_buffers_bytes=buffers, holds_sent=rank.schedule.holds_sent
+            )
+            self._known[key] = memory.static_bytes + self._most_moving(memory, rank)
+        return self._known[key]
+
+    def _most_moving(self, memory: RankMemory, rank: _Rank) -> int:
+        """Return the most that moves on a rank.
+
+        It grows or shrinks from one rank of a role to the next, so it is most on the first or the
+        last; on the first if no pass sends more than it keeps, as fewer are in flight on others.
+        """
+        if rank.pp == 1:
+            return _plainly(memory, rank)
+        ends = [rank.role.first]
+        kept = [(chunk.saved_bytes, chunk.kept_units) for chunk in memory.chunks]
+        if any(units is None or saved < sum(units.sent) for saved, units in kept):
+            ends.append(rank.role.last)
+        moving = [self._table(rank, end).most_moving(memory, rank.num_microbatches) for end in ends]
+        return max(*moving, update_level(memory).moving_bytes)
+
+    def _table(self, rank: _Rank, pp_rank: int) -> PassTable:
+        """Return the moments of one rank of a role."""
+        order = telling_order(
+            rank.schedule, rank.pp, pp_rank, rank.num_microbatches, rank.role.stages
+        )
+        key = (order.schedule.name, *order[1:])
+        if key not in self._tables:
+            self._tables[key] = PassTable.of(order)
+        return self._tables[key]
+
+    def _rank_memory(self, rank: _Rank, to: Replication) -> RankMemory:
+        """Return the memory of a rank but for how many microbatches it runs."""
+        to = to.in_steps_of(rank.num_microbatches)
+        split = rank.dp if to.zero_stage >= 3 else 1
+        shards = Shards(split, 1 if to.keeps_whole_gradients else split, split)
+        to = to._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
+        key = (rank.shape, rank.dp, rank.role.stages, to)
+        if key not in self._memory:
+            shape, stages = self.table.shapes[rank.shape], rank.role.stages
+            if rank.shape not in self._passes:
+                self._passes[rank.shape] = PassBytes.of(shape)
+            wire = Wire.of(self.space.stack, self.space.job.precision)
+            sizes = (self.state, wire.reduce_bytes)
+            memory = unit_rank_memory(shape, self._passes[rank.shape], stages, to, sizes)
+            copies = weight_copy_bytes(shape, sum_layers(stages))
+            self._memory[key] = with_copies(memory, copies)
+        return self._memory[key]
+
+
+def _plainly(memory: RankMemory, rank: _Rank) -> int:
+    """Return the most that moves on a rank that is a pipeline of its own.
+
+    GPipe aside, its microbatches follow each other, and all but the first and last are alike.
+    """
+    count = rank.num_microbatches if rank.schedule.holds_sent else min(rank.num_microbatches, 3)
+    levels = pass_levels(memory, rank.schedule.rank_actions(0, 1, count, 1))
+    most = max(level.moving_bytes for pair in levels for level in pair)
+    return max(most, update_level(memory).moving_bytes)

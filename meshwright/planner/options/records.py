@@ -1,0 +1,281 @@
+"""The options of the command line, as records.
+
+A command takes records (`JobOptions`, `LayoutOptions`, ...); `option_words.as_command` turns
+each of their fields into an option.  Fields are None where an option was not given.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Annotated
+
+import typer
+
+from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, parse_bytes, parse_price
+from meshwright.planner.options.words import option_name
+from meshwright.simulator import PlanError
+
+MAX_GPUS = 10_000_000
+MAX_COUNT = 10_000_000
+MAX_TOP = 1_000
+MAX_TOKENS = 1e18
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What is trained, on what, with what software."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Built-in name, config.json or model TOML."),
+    ] = None
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
+    ] = None
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the run.")] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences of one optimizer step.")
+    ] = None
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a sequence [the model's].")
+    ] = None
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            metavar="|".join(Precision),
+            help="Number format [bf16; fp16 on older devices and stacks].",
+        ),
+    ] = None
+    stack: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Training software [megatron-core]."),
+    ] = None
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help='Most a device may use, such as "72 GiB".'),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutOptions:
+    """A layout, or the axes of one that are pinned."""
+
+    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel degree.")] = None
+    pp: Annotated[int | None, typer.Option(metavar="N", help="Pipeline-parallel degree.")] = None
+    dp: Annotated[
+        int | None, typer.Option(metavar="N", help="Data-parallel degree [what is left].")
+    ] = None
+    vpp: Annotated[
+        int | None, typer.Option(metavar="N", help="Virtual stages of a pipeline rank.")
+    ] = None
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences of one forward pass.")
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Pipeline schedule [1f1b; interleaved with --vpp]."),
+    ] = None
+    zero: Annotated[int | None, typer.Option(metavar="N", help="ZeRO stage [the stack's].")] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Split activations outside tensor-parallel regions over the tp axis.",
+            show_default=False,
+        ),
+    ] = None
+    recompute: Annotated[
+        Recompute | None,
+        typer.Option(
+            metavar="|".join(Recompute),
+            help="What backward computes again; selective: attention; selective-op: torchtitan's.",
+        ),
+    ] = None
+    attention: Annotated[
+        Attention | None,
+        typer.Option(metavar="|".join(Attention), help="Attention kernel [the stack's]."),
+    ] = None
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE|LIST",
+            help="Layers of the stages: even, balanced, greedy or 3,2,2,1 [the stack's].",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaOptions:
+    """How data-parallel ranks share states: shards and replicas of them, or servers and workers."""
+
+    dp_shard: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share one set of shards [--dp].")
+    ] = None
+    reshard_after_forward: Annotated[
+        bool | None, typer.Option(help="Gather again for backward.", show_default=False)
+    ] = None
+    bucket_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".')
+    ] = None
+    gradient_precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="fp32|fp16|bf16", help="Format of kept gradients [the stack's]."),
+    ] = None
+    reduce_precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="fp32|fp16|bf16", help="Format of reduced ones [the stack's]."),
+    ] = None
+    sync_each_microbatch: Annotated[
+        bool | None,
+        typer.Option(help="Reduce gradients in every microbatch.", show_default=False),
+    ] = None
+    find_unused: Annotated[
+        bool | None,
+        typer.Option(help="Search weights without a gradient.", show_default=False),
+    ] = None
+    offload: Annotated[
+        Offload | None,
+        typer.Option(metavar="|".join(Offload), help="What is kept and updated on the host."),
+    ] = None
+
+    servers: Annotated[
+        str | None, typer.Option(metavar="N|all", help="Parameter servers: own hosts, or all [1].")
+    ] = None
+    asynchronous: Annotated[
+        bool | None,
+        typer.Option("--async/--no-async", help="Workers loop on their own.", show_default=False),
+    ] = None
+    slow_worker: Annotated[
+        float | None, typer.Option(metavar="FACTOR", help="How much slower the last worker is [1].")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitOptions:
+    """Upper limits of a search, and how many plans it reports."""
+
+    max_tp: Annotated[int | None, typer.Option(metavar="N", help="Largest --tp.")] = None
+    max_pp: Annotated[int | None, typer.Option(metavar="N", help="Largest --pp.")] = None
+    max_dp: Annotated[int | None, typer.Option(metavar="N", help="Largest --dp.")] = None
+    max_vpp: Annotated[int | None, typer.Option(metavar="N", help="Largest --vpp.")] = None
+    max_micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Largest --micro-batch.")
+    ] = None
+    top: Annotated[int, typer.Option(metavar="N", help="Plans to report.")] = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoneyOptions:
+    """A whole training run, to tell its days and its cost."""
+
+    tokens: Annotated[
+        float | None, typer.Option(metavar="N", help="Tokens of the whole run, such as 300e9.")
+    ] = None
+    price: Annotated[
+        str | None,
+        typer.Option(metavar="PRICE", help='Such as "2.5 USD/GPU-hour" [the cluster\'s].'),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """Where results go besides the terminal."""
+
+    json: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Write the result as JSON; - for standard output."),
+    ] = None
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plan, result, CSV and PNG files.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder in use.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOptions:
+    """The plan file that a simulation starts from, and the trace it leaves."""
+
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A plan.json; other options override what it says."),
+    ] = None
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameOptions:
+    """One thing of a list, or all of it."""
+
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulOptions:
+    """Matrices to multiply, and the devices that do it."""
+
+    shapes: Annotated[
+        list[str] | None, typer.Argument(metavar="SHAPE", help="Two or more, such as 4x5 5x8.")
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", help="Devices of the one mesh axis.")
+    ] = None
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
+    ] = "dgx-a100"
+    precision: Annotated[
+        Precision | None,
+        typer.Option(metavar="fp32|fp16|bf16", help="Number format [bf16 where it is]."),
+    ] = None
+
+
+def check_counts(record: JobOptions | LayoutOptions | LimitOptions) -> None:
+    """Raise PlanError when a whole number of *record* is out of range."""
+    most = {"gpus": MAX_GPUS, "top": MAX_TOP, "global_batch": 10**9, "seq_len": 10**8}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, bool) or not isinstance(value, int) or field.name == "zero":
+            continue
+        limit = most.get(field.name, MAX_COUNT)
+        if not 1 <= value <= limit:
+            raise PlanError(
+                f"{option_name(field.name)} {value} is out of range; allowed 1 to {limit}"
+            )
+
+
+def read_tokens(tokens: float | None) -> float | None:
+    """Return ``--tokens`` checked.
+
+    Raises:
+        PlanError: Unless it is a number of tokens that a run could have.
+    """
+    if tokens is not None and not (isfinite(tokens) and 1 <= tokens <= MAX_TOKENS):
+        raise PlanError(f"--tokens {tokens:g} is out of range; allowed 1 to {MAX_TOKENS:g}")
+    return tokens
+
+
+def read_price(text: str | None) -> float | None:
+    """Return ``--price`` in US dollars per GPU and hour."""
+    return None if text is None else _quantity("--price", text, parse_price)
+
+
+def read_memory_limit(text: str | None) -> int | None:
+    """Return ``--memory-limit`` in bytes.
+
+    Raises:
+        PlanError: If it is not a size of at least one byte.
+    """
+    if text is None:
+        return None
+    limit_bytes = _quantity("--memory-limit", text, parse_bytes)
+    if limit_bytes < 1:
+        raise PlanError(f"--memory-limit {text!r} is nothing; allowed: more than 0 bytes")
+    return int(limit_bytes)
+
+
+def _quantity(option: str, text: str, parse: Callable[[str], float]) -> float:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise PlanError(f"{option}: {error}") from None

@@ -1,0 +1,56 @@
+"""Results for people and programs: text, JSON, tables, plan files and folders."""
+
+from meshwright.planner.reports.catalogue import (
+    clusters_table,
+    models_table,
+    schedules_table,
+    stacks_table,
+)
+from meshwright.planner.reports.documents import json_text, search_document, step_document
+from meshwright.planner.reports.money import Budget
+from meshwright.planner.reports.output_folder import (
+    check_file,
+    check_folder,
+    new_file,
+    new_folder,
+    output_path,
+)
+from meshwright.planner.reports.plan_file import (
+    Json,
+    SavedPlan,
+    job_fields,
+    plan_document,
+    plan_fields,
+    read_plan,
+)
+from meshwright.planner.reports.result_files import write_search, write_step
+from meshwright.planner.reports.search import search_report
+from meshwright.planner.reports.step import facts_table, format_count, step_report
+
+__all__ = [
+    "Budget",
+    "Json",
+    "SavedPlan",
+    "check_file",
+    "check_folder",
+    "clusters_table",
+    "facts_table",
+    "format_count",
+    "job_fields",
+    "json_text",
+    "models_table",
+    "new_file",
+    "new_folder",
+    "output_path",
+    "plan_document",
+    "plan_fields",
+    "read_plan",
+    "schedules_table",
+    "search_document",
+    "search_report",
+    "stacks_table",
+    "step_document",
+    "step_report",
+    "write_search",
+    "write_step",
+]

@@ -1,0 +1,144 @@
+"""What is built in, as text: models, clusters, stacks and schedules, with their sources."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from pydantic import BaseModel
+from rich.console import RenderableType
+
+from meshwright.hwprofiles import (
+    GIBI,
+    format_bandwidth,
+    format_bytes,
+    format_flops_per_s,
+    format_time,
+    list_clusters,
+    list_stacks,
+    load_cluster,
+    load_stack,
+)
+from meshwright.planner.reports.step import facts_table, format_count
+from meshwright.simulator import (
+    SCHEDULES,
+    Schedule,
+    count_parameters,
+    get_schedule,
+    list_models,
+    load_model,
+)
+
+Facts = Iterator[tuple[str, str]]
+
+# How a field that ends in a unit is shown; the longer endings come first.
+FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("_flops_per_s", format_flops_per_s),
+    ("_bytes_per_s", format_bandwidth),
+    ("_capacity_bytes", format_bytes),
+    ("context_bytes", format_bytes),
+    ("_s", format_time),
+)
+
+
+def models_table(name: str | None) -> RenderableType:
+    """Return all built-in models, or everything about one model or model file."""
+    return facts_table(_model_facts(name) if name else _model_lines())
+
+
+def clusters_table(name: str | None) -> RenderableType:
+    """Return all built-in clusters, or everything about one cluster or cluster file."""
+    return facts_table(_record_facts(load_cluster(name)) if name else _cluster_lines())
+
+
+def stacks_table(name: str | None) -> RenderableType:
+    """Return all built-in stacks, or everything about one stack or stack file."""
+    return facts_table(_record_facts(load_stack(name)) if name else _stack_lines())
+
+
+def schedules_table(name: str | None) -> RenderableType:
+    """Return all schedules, or everything about one."""
+    if name:
+        return facts_table(_schedule_facts(get_schedule(name)))
+    return facts_table((each.name, each.title) for each in SCHEDULES.values())
+
+
+def _model_lines() -> Facts:
+    for name in list_models():
+        model = load_model(name)
+        yield name, f"{model.title}, {format_count(count_parameters(model))} parameters"
+
+
+def _model_facts(name: str) -> Facts:
+    model = load_model(name)
+    parameters = count_parameters(model)
+    yield "parameters", f"{parameters:,} ({format_count(parameters)})"
+    yield from _record_facts(model)
+
+
+def _cluster_lines() -> Facts:
+    for name in list_clusters():
+        cluster = load_cluster(name)
+        capacity = cluster.device.memory_capacity_bytes / GIBI
+        yield name, f"{cluster.title} ({capacity:g} GiB a device)"
+
+
+def _stack_lines() -> Facts:
+    for name in list_stacks():
+        stack = load_stack(name)
+        yield name, f"{stack.title} ({stack.date})"
+
+
+def _schedule_facts(schedule: Schedule) -> Facts:
+    yield "name", schedule.name
+    yield "title", schedule.title
+    yield "virtual stages", "two or more" if schedule.interleaves else "one"
+    for pp, num_microbatches in ((4, 16), (8, 64)):
+        vpp = 2 if schedule.interleaves else 1
+        fraction = schedule.bubble_fraction(pp, num_microbatches, vpp)
+        case = f"pp={pp}, {num_microbatches} microbatches, vpp={vpp}"
+        yield "bubble", f"{fraction:.1%} at {case}"
+    yield "source", schedule.source
+
+
+def _record_facts(record: BaseModel, prefix: str = "") -> Facts:
+    """Yield every field of a record, those of records inside it with a dotted name."""
+    for field in type(record).model_fields:
+        yield from _value_facts(f"{prefix}{field}", getattr(record, field))
+
+
+def _value_facts(name: str, value: object) -> Facts:
+    if isinstance(value, BaseModel):
+        yield from _record_facts(value, f"{name}.")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _value_facts(f"{name}.{key}", item)
+    elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        for index, item in enumerate(value, 1):
+            yield from _value_facts(f"{name}.{index}", item)
+    else:
+        yield name, _value_text(name, value)
+
+
+def _value_text(name: str, value: object) -> str:
+    match value:
+        case None:
+            return "not given"
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ", ".join(_item_text(item) for item in value) or "none"
+        case float() | int():
+            return _number_text(name, value)
+        case _:
+            return str(value) or "none"
+
+
+def _item_text(item: object) -> str:
+    """Return one of several values; a pair as its parts with a stroke between them."""
+    return "/".join(str(part) for part in item) if isinstance(item, tuple) else str(item)
+
+
+def _number_text(name: str, value: float) -> str:
+    field = "_flops_per_s" if ".peak_flops_per_s." in f".{name}" else name
+    for ending, show in FORMATS:
+        if field.endswith(ending):
+            return show(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"

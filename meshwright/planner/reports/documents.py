@@ -1,0 +1,191 @@
+"""Results as JSON documents: the keys that `--json` promises.
+
+No wall-clock figure and no order of a set enters a document: equal results give equal bytes.
+"""
+
+import json
+from collections.abc import Mapping
+
+from meshwright.hwprofiles import PS_PER_S, Source
+from meshwright.planner.reports.money import Budget
+from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
+from meshwright.planner.search import FrontierPoint, Nearest, SearchResult
+from meshwright.simulator import (
+    CONVENTION,
+    AsyncRun,
+    MemoryResult,
+    StageMemory,
+    StepResult,
+    TrainingJob,
+    count_parameters,
+)
+from meshwright.simulator.blocks import model_flops
+
+
+def json_text(document: Mapping[str, Json]) -> str:
+    """Return a document as text: two-space indent, ASCII, a newline at the end.
+
+    >>> print(json_text({"step_time_s": 0.1, "warnings": []}), end="")
+    {
+      "step_time_s": 0.1,
+      "warnings": []
+    }
+    """
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def step_document(result: StepResult, budget: Budget | None = None) -> dict[str, Json]:
+    """Return the document of one simulated step.
+
+    Args:
+        result: The step.
+        budget: Adds ``training_run``: days and cost of a number of tokens.
+    """
+    document: dict[str, Json] = {
+        "model": model_fields(result.job),
+        "job": job_fields(result.job),
+        "cluster": result.cluster.name,
+        "stack": result.stack.name,
+        "num_gpus": result.plan.world_size,
+        "num_microbatches": result.num_microbatches,
+        "plan": plan_fields(result.plan),
+        "step_time_s": result.step_time_s,
+        "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
+        "model_flops_per_s_per_gpu": result.model_flops_per_s_per_gpu,
+        "mfu_fraction": result.mfu_fraction,
+        "hfu_fraction": result.hfu_fraction,
+        "bubble_fraction": result.bubble_fraction,
+        "schedule_bubble_fraction": result.schedule_bubble_fraction,
+        "exposed_comm_s": result.exposed_comm_s,
+        "time_breakdown_s": {
+            category: time_ps / PS_PER_S for category, time_ps in result.breakdown_ps.items()
+        },
+        "memory": memory_fields(result.memory),
+        "provenance": {source: result.source_fractions[source] for source in Source},
+        "warnings": list(result.warnings),
+    }
+    if result.lanes:
+        document["lanes"] = [
+            {"name": lane.name, "busy_s": lane.busy_ps / PS_PER_S, "bytes": lane.moved_bytes()}
+            for lane in result.lanes
+        ]
+    if result.asynchronous is not None:
+        document["asynchronous"] = async_fields(result.asynchronous)
+    if budget is not None:
+        document["training_run"] = run_fields(budget, result)
+    return document
+
+
+def async_fields(run: AsyncRun) -> dict[str, Json]:
+    """Return rounds of each worker and the distribution of staleness."""
+    return {
+        "workers": [
+            {
+                "worker": worker,
+                "rounds": rounds,
+                "round_time_s": None if time_ps is None else time_ps / PS_PER_S,
+            }
+            for worker, (rounds, time_ps) in enumerate(zip(run.rounds, run.round_ps, strict=True))
+        ],
+        "staleness": {
+            "mean": run.mean_staleness,
+            "max": run.max_staleness,
+            "histogram": [
+                {"updates": updates, "count": count} for updates, count in run.staleness.items()
+            ],
+        },
+    }
+
+
+def model_fields(job: TrainingJob) -> dict[str, Json]:
+    """Return name, size and FLOPs of the model of a job."""
+    return {
+        "name": job.model.name,
+        "parameters": count_parameters(job.model),
+        "flops_per_step": model_flops(job),
+        "flops_convention": CONVENTION,
+    }
+
+
+def memory_fields(memory: MemoryResult) -> dict[str, Json]:
+    """Return the memory of the fullest rank, each pipeline rank and a host in use, in bytes."""
+    fields: dict[str, Json] = {
+        "peak_bytes": memory.peak_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "device_bytes": memory.device_bytes,
+        "capacity_bytes": memory.capacity_bytes,
+        "usable_bytes": memory.usable_bytes,
+        "fits": memory.fits,
+        "worst_rank": memory.worst_rank,
+        "by_stage": [stage_fields(stage) for stage in memory.by_stage],
+    }
+    if memory.host_bytes:
+        fields["host_bytes"] = memory.host_bytes
+        fields["host_capacity_bytes"] = memory.host_capacity_bytes
+    return fields
+
+
+def stage_fields(stage: StageMemory) -> dict[str, Json]:
+    """Return the bytes of one pipeline rank at its fullest instant, and when that is."""
+    return {
+        "stage": stage.stage,
+        "parameters": stage.parameters_bytes,
+        "gradients": stage.gradients_bytes,
+        "optimizer_states": stage.optimizer_states_bytes,
+        "activations": stage.activations_bytes,
+        "buffers": stage.buffers_bytes,
+        "peak": stage.peak_bytes,
+        "peak_time_s": stage.peak_time_ps / PS_PER_S,
+        "peak_moment": stage.peak_moment,
+        "largest_tensor": stage.largest_tensor,
+    }
+
+
+def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
+    """Return days, GPU hours and cost of a whole training run."""
+    run = budget.run(result)
+    return {
+        "tokens": run.tokens,
+        "days": run.days,
+        "gpu_hours": run.gpu_hours,
+        "price_usd_per_gpu_hour": run.price_usd_per_gpu_hour,
+        "cost_usd": run.cost_usd,
+    }
+
+
+def search_document(result: SearchResult, budget: Budget | None = None) -> dict[str, Json]:
+    """Return the document of a search."""
+    return {
+        "model": model_fields(result.job),
+        "job": job_fields(result.job),
+        "cluster": result.cluster.name,
+        "stack": result.stack.name,
+        "num_gpus": result.num_gpus,
+        "space_size": result.space_size,
+        "feasible": result.feasible,
+        "simulated": result.simulated,
+        "optimal": result.optimal,
+        "bound_gap_fraction": result.bound_gap_fraction,
+        "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
+        "plans": [step_document(plan, budget) for plan in result.plans],
+        "frontier": [_frontier_fields(point) for point in result.frontier],
+        "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
+    }
+
+
+def _frontier_fields(point: FrontierPoint) -> dict[str, Json]:
+    return {
+        "plan": plan_fields(point.plan),
+        "step_time_s": point.step_ps / PS_PER_S,
+        "device_bytes": point.device_bytes,
+        "proven": point.proven,
+    }
+
+
+def _nearest_fields(nearest: Nearest) -> dict[str, Json]:
+    return {
+        "plan": plan_fields(nearest.plan),
+        "lacks_bytes": nearest.lacks_bytes,
+        "changes": list(nearest.changes),
+    }

@@ -1,0 +1,79 @@
+"""The files that `--out` leaves: plans, documents, tables and pictures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.planner.reports.documents import json_text, search_document, step_document
+from meshwright.planner.reports.money import Budget
+from meshwright.planner.reports.output_folder import new_folder
+from meshwright.planner.reports.plan_file import SavedPlan, plan_document
+from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
+from meshwright.planner.search import SearchResult
+from meshwright.simulator import StepResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_step(result: StepResult, folder: Path, budget: Budget | None = None) -> None:
+    """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures."""
+    with new_folder(folder) as files:
+        _write(files / "result.json", json_text(step_document(result, budget)))
+        _write_plans(files, [result], budget)
+        _save(files, _step_pictures(result))
+
+
+def write_search(result: SearchResult, folder: Path, budget: Budget | None = None) -> None:
+    """Write a search: the best plan as plan.json, the next as plan-2.json, and the rest.
+
+    A search in which nothing fits leaves result.json alone, with the nearest layout.
+    """
+    with new_folder(folder) as files:
+        _write(files / "result.json", json_text(search_document(result, budget)))
+        if result.plans:
+            _write_plans(files, result.plans, budget)
+            _save(files, {"memory_time": _memory_time(result), **_step_pictures(result.plans[0])})
+
+
+def saved_plan(result: StepResult) -> SavedPlan:
+    """Return what a plan file keeps of a simulated step."""
+    return SavedPlan(job=result.job, plan=result.plan, cluster=result.cluster, stack=result.stack)
+
+
+def _write_plans(files: Path, results: Sequence[StepResult], budget: Budget | None) -> None:
+    for rank, result in enumerate(results, 1):
+        name = "plan.json" if rank == 1 else f"plan-{rank}.json"
+        _write(files / name, json_text(plan_document(saved_plan(result))))
+    _write(files / "plans.csv", plans_csv(results, budget))
+    _write(files / "stages.csv", stages_csv(results))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+# The pictures' package is imported where it is needed: matplotlib takes half a second to start.
+
+
+def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
+    from meshwright.planner import plots  # noqa: PLC0415
+
+    return {
+        "stage_memory": plots.plot_stage_memory(result),
+        "timeline": plots.plot_timeline(result),
+        "breakdown": plots.plot_breakdown(result),
+    }
+
+
+def _memory_time(result: SearchResult) -> "Figure":
+    from meshwright.planner import plots  # noqa: PLC0415
+
+    return plots.plot_memory_time(result)
+
+
+def _save(files: Path, figures: Mapping[str, "Figure"]) -> None:
+    from meshwright.planner import plots  # noqa: PLC0415
+
+    for name, figure in figures.items():
+        plots.save_figure(figure, files / f"{name}.png")

@@ -1,0 +1,265 @@
+"""One simulated step as text for a terminal, at most 100 columns wide."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.hwprofiles import (
+    GIBI,
+    GIGA,
+    MEGA,
+    PS_PER_S,
+    TERA,
+    Offload,
+    Precision,
+    Source,
+    format_bytes,
+    format_flops_per_s,
+    format_time,
+)
+from meshwright.planner.reports.money import Budget, TrainingRun
+from meshwright.simulator import (
+    AsyncRun,
+    ParallelPlan,
+    ParameterServer,
+    StageMemory,
+    StepResult,
+    TrainingJob,
+    count_parameters,
+)
+
+WIDTH = 100
+BAR_WIDTH = 14
+MAX_STAGES_LISTED = 8
+
+
+def step_report(result: StepResult, budget: Budget | None = None) -> RenderableType:
+    """Return the report of one simulated step.
+
+    Args:
+        result: The step.
+        budget: Adds days and cost of a number of tokens.
+    """
+    place = f"{result.plan.world_size:,} GPUs of {result.cluster.name}"
+    parts: list[RenderableType] = [
+        Text(headline(result.job, place, result.stack.name), style="bold"),
+        facts_table([*_plan_facts(result), ("", ""), *_speed_facts(result, budget)]),
+        Text(),
+        _side_by_side(_breakdown_table(result), _memory_table(result)),
+        Text(),
+        facts_table([("memory", _memory_line(result)), ("evidence", _evidence_line(result))]),
+    ]
+    return Group(*parts, *warning_lines(result.warnings))
+
+
+def headline(job: TrainingJob, place: str, stack: str) -> str:
+    """Return what is trained, on what and with what, in one line."""
+    size = format_count(count_parameters(job.model))
+    return f"{job.model.name} ({size} parameters) on {place}, stack {stack}"
+
+
+def job_text(job: TrainingJob) -> str:
+    """Return batch, sequence length and precision."""
+    return f"global batch {job.global_batch_size:,} x {job.seq_len:,} tokens, {job.precision}"
+
+
+def run_text(run: TrainingRun) -> str:
+    """Return days and cost of a whole run."""
+    text = (
+        f"{format_count(run.tokens)} tokens: {run.days:,.1f} days, {run.gpu_hours:,.0f} GPU hours"
+    )
+    return text if run.cost_usd is None else f"{text}, {run.cost_usd:,.0f} USD"
+
+
+def format_count(count: float) -> str:
+    """Return a large number of things with M, B or T, three significant digits.
+
+    >>> format_count(174_600_000_000), format_count(5e6), format_count(512)
+    ('175 B', '5 M', '512')
+    """
+    for scale, name in ((TERA, "T"), (GIGA, "B"), (MEGA, "M")):
+        if count >= scale:
+            return f"{count / scale:.3g} {name}"
+    return f"{count:,.0f}"
+
+
+def format_stages(stages: tuple[int, ...]) -> str:
+    """Return the layers of each virtual stage, equal neighbours together.
+
+    >>> format_stages((2, 2, 1)), format_stages((2,) * 32 + (1,) * 32)
+    ('2 2 1', '32 x 2, 32 x 1')
+    """
+    if len(stages) <= MAX_STAGES_LISTED:
+        return " ".join(str(count) for count in stages)
+    return ", ".join(f"{len(list(group))} x {count}" for count, group in groupby(stages))
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """Return names and values in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    return table
+
+
+def warning_lines(warnings: Iterable[str]) -> list[RenderableType]:
+    """Return one line a warning."""
+    return [Text(f"warning: {line}", style="yellow") for line in warnings]
+
+
+def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it up with)
+    """Return a boolean as a word."""
+    return "yes" if value else "no"
+
+
+def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
+    plan = result.plan
+    degrees = f"tp={plan.tp} pp={plan.pp} dp={plan.dp}"
+    batches = f"{result.num_microbatches:,} microbatches, microbatch_size={plan.microbatch_size}"
+    facts = [
+        ("job", job_text(result.job)),
+        ("layout", f"{degrees}, {batches}"),
+        ("pipeline", f"schedule={plan.schedule} vpp={plan.num_virtual_stages}"),
+        ("stages", f"{format_stages(plan.stages)} layers"),
+        ("switches", switches_text(plan)),
+    ]
+    if plan.dp_shard is not None:
+        sets = plan.dp // plan.dp_shard
+        facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
+    if not plan.reshard_after_forward:
+        facts.append(("gathered", "parameters are kept from forward to backward"))
+    facts.extend(_gradient_facts(plan))
+    if plan.offload is not Offload.NONE:
+        facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
+    if plan.parameter_server is not None:
+        facts.append(("servers", _servers_text(plan.parameter_server)))
+    return facts
+
+
+def _gradient_facts(plan: ParallelPlan) -> list[tuple[str, str]]:
+    """Return what the plan says about gradients beside the stack's habits."""
+    words = []
+    if plan.gradient_precision is not None:
+        words.append(f"kept in {plan.gradient_precision}")
+    if plan.reduce_precision is not None:
+        words.append(f"reduced in {plan.reduce_precision}")
+    if plan.sync_each_microbatch is not None:
+        words.append(f"sync_each_microbatch={yes_no(plan.sync_each_microbatch)}")
+    if plan.find_unused:
+        words.append("unused weights are searched for (find_unused)")
+    return [("gradients", ", ".join(words))] if words else []
+
+
+def _servers_text(options: ParameterServer) -> str:
+    where = "all workers" if options.servers == "all" else f"{options.servers} of their own"
+    pace = "asynchronous" if options.asynchronous else "synchronous"
+    return f"servers={where}, {pace}, slow_worker={options.slow_worker:g}"
+
+
+def _async_text(run: AsyncRun) -> str:
+    times = [time_ps / PS_PER_S for time_ps in run.round_ps if time_ps is not None]
+    rounds = f"a round takes {format_time(min(times))} to {format_time(max(times))}"
+    stale = f"{run.mean_staleness:.2f} updates on average, {run.max_staleness} at most"
+    return f"{rounds}; stale by {stale}"
+
+
+def switches_text(plan: ParallelPlan) -> str:
+    """Return everything of a plan that is not a degree."""
+    return (
+        f"zero_stage={plan.zero_stage} sequence_parallel={yes_no(plan.sequence_parallel)} "
+        f"recompute={plan.recompute} attention={plan.attention}"
+    )
+
+
+def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, str]]:
+    rate = format_flops_per_s(result.model_flops_per_s_per_gpu)
+    shares = f"MFU {result.mfu_fraction:.1%}, HFU {result.hfu_fraction:.1%}"
+    if result.job.precision is Precision.FP8:  # only the linear layers could reach that
+        shares += " of the fp8 peak"
+    per_gpu = f"{result.tokens_per_s_per_gpu:,.1f} a GPU"
+    measured, closed = result.bubble_fraction, result.schedule_bubble_fraction
+    facts = [
+        ("step time", format_time(result.step_time_s)),
+        ("throughput", f"{result.tokens_per_s:,.0f} tokens/s, {per_gpu}"),
+        ("efficiency", f"{shares}, {rate} a GPU (attention not halved)"),
+        ("bubble", f"{measured:.1%} measured idle, {closed:.1%} closed form for equal stages"),
+        ("comm", f"{format_time(result.exposed_comm_s)} exposed"),
+    ]
+    if result.asynchronous is not None:
+        facts.append(("workers", _async_text(result.asynchronous)))
+    if budget is not None:
+        facts.append(("run", run_text(budget.run(result))))
+    return facts
+
+
+def _side_by_side(left: Table, right: Table) -> Table:
+    grid = Table.grid(padding=(0, 6))
+    grid.add_row(left, right)
+    return grid
+
+
+def _breakdown_table(result: StepResult) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    table.add_column("time, mean of ranks", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("", width=BAR_WIDTH, no_wrap=True)
+    for category, time_ps in sorted(result.breakdown_ps.items(), key=lambda item: -item[1]):
+        if time_ps > 0:
+            fraction = time_ps / result.step_ps
+            time, bar = format_time(time_ps / PS_PER_S), "#" * round(BAR_WIDTH * fraction)
+            table.add_row(category.replace("_", " "), time, f"{fraction:.1%}", bar)
+    return table
+
+
+def _memory_table(result: StepResult) -> Table:
+    memory = result.memory
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    table.add_column(f"memory of rank {memory.worst_rank}, the fullest", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    sizes = {
+        **_categories(memory.worst_stage),
+        "allocated": memory.peak_bytes,
+        "reserved": memory.reserved_bytes,
+        "device": memory.device_bytes,
+        "usable": memory.usable_bytes,
+        "capacity": memory.capacity_bytes,
+    }
+    if memory.host_bytes:
+        sizes["host of a node"] = memory.host_bytes
+        sizes["host capacity"] = memory.host_capacity_bytes or 0
+    for name, size_bytes in sizes.items():
+        style = "bold" if name in {"allocated", "reserved", "device"} else None
+        table.add_row(name, f"{size_bytes / GIBI:,.2f}", style=style)
+    return table
+
+
+def _categories(stage: StageMemory) -> dict[str, int]:
+    return {
+        "parameters": stage.parameters_bytes,
+        "gradients": stage.gradients_bytes,
+        "optimizer states": stage.optimizer_states_bytes,
+        "activations": stage.activations_bytes,
+        "buffers": stage.buffers_bytes,
+    }
+
+
+def _memory_line(result: StepResult) -> str:
+    memory, stage = result.memory, result.memory.worst_stage
+    need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    if memory.host_bytes:
+        host = format_bytes(memory.host_bytes)
+        have += f", {host} of {format_bytes(memory.host_capacity_bytes or 0)} on a host"
+    moment = f"peak at {stage.peak_moment} ({format_time(stage.peak_time_ps / PS_PER_S)})"
+    return f"{verdict}: {need} of {have}; {moment}, largest tensor {stage.largest_tensor}"
+
+
+def _evidence_line(result: StepResult) -> str:
+    shares = [f"{source} {result.source_fractions[source]:.1%}" for source in Source]
+    return f"{', '.join(shares)} of the busy time"

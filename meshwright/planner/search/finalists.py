@@ -1,0 +1,171 @@
+"""Best-first simulation: in the order of the bounds, until no other layout can be faster."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.search.result import SimulatedPlan
+from meshwright.planner.space import Column, Space
+from meshwright.simulator import (
+    BuiltStep,
+    CostModel,
+    StepResult,
+    StepTimes,
+    account,
+    build_step,
+    simulate,
+    simulate_folded,
+)
+
+Progress = Callable[[str, int, int], None]
+
+# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
+# published steps. More would take minutes and gigabytes.
+MAX_PASSES = 500_000
+
+
+# Runs of up to so many passes are kept whole, below a megabyte each, to be reported without
+# another run.
+KEPT_PASSES = 5_000
+
+
+@dataclass
+class Runs:
+    """The simulated layouts of a search; each is run once, but for long ones to report."""
+
+    space: Space
+    costs: CostModel
+    memory_peaks: Column
+    device_needs: Column
+    step_ps: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
+    num_passes: int = 0
+
+    def run(self, index: int) -> int:
+        """Return the simulated step time of layout *index*."""
+        if index not in self.step_ps:
+            built = build_step(self.space.job, self.space.plan(index), self.costs)
+            times = simulate_folded(built.work)
+            self.step_ps[index] = times.step_ps
+            num_passes = sum(map(len, built.work.actions))
+            self.num_passes += num_passes
+            if num_passes <= KEPT_PASSES:
+                self.kept[index] = built, times
+        return self.step_ps[index]
+
+    def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
+        """Return the full result of layout *index*."""
+        if index in self.kept:
+            return account(*self.kept[index], self.costs, memory_limit_bytes)
+        return simulate(
+            self.space.job,
+            self.space.plan(index),
+            self.costs.cluster,
+            self.costs.stack,
+            memory_limit_bytes=memory_limit_bytes,
+            costs=self.costs,
+        )
+
+    def is_too_long(self, index: int) -> bool:
+        """Whether layout *index* has too many passes to simulate."""
+        stages = self.space.column("pp")[index] * self.space.column("num_virtual_stages")[index]
+        return bool(stages * self.space.num_microbatches[index] > MAX_PASSES)
+
+    def rank(self, index: int) -> tuple[int, int, int]:
+        """Return the key by which simulated layouts are ordered: time, then memory."""
+        return self.step_ps[index], int(self.device_needs[index]), index
+
+    def evaluated(self, limit_bytes: int) -> tuple[SimulatedPlan, ...]:
+        """Return what was simulated, in the order of the space."""
+        return tuple(
+            SimulatedPlan(
+                plan=self.space.plan(index),
+                step_ps=self.step_ps[index],
+                peak_bytes=int(self.memory_peaks[index]),
+                device_bytes=int(self.device_needs[index]),
+                fits=int(self.device_needs[index]) <= limit_bytes,
+            )
+            for index in sorted(self.step_ps)
+        )
+
+
+class Field(NamedTuple):
+    """The layouts of a search, simulated on demand, and the function of their lower bounds."""
+
+    runs: Runs
+    lower_bounds_ps: Callable[[NDArray[np.int64]], Column]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is known of the fastest layouts of a set.
+
+    Args:
+        indices: Simulated layouts, best first, as many as were asked for.
+        next_bound_ps: Least bound of what was not simulated; None where nothing is left.
+        is_proven: Whether the first of ``indices`` is the fastest of the set.
+    """
+
+    indices: tuple[int, ...]
+    next_bound_ps: int | None
+    is_proven: bool
+
+
+@dataclass(frozen=True)
+class Finalists:
+    """Layouts in the order in which they are worth simulating: bound, then memory."""
+
+    indices: NDArray[np.int64]
+    bounds_ps: Column
+    runs: Runs
+
+    @classmethod
+    def ordered(cls, indices: NDArray[np.int64], bounds_ps: Column, runs: Runs) -> "Finalists":
+        """Return the layouts in order."""
+        order = np.lexsort((indices, runs.device_needs[indices], bounds_ps))
+        return cls(indices[order], bounds_ps[order], runs)
+
+    def within(self, most_bytes: int) -> "Finalists":
+        """Return those that need at most *most_bytes* of device memory, in the same order."""
+        chosen = self.runs.device_needs[self.indices] <= most_bytes
+        return Finalists(self.indices[chosen], self.bounds_ps[chosen], self.runs)
+
+    def fastest(self, count: int, max_passes: int, progress: Progress | None = None) -> Proof:
+        """Return the *count* fastest layouts, simulating no more than that takes.
+
+        A layout with too many passes is not simulated; its bound stays part of the proof.
+
+        Args:
+            count: How many.
+            max_passes: Stop when all runs together have made so many passes.
+            progress: Called after each run.
+        """
+        best: list[int] = []
+        left_out_ps: list[int] = []
+        for position, (index, bound_ps) in enumerate(
+            zip(self.indices.tolist(), self.bounds_ps.tolist(), strict=True)
+        ):
+            if len(best) == count and bound_ps >= self.runs.step_ps[best[-1]]:
+                return self._proof(best, [*left_out_ps, bound_ps])
+            if self.runs.is_too_long(index):
+                left_out_ps.append(bound_ps)
+                continue
+            if index not in self.runs.step_ps and self.runs.num_passes >= max_passes:
+                return self._proof(best, [*left_out_ps, bound_ps])
+            self.runs.run(index)
+            best = sorted([*best, index], key=self.runs.rank)[:count]
+            if progress is not None:
+                done = np.searchsorted(self.bounds_ps, self.runs.step_ps[best[0]])
+                progress("simulating finalists", position + 1, int(done))
+        return self._proof(best, left_out_ps)
+
+    def _proof(self, best: list[int], bounds_ps: list[int]) -> Proof:
+        """Return what is known when *bounds_ps* are the bounds of layouts not simulated."""
+        next_bound_ps = min(bounds_ps, default=None)
+        proven = bool(best) and (
+            next_bound_ps is None or next_bound_ps >= self.runs.step_ps[best[0]]
+        )
+        return Proof(tuple(best), next_bound_ps, proven)

@@ -1,0 +1,176 @@
+"""The space of stacks that are no mesh of ranks: microbatches, recomputation and servers.
+
+A layout of one process or of parameter servers has no closed form here: its memory is that of a
+run of two microbatches, which no further one changes, and its bound is what a replica computes.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import Cluster, Recompute, StackProfile, Strategy
+from meshwright.planner.footprint import device_bytes_column
+from meshwright.planner.search.finalists import KEPT_PASSES, Field, Runs
+from meshwright.planner.space import Column, Space, SpaceLimits, enumerate_space
+from meshwright.simulator import (
+    CostModel,
+    ParallelPlan,
+    ParameterServer,
+    StepResult,
+    TooManyTasksError,
+    TrainingJob,
+    simulate,
+)
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.engine import with_overhead
+from meshwright.simulator.step import overhead_per_million
+
+Servers = int | Literal["all"] | None
+# A pass starts when the one before it has ended, so that two show what lives at once.
+TELLING_MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class ReplicaSpace(Space):
+    """Layouts of replicas; ``servers`` has one entry a layout, None where there are none."""
+
+    servers: tuple[Servers, ...] = ()
+
+    def plan(self, index: int) -> ParallelPlan:
+        """Return layout *index* as a plan."""
+        servers = self.servers[index]
+        wanted = None if servers is None else ParameterServer(servers=servers)
+        return replace(super().plan(index), parameter_server=wanted)
+
+
+def enumerate_replicas(
+    job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> ReplicaSpace:
+    """Return every layout of *job* that a stack of replicas can run on *num_gpus*.
+
+    Servers are on all workers, or one, two, four and so on, up to as many as workers, on hosts of
+    their own where the cluster has them.
+    """
+    modes = tuple(mode for mode in Recompute if mode in stack.recompute_modes)
+    wanted = modes if limits.recompute is None else limits.recompute
+    replicas = replace(
+        limits,
+        tp=tuple(tp for tp in limits.tp or (1,) if tp == 1),
+        pp=tuple(pp for pp in limits.pp or (1,) if pp == 1),
+        zero_stage=(0,),
+        recompute=tuple(mode for mode in wanted if mode in modes),
+        schedule=limits.schedule or stack.schedules,
+    )
+    space = enumerate_space(job, stack, num_gpus, replicas)
+    choices = _server_choices(cluster, stack, num_gpus)
+    return ReplicaSpace(
+        job=job,
+        stack=stack,
+        num_gpus=num_gpus,
+        attention=space.attention,
+        stages=space.stages,
+        rows=np.tile(space.rows, (len(choices), 1)),
+        servers=tuple(servers for servers in choices for _ in range(len(space))),
+    )
+
+
+def _server_choices(cluster: Cluster, stack: StackProfile, num_workers: int) -> tuple[Servers, ...]:
+    if stack.strategy is not Strategy.PARAMETER_SERVER:
+        return (None,)
+    hosts = num_workers
+    if cluster.num_nodes is not None:
+        hosts = cluster.num_nodes - -(-num_workers // cluster.devices_per_node)
+    powers = (1 << exponent for exponent in range(num_workers.bit_length()))
+    return ("all", *(count for count in powers if count <= min(hosts, num_workers)))
+
+
+@dataclass
+class ReplicaRuns(Runs):
+    """The simulated layouts of replicas; short runs are kept whole to be reported."""
+
+    results: dict[int, StepResult] = field(default_factory=dict)
+    too_long: set[int] = field(default_factory=set)
+
+    def run(self, index: int) -> int:
+        """Return the simulated step time of layout *index*."""
+        if index not in self.step_ps:
+            result = self._simulated(index, None)
+            self.step_ps[index] = result.step_ps
+            num_passes = 2 * self.space.num_gpus * result.num_microbatches
+            self.num_passes += num_passes
+            if num_passes <= KEPT_PASSES:
+                self.results[index] = result
+        return self.step_ps[index]
+
+    def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
+        """Return the full result of layout *index*."""
+        if index in self.results and memory_limit_bytes is None:
+            return self.results[index]
+        return self._simulated(index, memory_limit_bytes)
+
+    def is_too_long(self, index: int) -> bool:
+        """Whether layout *index* has too many tasks to simulate, which a run finds out."""
+        if index not in self.too_long:
+            try:
+                self.run(index)
+            except TooManyTasksError:
+                self.too_long.add(index)
+        return index in self.too_long
+
+    def _simulated(self, index: int, memory_limit_bytes: int | None) -> StepResult:
+        costs = self.costs
+        return simulate(
+            self.space.job,
+            self.space.plan(index),
+            costs.cluster,
+            costs.stack,
+            memory_limit_bytes=memory_limit_bytes,
+            costs=costs,
+        )
+
+
+def replica_field(
+    job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> Field:
+    """Return the layouts of replicas, ready to be simulated best first.
+
+    Raises:
+        PlanError: If the stack cannot drive so many devices.
+    """
+    space = enumerate_replicas(job, cluster, stack, num_gpus, limits)
+    costs = CostModel(cluster, stack, num_gpus)
+    peaks = np.zeros(len(space), np.int64)
+    too_long: set[int] = set()
+    for index in range(len(space)):
+        try:
+            peaks[index] = _peak_bytes(space, index, costs)
+        except TooManyTasksError:
+            too_long.add(index)
+    needs = device_bytes_column(peaks, stack)
+    runs = ReplicaRuns(space, costs, peaks, needs, too_long=too_long)
+
+    def lower_bounds_ps(indices: NDArray[np.int64]) -> Column:
+        bounds = [computing_ps(space, index, costs) for index in indices.tolist()]
+        return np.array(bounds, np.int64)
+
+    return Field(runs, lower_bounds_ps)
+
+
+def _peak_bytes(space: ReplicaSpace, index: int, costs: CostModel) -> int:
+    """Return the memory of layout *index*, from as many microbatches as tell it."""
+    plan = space.plan(index)
+    telling = min(plan.num_microbatches(space.job), TELLING_MICROBATCHES)
+    job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size * telling)
+    result = simulate(job, plan, costs.cluster, costs.stack, costs=costs)
+    return result.memory.peak_bytes
+
+
+def computing_ps(space: Space, index: int, costs: CostModel) -> int:
+    """Return how long a replica of layout *index* computes in layers alone: no step is shorter."""
+    plan = space.plan(index)
+    layer = costs.block_cost(BlockShape.of(space.job, plan, costs.stack), "layer")
+    num_passes = space.job.model.num_layers * plan.num_microbatches(space.job)
+    time_ps = num_passes * (layer.forward.time_ps + layer.backward.time_ps)
+    return with_overhead(time_ps, overhead_per_million(costs.stack))

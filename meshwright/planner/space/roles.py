@@ -1,0 +1,132 @@
+"""Pipeline ranks that hold alike, and the fullest moments each of them goes through."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.space.space import Column
+from meshwright.simulator import Phase, Schedule
+from meshwright.simulator.replication import Stage
+
+# An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
+# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
+PERIODS = 3
+
+
+class Role(NamedTuple):
+    """Ranks with the same virtual stages: the first and the last of them.
+
+    ``layers_before`` are the layers of the stages ahead of the last one's first chunk,
+    ``layers_after`` those behind its last chunk.
+    """
+
+    stages: tuple[Stage, ...]
+    first: int
+    last: int
+    layers_before: int
+    layers_after: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a rank."""
+        return sum(stage.num_layers for stage in self.stages)
+
+
+class Moment(NamedTuple):
+    """A candidate for a rank's fullest moment: passes that are kept, and the running action."""
+
+    layer_passes: int
+    embedding_passes: int
+    head_passes: int
+    phase: Phase
+    stage: Stage
+
+
+def pipeline_roles(layers: Sequence[int], pp: int) -> list[Role]:
+    """Return the roles of a pipeline whose virtual stages hold *layers*, in rank order.
+
+    >>> [(role.first, role.last) for role in pipeline_roles([2, 2, 2, 2], 4)]
+    [(0, 0), (1, 2), (3, 3)]
+    """
+    last_stage = len(layers) - 1
+    members: dict[tuple[Stage, ...], list[int]] = {}
+    for rank in range(pp):
+        held = tuple(
+            Stage(layers[index], index == 0, index == last_stage)
+            for index in range(rank, len(layers), pp)
+        )
+        members.setdefault(held, []).append(rank)
+    return [
+        Role(
+            held,
+            ranks[0],
+            ranks[-1],
+            sum(layers[: ranks[-1]]),
+            sum(layers[len(layers) - pp + ranks[-1] + 1 :]),
+        )
+        for held, ranks in members.items()
+    ]
+
+
+def telling_microbatches(role: Role, pp: int, num_microbatches: Column) -> Column:
+    """Return the fewest microbatches that show the same fullest moments."""
+    if len(role.stages) == 1:
+        return num_microbatches
+    return np.minimum(num_microbatches, PERIODS * pp)
+
+
+def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[Moment]:
+    """Return the moments among which the role's peak is, whatever the tensors' sizes.
+
+    The first rank of a role has the most passes in flight.  Where its stages are equal only
+    the number of passes matters; where they differ the order is walked.
+    """
+    if len(set(role.stages)) > 1:
+        return _walk(schedule, role, pp, num_microbatches)
+    stage = role.stages[0]
+    passes = schedule.in_flight(role.first, pp, num_microbatches, len(role.stages))
+    return [
+        Moment(
+            passes * stage.num_layers,
+            passes * stage.has_embedding,
+            passes * stage.has_head,
+            phase,
+            stage,
+        )
+        for phase in Phase
+    ]
+
+
+def _walk(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[Moment]:
+    actions = schedule.rank_actions(role.first, pp, num_microbatches, len(role.stages))
+    kept = [0, 0, 0]
+    most_layers: dict[tuple[int, int, Phase, Stage], int] = {}
+    for action in actions:
+        stage = role.stages[action.chunk]
+        if action.phase is Phase.FORWARD:
+            _add(kept, stage, 1)
+        key = (kept[1], kept[2], action.phase, stage)
+        most_layers[key] = max(kept[0], most_layers.get(key, 0))
+        if action.phase is Phase.BACKWARD:
+            _add(kept, stage, -1)
+    return _undominated([Moment(layers, *key) for key, layers in most_layers.items()])
+
+
+def _add(kept: list[int], stage: Stage, count: int) -> None:
+    kept[0] += count * stage.num_layers
+    kept[1] += count * stage.has_embedding
+    kept[2] += count * stage.has_head
+
+
+def _undominated(moments: list[Moment]) -> list[Moment]:
+    """Drop moments that another one of the same action reaches in every count."""
+
+    def exceeds(one: Moment, other: Moment) -> bool:
+        return (
+            one != other
+            and one[3:] == other[3:]
+            and all(a >= b for a, b in zip(one[:3], other[:3], strict=True))
+        )
+
+    return [each for each in moments if not any(exceeds(other, each) for other in moments)]

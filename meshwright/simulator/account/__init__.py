@@ -1,0 +1,38 @@
+"""What a step came to: time, memory, bytes on the wire, streams and warnings."""
+
+from meshwright.simulator.account.advice import plan_warnings
+from meshwright.simulator.account.breakdown import time_breakdown
+from meshwright.simulator.account.counts import (
+    closing_traffic,
+    message_traffic,
+    norm_ranks,
+    rank_flops,
+)
+from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
+from meshwright.simulator.account.lanes import Lane, task_lanes
+from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
+from meshwright.simulator.account.streams import Span, SpanKind, rank_streams
+from meshwright.simulator.account.traffic import Traffic, rank_traffic
+
+__all__ = [
+    "NO_TRAFFIC",
+    "AsyncRun",
+    "HostTraffic",
+    "Lane",
+    "MemoryResult",
+    "Span",
+    "SpanKind",
+    "StageMemory",
+    "StepResult",
+    "Traffic",
+    "closing_traffic",
+    "host_traffic",
+    "message_traffic",
+    "norm_ranks",
+    "plan_warnings",
+    "rank_flops",
+    "rank_streams",
+    "rank_traffic",
+    "task_lanes",
+    "time_breakdown",
+]

@@ -1,0 +1,87 @@
+"""What a user should know before relying on a result."""
+
+from meshwright.hwprofiles import Offload, Precision, format_bytes
+from meshwright.simulator.account.result import MemoryResult
+from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
+from meshwright.simulator.layout import ParallelPlan, TrainingJob
+
+# Runs this close to the capacity were slower than their neighbours in published sweeps,
+# probably for retries of the allocator.
+NEARLY_FULL_FRACTION = 0.95
+NOTEWORTHY_FRACTION = 0.05
+
+
+def plan_warnings(
+    job: TrainingJob,
+    plan: ParallelPlan,
+    memory: MemoryResult,
+    costs: CostModel,
+    extrapolated_fraction: float,
+) -> tuple[str, ...]:
+    """Return one line for each thing that is odd about a plan or its prediction."""
+    return (
+        *_memory_warnings(memory),
+        *_alignment_warnings(job, plan),
+        *_degree_one_warnings(plan),
+        *_evidence_warnings(plan, costs, extrapolated_fraction),
+    )
+
+
+def _memory_warnings(memory: MemoryResult) -> list[str]:
+    need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
+    warnings = []
+    if not memory.fits_device:
+        warnings.append(f"does not fit: rank {memory.worst_rank} needs {need}, usable are {have}")
+    if not memory.fits_host:
+        need_host = format_bytes(memory.host_bytes)
+        have_host = format_bytes(memory.host_capacity_bytes or 0)
+        warnings.append(f"does not fit: a host needs {need_host} of memory, it has {have_host}")
+    if warnings:
+        return warnings
+    if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
+        return [f"rank {memory.worst_rank} uses {need} of {have}: runs this full tend to be slower"]
+    return []
+
+
+def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+    if job.precision is Precision.FP32:
+        return []
+    model, tp = job.model, plan.tp
+    of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
+    sizes = (
+        ("head dim", model.head_dim, ALIGNED_ELEMENTS),
+        ("hidden_size / tp", model.hidden_size // tp, of_linear),
+        ("ffn_hidden_size / tp", model.ffn_hidden_size // tp, of_linear),
+    )
+    return [
+        f"{name} = {size} is not a multiple of {aligned}: its matrix products run slowly"
+        for name, size, aligned in sizes
+        if size % aligned
+    ]
+
+
+def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
+    warnings = []
+    if plan.sequence_parallel and plan.tp == 1:
+        warnings.append("sequence_parallel has no effect at tp=1")
+    if plan.zero_stage and plan.dp == 1 and plan.offload is Offload.NONE:
+        warnings.append(f"zero_stage={plan.zero_stage} has no effect at dp=1")
+    if plan.dp == 1:
+        warnings += [
+            f"{field}={getattr(plan, field)} has no effect at dp=1"
+            for field in ("reduce_precision", "sync_each_microbatch")
+            if getattr(plan, field) is not None
+        ]
+    return warnings
+
+
+def _evidence_warnings(
+    plan: ParallelPlan, costs: CostModel, extrapolated_fraction: float
+) -> list[str]:
+    warnings = []
+    if costs.tp_span(plan.tp).crosses_nodes:
+        node_size = costs.cluster.devices_per_node
+        warnings.append(f"tp={plan.tp} crosses nodes of {node_size} devices")
+    if extrapolated_fraction > NOTEWORTHY_FRACTION:
+        warnings.append(f"{extrapolated_fraction:.0%} of the busy time rests on extrapolation")
+    return warnings

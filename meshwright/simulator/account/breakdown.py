@@ -1,0 +1,69 @@
+"""Where the time of a simulated step went, averaged over pipeline ranks."""
+
+from meshwright.hwprofiles import Source
+from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.engine import RankTimes, RankWork, StepTimes
+from meshwright.simulator.schedules import Phase
+from meshwright.simulator.step import BuiltStep
+
+
+def time_breakdown(
+    built: BuiltStep, times: StepTimes
+) -> tuple[dict[Category, int], dict[Source, float]]:
+    """Return the step's time by category, and the share of busy time by kind of evidence.
+
+    A rank that neither computes nor communicates is idle: the bubble takes what is left, so
+    the categories add up to the step's time but for rounding down.
+    """
+    ranks = [_rank_cost(built, times, pp_rank) for pp_rank in range(built.work.pp)]
+    total = sum(ranks, PhaseCost())
+    count = len(ranks)
+    end_ps = max(rank.end_ps for rank in times.ranks)
+    parts = {category: total.category_ps(category) // count for category in Category}
+    parts[Category.STEP_OVERHEAD] = times.step_ps - end_ps
+    parts[Category.BUBBLE] = end_ps - total.time_ps // count
+    busy_ps = max(1, total.time_ps)
+    return parts, {source: total.source_ps(source) / busy_ps for source in Source}
+
+
+def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
+    work, rank = built.work.ranks[pp_rank], times.ranks[pp_rank]
+    total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
+    for cost in built.chunk_costs[pp_rank]:
+        total += (cost.forward + cost.backward) * built.work.num_microbatches
+    if built.work.blocking_messages:
+        sent_ps = _port_ps(built, pp_rank)
+        total += _communication(Category.PP_COMM, sent_ps, built.evidence.messages)
+    return total
+
+
+def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) -> PhaseCost:
+    """Return what communication beside its passes, and copies to the host, the rank waited for."""
+    waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
+    host_ps = int(waited_ps * built.host_shares[pp_rank])
+    waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.replicas)
+    waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
+    waited += _communication(Category.TP_COMM, work.sums_ps, built.evidence.sums)
+    return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
+
+
+def _port_ps(built: BuiltStep, pp_rank: int) -> int:
+    """Return the time a rank's messages kept it from computing."""
+    last_stage = built.plan.num_stages - 1
+    total = 0
+    for action in built.work.actions[pp_rank]:
+        stage = action.chunk * built.work.pp + pp_rank
+        chunk = built.work.ranks[pp_rank].chunks[action.chunk]
+        if action.phase is Phase.FORWARD and stage < last_stage:
+            total += chunk.forward_message.occupy_ps
+        elif action.phase is Phase.BACKWARD and stage > 0:
+            total += chunk.backward_message.occupy_ps
+    return total
+
+
+def _communication(category: Category, time_ps: int, source: Source) -> PhaseCost:
+    return PhaseCost(
+        time_ps,
+        tuple(time_ps if each is category else 0 for each in Category),
+        tuple(time_ps if each is source else 0 for each in Source),
+    )

@@ -1,0 +1,123 @@
+"""All that a rank computes and says in a step, as a program that counts would see it.
+
+The list of collectives that repeat is elsewhere; here stand the messages between stages and
+what closes a step, and the FLOPs.
+"""
+
+from collections.abc import Iterator
+
+from meshwright.hwprofiles import CollectiveOp, StackProfile
+from meshwright.simulator.account.traffic import Traffic
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    FlashAttention,
+    Gemm,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+)
+from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.replication import Stage, Wire, tensor_sums, tied_table_bytes
+from meshwright.simulator.step import rank_stages
+
+
+def rank_flops(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int, *, microbatches: int
+) -> int:
+    """Return the FLOPs of a rank's matrix products in a step, recomputation included.
+
+    Attention counts its full square, as PyTorch's counter does, whether or not a kernel skips
+    the masked half.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        stack: With what software.
+        pp_rank: Whose FLOPs.
+        microbatches: Microbatches that the rank runs.
+    """
+    shape = BlockShape.of(job, plan, stack)
+    flops = sum(
+        _counted_flops(operators) * count
+        for stage in rank_stages(plan, pp_rank)
+        for operators, count in stage_blocks(shape, stage)
+    )
+    return microbatches * flops
+
+
+def stage_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[BlockOperators, int]]:
+    """Yield the operators of each kind of block of a virtual stage, and how many it has."""
+    if stage.num_layers:
+        yield layer_operators(shape), stage.num_layers
+    if stage.has_embedding:
+        yield embedding_operators(shape), 1
+    if stage.has_head:
+        yield head_operators(shape), 1
+
+
+def _counted_flops(block: BlockOperators) -> int:
+    flops = 0
+    for operator in (*block.forward, *block.recompute, *block.backward):
+        if isinstance(operator, Gemm):
+            flops += operator.flops
+        elif isinstance(operator, FlashAttention):
+            flops += operator.flops * (2 if operator.causal else 1)
+    return flops
+
+
+def message_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int, *, microbatches: int
+) -> tuple[list[Traffic], list[Traffic]]:
+    """Return what a pipeline rank sends, and what it receives with the gathers that follow.
+
+    With scatter/gather each tensor-parallel rank sends its part of a message, and the receivers
+    gather the whole (Narayanan et al. 2021, section 4.1).
+    """
+    if plan.pp == 1:
+        return [], []
+    shape = BlockShape.of(job, plan, stack)
+    size_bytes = shape.message_bytes
+    in_parts = stack.scatter_gather_p2p and plan.tp > 1 and not shape.sequence_parallel
+    part_bytes = size_bytes // plan.tp if in_parts else size_bytes
+    # A stage sends forward unless it is the last, and backward unless it is the first.
+    ends = [
+        (not stage.has_embedding) + (not stage.has_head) for stage in rank_stages(plan, pp_rank)
+    ]
+    count = microbatches * sum(ends)
+    message = Traffic(Axis.PP, CollectiveOp.P2P, part_bytes, 2, count)
+    received = [message]
+    if in_parts:
+        received.append(Traffic(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, plan.tp, count))
+    return [message], received
+
+
+def closing_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[Traffic, ...]:
+    """Return the collectives after the last backward pass, but for those of the replicas.
+
+    Gradients of weights that saw only a rank's own tokens are summed over the tensor-parallel
+    ranks, a tied table's over both ends of the pipeline; then the gradient norm.
+    """
+    shape = BlockShape.of(job, plan, stack)
+    stages = rank_stages(plan, pp_rank)
+    wire = Wire.of(stack, job.precision, plan)
+    calls = [
+        Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, each.size_bytes, plan.tp, each.num_calls)
+        for each in tensor_sums(shape, stages, wire)
+    ]
+    at_an_end = stages[0].has_embedding or stages[-1].has_head
+    if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
+        table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
+        calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, 2, 1))
+    return tuple(calls)
+
+
+def norm_ranks(plan: ParallelPlan) -> int:
+    """Return over how many ranks the gradient norm is summed; 1 where each has all gradients.
+
+    Replicas of a set of shards hold the same gradients: one set is enough.
+    """
+    shards = plan.num_shards if plan.zero_stage else 1
+    return plan.tp * plan.pp * shards

@@ -1,0 +1,208 @@
+"""What a simulated step came to: time, where it went, memory, and what the numbers rest on."""
+
+from dataclasses import dataclass
+
+from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile
+from meshwright.simulator.account.lanes import Lane
+from meshwright.simulator.blocks import hardware_flops, model_flops
+from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
+from meshwright.simulator.engine import StepTimes, StepWork
+from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.schedules import get_schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host."""
+
+    stage: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_states_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    peak_time_ps: int
+    peak_moment: str
+    largest_tensor: str
+    host_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live bytes at that instant."""
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_states_bytes
+            + self.activations_bytes
+            + self.buffers_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryResult:
+    """Memory of the fullest rank by three rules of counting, against what there is.
+
+    ``peak_bytes`` are live tensors, ``reserved_bytes`` add the allocator's rounding,
+    ``device_bytes`` the context; a plan fits when the last is at most ``usable_bytes``, and
+    ``host_bytes``, what the fullest node keeps on its host, at most ``host_capacity_bytes``.
+    """
+
+    peak_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    capacity_bytes: int
+    usable_bytes: int
+    worst_rank: int
+    by_stage: tuple[StageMemory, ...]
+    host_bytes: int = 0
+    host_capacity_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan can run."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether every device has room."""
+        return self.device_bytes <= self.usable_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether every host has room for what is offloaded to it."""
+        return self.host_bytes <= (self.host_capacity_bytes or 0)
+
+    @property
+    def worst_stage(self) -> StageMemory:
+        """The pipeline rank that needs the most; the first of equals."""
+        return max(self.by_stage, key=lambda stage: stage.peak_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncRun:
+    """What asynchronous workers did in a run that ends when the first of them has done its rounds.
+
+    Args:
+        rounds: Rounds that each worker has finished.
+        round_ps: Mean time of one, by worker; None where not one was finished.
+        staleness: How many updates (by number of updates, ascending) were computed from
+            parameters that so many updates of other workers had changed since they were pulled.
+    """
+
+    rounds: tuple[int, ...]
+    round_ps: tuple[int | None, ...]
+    staleness: dict[int, int]
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean over all updates."""
+        total = sum(updates * count for updates, count in self.staleness.items())
+        return total / sum(self.staleness.values())
+
+    @property
+    def max_staleness(self) -> int:
+        """The most."""
+        return max(self.staleness)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """One simulated training step.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        cluster: On what.
+        stack: With what software.
+        step_ps: Time of the step.
+        breakdown_ps: That time by `Category`, averaged over ranks; adds up to ``step_ps``
+            but for rounding down.
+        source_fractions: Share of the busy time that rests on each kind of evidence.
+        memory: Memory of the fullest rank and of each pipeline rank.
+        warnings: What a user should know before relying on the numbers.
+        work: What the engine ran, if the plan is a mesh of ranks.
+        times: When it ran, likewise.
+        lanes: What each device, host and link did, if it is not.
+        asynchronous: Progress of workers that do not wait for each other; ``step_ps`` is then the
+            mean time in which they consume a global batch.
+    """
+
+    job: TrainingJob
+    plan: ParallelPlan
+    cluster: Cluster
+    stack: StackProfile
+    step_ps: int
+    breakdown_ps: dict[Category, int]
+    source_fractions: dict[Source, float]
+    memory: MemoryResult
+    warnings: tuple[str, ...]
+    work: StepWork | None = None
+    times: StepTimes | None = None
+    lanes: tuple[Lane, ...] = ()
+    asynchronous: AsyncRun | None = None
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the step."""
+        return self.step_ps / PS_PER_S
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each data-parallel replica."""
+        return self.plan.num_microbatches(self.job)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second over all ranks."""
+        return self.job.tokens_per_step / self.step_time_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens a second and rank."""
+        return self.tokens_per_s / self.plan.world_size
+
+    @property
+    def model_flops_per_s_per_gpu(self) -> float:
+        """Model FLOPs a second and rank."""
+        return model_flops(self.job) / self.step_time_s / self.plan.world_size
+
+    @property
+    def hardware_flops_per_s_per_gpu(self) -> float:
+        """FLOPs a second and rank with recomputation counted."""
+        return hardware_flops(self.job, self.plan) / self.step_time_s / self.plan.world_size
+
+    @property
+    def mfu_fraction(self) -> float:
+        """Model FLOPs against the device's peak at the job's precision.
+
+        In fp8 that is the fp8 peak, though attention and the head run in bf16: dgxc-benchmarking
+        counts so, and no share can exceed 1.
+        """
+        return self.model_flops_per_s_per_gpu / self.peak_flops_per_s
+
+    @property
+    def hfu_fraction(self) -> float:
+        """Model and recomputation FLOPs against the same peak."""
+        return self.hardware_flops_per_s_per_gpu / self.peak_flops_per_s
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """The device's dense peak at the job's precision."""
+        return peak_flops_per_s(self.cluster.device, self.job.precision)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Measured idle share of the step, whatever the cause."""
+        return self.breakdown_ps[Category.BUBBLE] / self.step_ps
+
+    @property
+    def schedule_bubble_fraction(self) -> float:
+        """Idle share of the schedule for equal stages and free communication."""
+        plan = self.plan
+        schedule = get_schedule(plan.schedule)
+        return schedule.bubble_fraction(plan.pp, self.num_microbatches, plan.num_virtual_stages)
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Seconds of communication that no computation hides, averaged over ranks."""
+        return sum(self.breakdown_ps[category] for category in COMMUNICATION) / PS_PER_S

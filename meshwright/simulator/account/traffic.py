@@ -1,0 +1,199 @@
+"""What a rank puts on the wire in a step: every collective with its axis, size and count."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp, StackProfile
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    Collective,
+    embedding_operators,
+    head_operators,
+    layer_operators,
+)
+from meshwright.simulator.costs import sent_ratio
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.replication import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_parts,
+    part_gathers,
+    reduced_parts,
+    sum_parameters,
+    used_map_bytes,
+)
+from meshwright.simulator.schedules import Refetches
+from meshwright.simulator.step import rank_refetches, rank_stages, replication_of
+
+
+class Traffic(NamedTuple):
+    """Equal collectives of one rank in one step; ``size_bytes`` as in `Collective`."""
+
+    axis: Axis
+    op: CollectiveOp
+    size_bytes: int
+    num_ranks: int
+    num_calls: int
+
+    @property
+    def sent_bytes(self) -> Fraction:
+        """Bytes the rank sends in all of them, by ring; where one rank is the root, on average.
+
+        >>> Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 800, 8, 1).sent_bytes
+        Fraction(1400, 1)
+        """
+        return self.num_calls * self.size_bytes * sent_ratio(self.op, self.num_ranks)
+
+
+def rank_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[Traffic, ...]:
+    """Return the tensor- and data-parallel collectives of a pipeline rank in one step.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        stack: With what software.
+        pp_rank: Whose collectives; messages between stages are not among them.
+    """
+    shape = BlockShape.of(job, plan, stack)
+    stages = rank_stages(plan, pp_rank)
+    counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
+    for stage in stages:
+        for collective, count in _stage_collectives(shape, stage):
+            key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
+            counted[key] += count * plan.num_microbatches(job)
+    for op, size_bytes, num_ranks, count in _replica_collectives(job, plan, shape, pp_rank):
+        counted[Axis.DP, op, size_bytes, num_ranks] += count
+    return tuple(Traffic(*key, count) for key, count in counted.items() if count)
+
+
+def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
+    """Return what a rank sends over *axis* in a step."""
+    return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
+
+
+def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collective, int]]:
+    """Yield the tensor-parallel collectives of one microbatch and how often each runs."""
+    blocks: list[tuple[BlockOperators, int]] = [(layer_operators(shape), stage.num_layers)]
+    if stage.has_embedding:
+        blocks.append((embedding_operators(shape), 1))
+    if stage.has_head:
+        blocks.append((head_operators(shape), 1))
+    for operators, count in blocks:
+        for operator in (*operators.forward, *operators.recompute, *operators.backward):
+            if isinstance(operator, Collective):
+                yield operator, count
+
+
+def _replica_collectives(
+    job: TrainingJob, plan: ParallelPlan, shape: BlockShape, pp_rank: int
+) -> Iterator[tuple[CollectiveOp, int, int, int]]:
+    """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
+    if plan.dp == 1:
+        return
+    stages = rank_stages(plan, pp_rank)
+    to = replication_of(plan, shape.stack, Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=1))
+    wire = Wire.of(shape.stack, job.precision, plan)
+    num_microbatches = plan.num_microbatches(job)
+    in_each = num_microbatches if to.reduces_each_microbatch else 1
+    whole = sum_parameters(shape, stages)
+    for parameters in _reduced(shape, stages, to) or [whole]:
+        padded = _padded(parameters, to)
+        for op, size_bytes, span in to.reductions(padded * wire.reduce_bytes):
+            yield op, size_bytes, span.num_ranks, in_each
+    if plan.find_unused:
+        yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), to.span.num_ranks, 1
+    refetches = rank_refetches(plan, to, pp_rank, num_microbatches)
+    yield from _parameter_gathers(shape, stages, to, wire, num_microbatches, refetches)
+
+
+def _parameter_gathers(
+    shape: BlockShape,
+    stages: tuple[Stage, ...],
+    to: Replication,
+    wire: Wire,
+    num_microbatches: int,
+    refetches: Sequence[Refetches],
+) -> Iterator[tuple[CollectiveOp, int, int, int]]:
+    """Yield operation, size, ranks and count of what gives parameters to the replicas."""
+    if to.gather_op is None:
+        return
+    if to.gathers_units:
+        for stage, again in zip(stages, refetches, strict=True):
+            for part in reduced_parts(shape, stage, to):
+                gathers = part_gathers(part, to, num_microbatches, again)
+                for parameters in part.buckets:
+                    size_bytes = _padded(parameters, to) * wire.gather_bytes
+                    yield to.gather_op, size_bytes, to.span.num_ranks, gathers
+        return
+    for parameters in _gathered(shape, stages, to.dp) or [sum_parameters(shape, stages)]:
+        size_bytes = _padded(parameters, to) * wire.gather_bytes
+        yield to.gather_op, size_bytes, to.span.num_ranks, 1
+
+
+def _padded(parameters: int, to: Replication) -> int:
+    """Return *parameters*, filled up so that all ranks have shards of one size."""
+    if to.reduce_op is not CollectiveOp.REDUCE_SCATTER:
+        return parameters
+    return -(-parameters // to.span.num_ranks) * to.span.num_ranks
+
+
+def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
+    """Return the parameters of each reduction inside a pass; none where a rank's are one."""
+    return [
+        parameters
+        for stage in stages
+        for part in reduced_parts(shape, stage, to)
+        for parameters in part.buckets
+    ]
+
+
+def _gathered(shape: BlockShape, stages: tuple[Stage, ...], dp: int) -> list[int]:
+    """Return the parameters of each gather inside a pass; none where a rank's are one."""
+    if not shape.stack.overlap_parameter_gather:
+        return []
+    return [
+        parameters
+        for stage in stages
+        for part in bucket_parts(shape, stage, dp)
+        for parameters in part.buckets
+    ]
+
+
+def module_link_bytes(size_bytes: int, num_devices: int, num_passes: int = 1) -> int:
+    """Return what crosses the link of device 0 of one process: a copy out, a gradient in.
+
+    Args:
+        size_bytes: Parameters, and gradients, as they are copied.
+        num_devices: Replicas; device 0 is one.
+        num_passes: Microbatches; each broadcasts and reduces again.
+
+    >>> module_link_bytes(100, 8)
+    1400
+    """
+    return 2 * (num_devices - 1) * size_bytes * num_passes
+
+
+def server_link_bytes(size_bytes: int, num_workers: int) -> int:
+    """Return what crosses the link of one server of its own in a step: pulls and pushes.
+
+    >>> server_link_bytes(100, 8)
+    1600
+    """
+    return 2 * num_workers * size_bytes
+
+
+def sharded_worker_bytes(size_bytes: int, num_workers: int) -> Fraction:
+    """Return what a worker sends in a step if all workers are servers: as in a ring all-reduce.
+
+    As a worker it pushes, and as a server it hands out, its part to each of the others.
+
+    >>> sharded_worker_bytes(800, 8)
+    Fraction(1400, 1)
+    """
+    return Fraction(2 * (num_workers - 1), num_workers) * size_bytes

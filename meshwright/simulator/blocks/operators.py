@@ -1,0 +1,135 @@
+"""The operators a training step is made of: shapes, FLOPs and bytes, without times."""
+
+from dataclasses import dataclass, replace
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.layout import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
+
+    ``is_attention`` marks the products of the attention core, which hold no weights; ``is_fp8``
+    those that multiply in 8 bits: two inputs of one byte an element, an output of two.
+
+    >>> Gemm("qkv", m=2048, n=4608, k=12288).flops
+    231928233984
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    is_attention: bool = False
+    is_fp8: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Operations of the product."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of both inputs and of the output."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of the output."""
+        return self.batch * self.m * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttention:
+    """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
+
+    Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
+    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).
+    """
+
+    name: str
+    batch_heads: int
+    seq_len: int
+    head_dim: int
+    backward: bool = False
+    causal: bool = True
+
+    @property
+    def flops(self) -> int:
+        """Operations with the masked half left out."""
+        halves = (5 if self.backward else 2) * (1 if self.causal else 2)
+        return halves * self.batch_heads * self.seq_len**2 * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """Kernels whose time is their traffic: *size_bytes* read and written."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunches:
+    """Start and tail of *count* kernels, in which the device does no useful work."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostPasses:
+    """Host time of *count* passes through a layer that the device waits for."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective over *axis*; ``size_bytes`` is the larger of a rank's two buffers.
+
+    ``hides_under`` is the product that may run at the same time.
+    """
+
+    name: str
+    op: CollectiveOp
+    size_bytes: int
+    axis: Axis
+    hides_under: Gemm | None = None
+
+
+Operator = Gemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOperators:
+    """What one microbatch runs in one block: an embedding, a layer or a head.
+
+    ``recompute`` runs in backward before ``backward``.
+    """
+
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    recompute: tuple[Operator, ...] = ()
+
+
+def sum_flops(operators: tuple[Operator, ...]) -> int:
+    """Return the FLOPs of all matrix products among *operators*."""
+    return sum(item.flops for item in operators if isinstance(item, Gemm | FlashAttention))
+
+
+def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:
+    """Return the products for the input's and the weight's gradient of ``y = x w``.
+
+    >>> dgrad, wgrad = gemm_backward(Gemm("y", m=8, n=4, k=2))
+    >>> (dgrad.m, dgrad.n, dgrad.k), (wgrad.m, wgrad.n, wgrad.k)
+    ((8, 2, 4), (2, 4, 8))
+    """
+    name, m, n, k = forward.name, forward.m, forward.n, forward.k
+    return (
+        replace(forward, name=f"{name} input gradient", n=k, k=n),
+        replace(forward, name=f"{name} weight gradient", m=k, n=n, k=m),
+    )

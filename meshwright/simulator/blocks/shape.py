@@ -1,0 +1,178 @@
+"""The sizes that decide what one rank computes and keeps in a block."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
+from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
+from meshwright.simulator.model import Block, ModelSpec, block_parameters, padded_vocab_size
+
+
+class BlockParameters(NamedTuple):
+    """Parameters that one tensor-parallel rank holds of each block, padded vocabulary."""
+
+    embedding: int
+    layer: int
+    head: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, tp: int) -> "BlockParameters":
+        """Return the parameters of a rank of *tp*."""
+        vocab_size = padded_vocab_size(model, tp)
+        blocks: tuple[Block, ...] = ("embedding", "layer", "head")
+        return cls(
+            *(block_parameters(model, block, tp=tp, vocab_size=vocab_size) for block in blocks)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """Model, batch and tensor-parallel choices; plans that share them share operator times.
+
+    ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
+    microbatch stay unsummed until the last one, as those that are whole until then do.
+    """
+
+    model: ModelSpec
+    seq_len: int
+    precision: Precision
+    microbatch_size: int
+    tp: int
+    sequence_parallel: bool
+    recompute: Recompute
+    attention: Attention
+    stack: StackProfile
+    parameters: BlockParameters
+    in_pipeline: bool = False
+    defers_sums: bool = False
+
+    @classmethod
+    def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
+        """Return the shape that *plan* gives every block of *job*."""
+        return cls(
+            model=job.model,
+            seq_len=job.seq_len,
+            precision=job.precision,
+            microbatch_size=plan.microbatch_size,
+            tp=plan.tp,
+            sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+            recompute=plan.recompute,
+            attention=plan.attention,
+            stack=stack,
+            parameters=BlockParameters.of(job.model, plan.tp),
+            in_pipeline=plan.pp > 1,
+            defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.microbatch_size * self.seq_len
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens a rank keeps outside tensor-parallel regions."""
+        return self.num_tokens // self.tp if self.sequence_parallel else self.num_tokens
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Tokens of a microbatch that reach the output matrix."""
+        return ceil(self.num_tokens * self.model.scored_fraction)
+
+    @property
+    def num_local_scored_tokens(self) -> int:
+        """Of these, the tokens a rank keeps outside tensor-parallel regions."""
+        return ceil(self.num_local_tokens * self.model.scored_fraction)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation."""
+        return self.precision.num_bytes
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether a stage's output lives until the backward pass of its microbatch."""
+        return self.in_pipeline and self.stack.keeps_stage_outputs
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether every pass casts fp32 weights to 16 bit, beside a residual stream in fp32."""
+        return self.stack.autocast and self.precision is not Precision.FP32
+
+    @property
+    def caches_casts(self) -> bool:
+        """Whether these copies live as long as the forward pass: those of a module's own weights.
+
+        The weights of torch.nn.DataParallel's replicas are copies themselves, and autocast holds
+        on to casts of leaves of the graph alone.
+        """
+        return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of an activation of the residual stream."""
+        return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
+
+    @property
+    def fp8(self) -> Fp8Recipe | None:
+        """How linear layers multiply in fp8, if they do."""
+        return self.stack.fp8 if self.precision is Precision.FP8 else None
+
+    @property
+    def linear_input_bytes(self) -> int:
+        """Bytes of an element that a linear layer keeps of its input for backward."""
+        return self.fp8.saved_input_bytes if self.fp8 else self.element_bytes
+
+    @property
+    def keeps_fp8_inputs(self) -> bool:
+        """Whether a linear layer keeps an fp8 copy of its input, not the input itself."""
+        return self.linear_input_bytes < self.element_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of an element in a tensor-parallel all-gather around linear layers."""
+        return 1 if self.fp8 and self.fp8.tp_gathers_fp8 else self.element_bytes
+
+    @property
+    def repeats_key_values(self) -> bool:
+        """Whether keys and values are copied for each query head of their group.
+
+        Unfused products need as many of them as of queries; a fused kernel reads each often.
+        """
+        return self.attention is Attention.UNFUSED and self.local_kv_width < self.local_width
+
+    @property
+    def num_local_heads(self) -> int:
+        """Query heads of one rank."""
+        return self.model.num_heads // self.tp
+
+    @property
+    def local_kv_width(self) -> int:
+        """Width of the keys, and of the values, of one rank; at least one head."""
+        return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
+
+    @property
+    def local_width(self) -> int:
+        """Width of the queries of one rank."""
+        return self.model.hidden_size // self.tp
+
+    @property
+    def local_ffn_width(self) -> int:
+        """Width of the MLP of one rank."""
+        return self.model.ffn_hidden_size // self.tp
+
+    @property
+    def mlp_in_width(self) -> int:
+        """Outputs of the first MLP product of one rank (gate and value where gated)."""
+        return self.local_ffn_width * (2 if self.model.gated_mlp else 1)
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Rows of the padded vocabulary that one rank holds."""
+        return padded_vocab_size(self.model, self.tp) // self.tp
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the activation between two stages that one rank holds."""
+        return self.num_local_tokens * self.model.hidden_size * self.residual_bytes

@@ -1,0 +1,71 @@
+"""How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
+
+from meshwright.simulator.layout.formats import (
+    STACKS_OWN,
+    Casts,
+    Formats,
+    casts_of,
+    chosen_formats,
+    gradient_bytes,
+    main_gradient_bytes,
+)
+from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh, strided_span
+from meshwright.simulator.layout.placement import (
+    PairCommunication,
+    Partial,
+    Placement,
+    Placements,
+    Redistribution,
+    Replicate,
+    Split,
+    linear_pair_communication,
+    matmul_signatures,
+    redistribute,
+    shard_shape,
+    zero_communication,
+)
+from meshwright.simulator.layout.plan import (
+    ParallelPlan,
+    ParameterServer,
+    TrainingJob,
+    check_sharding,
+    reduces_once,
+    stack_refusal,
+    syncs_by_default,
+)
+from meshwright.simulator.layout.stages import parse_stages, resolve_stages
+
+__all__ = [
+    "STACKS_OWN",
+    "Axis",
+    "Casts",
+    "Formats",
+    "GroupSpan",
+    "Mesh",
+    "PairCommunication",
+    "ParallelPlan",
+    "ParameterServer",
+    "Partial",
+    "Placement",
+    "Placements",
+    "Redistribution",
+    "Replicate",
+    "Split",
+    "TrainingJob",
+    "casts_of",
+    "check_sharding",
+    "chosen_formats",
+    "gradient_bytes",
+    "linear_pair_communication",
+    "main_gradient_bytes",
+    "matmul_signatures",
+    "parse_stages",
+    "redistribute",
+    "reduces_once",
+    "resolve_stages",
+    "shard_shape",
+    "stack_refusal",
+    "strided_span",
+    "syncs_by_default",
+    "zero_communication",
+]

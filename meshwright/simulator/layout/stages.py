@@ -1,0 +1,109 @@
+"""Which layers each pipeline stage holds."""
+
+from collections.abc import Sequence
+
+from meshwright.hwprofiles import StageSplit
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model import ModelSpec
+
+
+def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
+    """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
+
+    Per token a layer costs ``2 h (h + 2 g) + 2 h^2 + 4 h s + 2 h f k`` (QKV, projection,
+    attention over s keys, MLP with k = 2 or 3 matrices) and the head ``2 h V``.
+    """
+    hidden = model.hidden_size
+    matrices = 3 if model.gated_mlp else 2
+    layer = (
+        2 * hidden * (2 * hidden + 2 * model.kv_hidden_size)
+        + 4 * hidden * seq_len
+        + 2 * matrices * hidden * model.ffn_hidden_size
+    )
+    return 2 * hidden * model.vocab_size / layer
+
+
+def split_layers(
+    num_layers: int, num_stages: int, rule: StageSplit, *, head_cost: float = 0.0
+) -> tuple[int, ...]:
+    """Return the layers of each stage in model order.
+
+    ``even`` gives every stage the same number and places a remainder where the stage stays
+    cheapest; ``balanced`` minimises the costliest stage with the head counted as *head_cost*
+    layers on the last one; ``greedy`` fills stages with ``ceil(L / n)`` layers from the front
+    (DeepSpeed's split: 78 layers on 12 stages are 11 stages of 7 and one of 1).
+
+    Raises:
+        PlanError: If there are more stages than layers.
+
+    >>> split_layers(7, 3, StageSplit.EVEN)
+    (2, 2, 3)
+    >>> split_layers(78, 12, StageSplit.GREEDY)
+    (7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 1)
+    """
+    if num_stages > num_layers:
+        raise PlanError(f"{num_stages} stages are more than the model's {num_layers} layers")
+    match rule:
+        case StageSplit.GREEDY:
+            return _fill_from_front(num_layers, num_stages)
+        case StageSplit.EVEN:
+            floor = num_layers // num_stages
+        case StageSplit.BALANCED:
+            floor = 1
+    return _level(num_layers, [floor] * num_stages, head_cost)
+
+
+def _fill_from_front(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    most = -(-num_layers // num_stages)
+    counts: list[int] = []
+    left = num_layers
+    for stage in range(num_stages):
+        later = num_stages - stage - 1
+        counts.append(min(most, left - later))
+        left -= counts[-1]
+    return tuple(counts)
+
+
+def _level(num_layers: int, counts: list[int], head_cost: float) -> tuple[int, ...]:
+    """Add the layers that are left one by one to the cheapest stage.
+
+    Among equals the later stage wins: it keeps fewer microbatches in flight, so the layer
+    costs less memory there.
+    """
+    costs = [float(count) for count in counts]
+    costs[-1] += head_cost
+    for _ in range(num_layers - sum(counts)):
+        stage = min(range(len(counts)), key=lambda index: (costs[index], -index))
+        counts[stage] += 1
+        costs[stage] += 1.0
+    return tuple(counts)
+
+
+def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
+    """Read the value of ``--stages``: a rule's name or layer counts such as ``3,2,2,1``.
+
+    Raises:
+        PlanError: If it is neither.
+
+    >>> parse_stages("3,2,1")
+    (3, 2, 1)
+    """
+    if text in list(StageSplit):
+        return StageSplit(text)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        rules = ", ".join(StageSplit)
+        raise PlanError(
+            f"stages={text!r} is neither a rule ({rules}) nor layer counts such as 3,2,2,1"
+        ) from None
+
+
+def resolve_stages(
+    model: ModelSpec, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
+) -> tuple[int, ...]:
+    """Return layer counts for a rule or pass explicit counts through."""
+    if isinstance(wanted, StageSplit):
+        cost = head_cost_layers(model, seq_len)
+        return split_layers(model.num_layers, num_stages, wanted, head_cost=cost)
+    return tuple(wanted)

@@ -1,0 +1,60 @@
+"""Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
+
+from meshwright.simulator.memory.pass_states import kept_levels, pass_states
+from meshwright.simulator.memory.rank import (
+    ChunkMemory,
+    KeptUnits,
+    Moment,
+    PassMoments,
+    RankMemory,
+    Shards,
+    StateBytes,
+    chunk_memory,
+    device_bytes,
+    fuller,
+    pass_workspace_bytes,
+    rank_memory,
+    rank_parameters,
+    reserved_bytes,
+    sharded_workspace_bytes,
+    usable_bytes,
+    with_copies,
+    with_workspace,
+)
+from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.timeline import (
+    MemoryEvent,
+    memory_peak,
+    memory_timeline,
+    pass_levels,
+    update_level,
+)
+
+__all__ = [
+    "ChunkMemory",
+    "KeptUnits",
+    "MemoryEvent",
+    "Moment",
+    "PassMoments",
+    "RankMemory",
+    "SentBytes",
+    "Shards",
+    "StateBytes",
+    "chunk_memory",
+    "device_bytes",
+    "fuller",
+    "kept_levels",
+    "memory_peak",
+    "memory_timeline",
+    "pass_levels",
+    "pass_states",
+    "pass_workspace_bytes",
+    "rank_memory",
+    "rank_parameters",
+    "reserved_bytes",
+    "sharded_workspace_bytes",
+    "update_level",
+    "usable_bytes",
+    "with_copies",
+    "with_workspace",
+]

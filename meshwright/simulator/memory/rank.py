@@ -1,0 +1,316 @@
+"""Memory of a pipeline rank: what always lives, and what a pass adds."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Cluster, Precision, StackProfile
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import STACKS_OWN, Formats, gradient_bytes, main_gradient_bytes
+from meshwright.simulator.liveness import (
+    cached_layer_bytes,
+    embedding_backward_steps,
+    head_workspace_bytes,
+    highest,
+    kept_output_bytes,
+    layer_workspace_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+    waiting_table_bytes,
+)
+from meshwright.simulator.memory.sent_messages import SentBytes
+
+
+class Shards(NamedTuple):
+    """Over how many data-parallel ranks each kind of state is split."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, dp: int, zero_stage: int, *, reduces_each_microbatch: bool = True) -> "Shards":
+        """Return what a ZeRO stage splits (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+
+        Gradients that are only reduced after the last microbatch are whole until then.
+        """
+        return cls(
+            parameters=dp if zero_stage >= 3 else 1,
+            gradients=dp if zero_stage >= 2 and reduces_each_microbatch else 1,
+            optimizer=dp if zero_stage >= 1 else 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    update_temporary: int
+    sharded_parameter: int = 2
+    gathered_parameter: int = 2
+
+    @classmethod
+    def of(
+        cls,
+        stack: StackProfile,
+        precision: Precision,
+        formats: Formats = STACKS_OWN,
+    ) -> "StateBytes":
+        """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments.
+
+        Args:
+            stack: Software.
+            precision: Number format of the training.
+            formats: Gradient formats that a plan asks for.
+        """
+        kept_bytes, _ = gradient_bytes(stack, precision, formats)
+        if precision is Precision.FP32:
+            return cls(4, kept_bytes, 8, 0, 4, 4)
+        return cls(
+            stack.parameter_bytes,
+            kept_bytes,
+            stack.optimizer_bytes,
+            stack.optimizer_temporary_bytes + main_gradient_bytes(stack, precision, formats),
+            stack.sharded_parameter_bytes,
+            precision.num_bytes,
+        )
+
+    def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
+        """Return weights, gradients and optimizer states of one rank.
+
+        Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 7.5e9 parameters, 64 ranks:
+        120, 31.4, 16.6 and 1.9 GB.
+
+        >>> abstract = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
+        >>> [abstract.model_state_bytes(7_500_000_000, dp=64, zero_stage=z) for z in range(4)]
+        [120000000000, 31406250000, 16640625000, 1875000000]
+        """
+        shards = Shards.of(dp, zero_stage)
+        return rank_memory(num_parameters, self, (), shards=shards).static_bytes
+
+
+class Moment(NamedTuple):
+    """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
+
+    buffers_bytes: int
+    absent_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What it adds to what counts as held."""
+        return self.buffers_bytes - self.absent_bytes
+
+
+def fuller(one: Moment, other: Moment) -> Moment:
+    """Return the moment at which more lives; of two alike the first.
+
+    >>> fuller(Moment(5, absent_bytes=3), Moment(4))
+    Moment(buffers_bytes=4, absent_bytes=0)
+    """
+    return one if one.total_bytes >= other.total_bytes else other
+
+
+class PassMoments(NamedTuple):
+    """The fullest instants of the passes of a virtual stage: forward, first and later backward."""
+
+    forward: Moment
+    first_backward: Moment
+    backward: Moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptUnits:
+    """A virtual stage whose gathered units PyTorch's pipeline runtimes keep between its passes.
+
+    Args:
+        whole: Passes that find all its units gathered.
+        ahead: Passes that find them in the buffers in which they were gathered ahead.
+        ahead_bytes: Those buffers.
+        reduction: What reducing the gradients needs after the last pass, and those that go by it.
+        sent: What it sends in each microbatch.
+    """
+
+    whole: PassMoments
+    ahead: PassMoments
+    ahead_bytes: int
+    reduction: Moment
+    sent: SentBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkMemory:
+    """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
+
+    ``late_gradients_bytes`` are those of the gradients that the chunk's first backward pass makes,
+    ``first_backward`` is the fullest instant of that pass; None where it is as the others.
+    ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
+    which ``reduced_gradients_bytes`` are gone then.
+    ``after_forward_bytes`` and ``after_backward_bytes`` of gathered weights live while other
+    chunks run; the workspaces of its own passes include them.  With ``kept_units`` these are the
+    workspaces of passes that gather the units themselves.
+    """
+
+    saved_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    late_gradients_bytes: int = 0
+    first_backward: Moment | None = None
+    last_backward: Moment | None = None
+    reduced_gradients_bytes: int = 0
+    after_forward_bytes: int = 0
+    after_backward_bytes: int = 0
+    kept_units: KeptUnits | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
+
+    ``holds_sent`` says that messages it has sent live until the step ends.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_states_bytes: int
+    update_temporary_bytes: int
+    chunks: tuple[ChunkMemory, ...]
+    host_bytes: int = 0
+    message_buffers_bytes: int = 0
+    holds_sent: bool = False
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that live through the whole step."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered weights are freed after a forward pass but not after a backward one."""
+        return any(chunk.after_forward_bytes < chunk.after_backward_bytes for chunk in self.chunks)
+
+
+def pass_workspace_bytes(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> tuple[int, int]:
+    """Return what one pass through a virtual stage needs beside all that it keeps.
+
+    Args:
+        shape: Sizes of its blocks.
+        num_layers: Layers of the virtual stage.
+        has_embedding: Whether it holds the embedding.
+        has_head: Whether it holds the head.
+
+    Returns:
+        Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
+        wait for backward; 0 where those are the most.
+    """
+    head = saved_head_bytes(shape) if has_head else 0
+    waiting = waiting_table_bytes(shape) if has_embedding and has_head else 0
+    cached = cached_layer_bytes(shape)
+    forward = backward = 0
+    if num_layers:
+        forward, backward = (size - head for size in layer_workspace_bytes(shape))
+        forward += (num_layers - 1) * cached
+        backward += waiting
+    if has_head:
+        of_head = head_workspace_bytes(shape)
+        forward = max(forward, of_head[0] + num_layers * cached)
+        backward = max(backward, of_head[1])
+    if has_embedding:
+        freed = num_layers * saved_layer_bytes(shape) + head
+        backward = max(backward, highest(embedding_backward_steps(shape)) + waiting - freed)
+    return max(0, forward), max(0, backward)
+
+
+def chunk_memory(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> ChunkMemory:
+    """Return the memory of one pass through *num_layers* layers and their extras."""
+    forward, backward = pass_workspace_bytes(
+        shape, num_layers, has_embedding=has_embedding, has_head=has_head
+    )
+    saved = num_layers * saved_layer_bytes(shape)
+    saved += saved_embedding_bytes(shape) if has_embedding else 0
+    saved += saved_head_bytes(shape) if has_head else 0
+    saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
+    return ChunkMemory(
+        saved_bytes=saved,
+        forward_workspace_bytes=forward,
+        backward_workspace_bytes=backward,
+    )
+
+
+def with_workspace(chunk: ChunkMemory, workspace: tuple[int, int]) -> ChunkMemory:
+    """Return *chunk* with more needed for a moment in its forward and its backward."""
+    return replace(
+        chunk,
+        forward_workspace_bytes=chunk.forward_workspace_bytes + workspace[0],
+        backward_workspace_bytes=chunk.backward_workspace_bytes + workspace[1],
+    )
+
+
+def sharded_workspace_bytes(
+    units: list[int], state: StateBytes, shards: Shards, *, reshards: bool = True
+) -> tuple[int, int]:
+    """Return what forward and backward hold of parameters and gradients that are kept as shards.
+
+    Gathered parameters of a unit and of the one that follows it (of all units where they are
+    kept from forward to backward); in backward also the whole gradient of one unit.
+    """
+    neighbours = zip(units, [*units[1:], 0], strict=True)
+    held = max(map(sum, neighbours)) if reshards else sum(units)
+    gathered = held * state.gathered_parameter if shards.parameters > 1 else 0
+    gradient = max(units) * state.gradient if shards.gradients > 1 else 0
+    return gathered, gathered + gradient
+
+
+def rank_parameters(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> int:
+    """Return the parameters of one rank; a tied output matrix away from its table is a copy."""
+    parameters = shape.parameters
+    total = num_layers * parameters.layer
+    total += has_embedding * parameters.embedding + has_head * parameters.head
+    if has_head and not has_embedding and shape.model.tied_embeddings:
+        total += shape.local_vocab_size * shape.model.hidden_size
+    return total
+
+
+def rank_memory(
+    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, shards: Shards
+) -> RankMemory:
+    """Return the memory of a rank whose states are split over *shards*."""
+    parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
+    optimizer_share = -(-num_parameters // shards.optimizer)
+    return RankMemory(
+        parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
+        gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
+        optimizer_states_bytes=optimizer_share * state.optimizer,
+        update_temporary_bytes=optimizer_share * state.update_temporary,
+        chunks=chunks,
+    )
+
+
+def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
+    """Return *memory* with copies of weights in another format, which are never split or moved."""
+    return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)
+
+
+def reserved_bytes(allocated_bytes: int, stack: StackProfile) -> int:
+    """Return what the allocator holds for *allocated_bytes* of live tensors."""
+    return allocated_bytes + int(allocated_bytes * stack.allocator_fraction)
+
+
+def device_bytes(allocated_bytes: int, stack: StackProfile) -> int:
+    """Return what the device shows as used: reserved memory, context and communicators."""
+    return reserved_bytes(allocated_bytes, stack) + stack.context_bytes
+
+
+def usable_bytes(cluster: Cluster, stack: StackProfile, limit_bytes: int | None) -> int:
+    """Return the most that `device_bytes` may be: a user's limit, or the capacity less a margin."""
+    if limit_bytes is not None:
+        return limit_bytes
+    return int(cluster.device.memory_capacity_bytes * (1 - stack.safety_fraction))

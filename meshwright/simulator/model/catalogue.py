@@ -1,0 +1,164 @@
+"""Find a model by name or by file: built-in, model TOML, or Hugging Face config.json."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from meshwright.hwprofiles import nearest_names, shown_path
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.huggingface import read_config
+from meshwright.simulator.model.spec import ModelSpec, parse_model, shorten
+
+DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
+
+# A model description is a few hundred bytes; this stops a weights file from being read whole.
+MAX_FILE_BYTES = 1_000_000
+
+
+def list_models() -> tuple[str, ...]:
+    """Return the names of the built-in models, sorted.
+
+    >>> "gpt3-175b" in list_models()
+    True
+    """
+    return tuple(sorted(_built_in_models()))
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """Return a built-in model, or the one a TOML or a Hugging Face config.json describes.
+
+    A built-in name wins over a file of the same name; write ``./NAME`` for the file.
+
+    Raises:
+        PlanError: If there is no such model, or its file is at fault; one line.
+
+    >>> load_model("gpt3-175b").num_layers
+    96
+    """
+    built_in = _built_in_models()
+    if name_or_path in built_in:
+        return built_in[name_or_path]
+    path = Path(name_or_path)
+    _check_readable(path, name_or_path)
+    if path.suffix == ".json":
+        return read_config(_read_json(path), path=path)
+    models = read_models(path)
+    if len(models) > 1:
+        raise PlanError(
+            f"{shown_path(path)} holds {len(models)} models ({', '.join(models)}); "
+            "a file given as a model must hold one"
+        )
+    return next(iter(models.values()))
+
+
+def read_models(path: Path) -> dict[str, ModelSpec]:
+    """Return the models of one TOML by name.
+
+    A file holds one model as top-level keys, or several as ``[models.NAME]``
+    tables; then the top-level keys are shared by all of them.
+
+    Raises:
+        PlanError: If the file is not TOML or describes no valid model.
+    """
+    document = _read_toml(path)
+    if "models" not in document:
+        model = parse_model(document, origin=shown_path(path))
+        return {model.name: model}
+    tables = document.pop("models")
+    if not isinstance(tables, dict) or not tables:
+        raise PlanError(
+            f"{shown_path(path)}: models={shorten(tables)} must be tables [models.NAME]"
+        )
+    models = {}
+    for name, table in tables.items():
+        origin = f"{shown_path(path)} [models.{shorten(name)}]"
+        if not isinstance(table, dict):
+            raise PlanError(f"{origin}: {shorten(table)} must be a table")
+        if "name" in document or "name" in table:
+            raise PlanError(f"{origin}: name must not be given; the table is the name")
+        models[name] = parse_model({**document, **table, "name": name}, origin=origin)
+    return models
+
+
+@cache
+def _built_in_models() -> Mapping[str, ModelSpec]:
+    models: dict[str, ModelSpec] = {}
+    for path in sorted(DATA_FOLDER.glob("*.toml")):
+        found = read_models(path)
+        twice = models.keys() & found.keys()
+        assert not twice, f"{path.name} repeats {sorted(twice)}"
+        models.update(found)
+    return MappingProxyType(models)
+
+
+def _check_readable(path: Path, name_or_path: str) -> None:
+    """Raise unless *path* is a model file of plausible kind and size."""
+    shown = shorten(name_or_path)
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError):  # such as a name too long, or with a null character
+        is_folder, is_file = False, False
+    if name_or_path and is_folder:
+        raise PlanError(f"model {shown} is a folder; give the config.json or TOML in it")
+    if not is_file:
+        raise PlanError(_explain_unknown(name_or_path))
+    if path.suffix not in {".json", ".toml"}:
+        raise PlanError(f"model file {shown} must end in .json (Hugging Face config) or .toml")
+    size_bytes = path.stat().st_size
+    if size_bytes > MAX_FILE_BYTES:
+        raise PlanError(
+            f"{shown_path(path)} has {size_bytes} bytes; a model file has at most {MAX_FILE_BYTES}"
+        )
+
+
+def _explain_unknown(name: str) -> str:
+    shown = shorten(name)
+    if name.endswith((".json", ".toml")):
+        return f"model file {shown} does not exist, or is no regular file"
+    nearest = nearest_names(name[:100], list_models())
+    known = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(list_models())}"
+    return f"unknown model {shown}; {known}; or give a config.json or model TOML"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{shown_path(path)} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise PlanError(f"{shown_path(path)} cannot be read: {error.strerror}") from None
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(_read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PlanError(f"{shown_path(path)} is not valid TOML: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    text = _read_text(path)
+    try:
+        document = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+    except json.JSONDecodeError as error:
+        position = f"line {error.lineno} column {error.colno}"
+        raise PlanError(
+            f"{shown_path(path)} is not valid JSON: {error.msg} (at {position})"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{shown_path(path)} is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise PlanError(f"{shown_path(path)} must hold a JSON object, not {shorten(document)}")
+    return document
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {shorten(repeated)} appears twice")
+    return document

@@ -1,0 +1,215 @@
+"""The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
+
+from math import prod
+from typing import Literal, NamedTuple
+
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.spec import ModelSpec
+
+Block = Literal["embedding", "layer", "head"]
+
+# Megatron-LM pads the vocabulary so that each rank's share is a multiple of 128
+# (its default of make-vocab-size-divisible-by): the logit GEMM then tiles well.
+VOCABULARY_ALIGNMENT = 128
+NEXT_SENTENCE_CLASSES = 2
+
+
+class ParameterTensor(NamedTuple):
+    """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: Block
+    tp_dim: int | None
+
+
+def parameter_tensors(
+    model: ModelSpec, *, vocab_size: int | None = None
+) -> tuple[ParameterTensor, ...]:
+    """Return the tensors of the embedding, of ONE layer, and of the head, unsplit.
+
+    The final norm belongs to the head. An untied output matrix does, too; a
+    tied one is listed once, in the embedding. Weights are (outputs, inputs),
+    as PyTorch stores them, so column-parallel layers split dim 0 and
+    row-parallel ones dim 1 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+    Args:
+        model: Whose tensors.
+        vocab_size: Rows of the embedding, such as a padded vocabulary;
+            by default the model's own.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> [t.name for t in parameter_tensors(load_model("gpt2")) if t.block == "head"]
+    ['final_norm.weight', 'final_norm.bias']
+    """
+    vocab_size = model.vocab_size if vocab_size is None else vocab_size
+    return (
+        *_embedding_tensors(model, vocab_size),
+        *_attention_tensors(model),
+        *_mlp_tensors(model),
+        *_head_tensors(model, vocab_size),
+    )
+
+
+def count_parameters(model: ModelSpec) -> int:
+    """Return the number of parameters with the unpadded vocabulary.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> count_parameters(load_model("gpt2"))
+    124439808
+    """
+    embedding, layer, head = (
+        block_parameters(model, block) for block in ("embedding", "layer", "head")
+    )
+    return embedding + model.num_layers * layer + head
+
+
+def block_parameters(
+    model: ModelSpec, block: Block, *, tp: int = 1, vocab_size: int | None = None
+) -> int:
+    """Return the parameters one tp rank holds of the embedding, of one layer, or of the head.
+
+    Args:
+        model: Whose parameters.
+        block: Which part; "layer" is a single layer.
+        tp: Tensor-parallel degree.
+        vocab_size: As for `parameter_tensors`; pass `padded_vocab_size` where
+            the vocabulary is split.
+
+    Raises:
+        PlanError: If heads, MLP width or vocabulary cannot be split over tp ranks.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> gpt3 = load_model("gpt3-175b")
+    >>> block_parameters(gpt3, "layer"), block_parameters(gpt3, "layer", tp=8)
+    (1812099072, 226576896)
+    """
+    tensors = parameter_tensors(model, vocab_size=vocab_size)
+    return sum(prod(local_shape(model, t, tp=tp)) for t in tensors if t.block == block)
+
+
+def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[int, ...]:
+    """Return the shape of one tp rank's part of a tensor.
+
+    With fewer key-value heads than ranks each rank keeps one whole head, so
+    keys and values are stored ``tp / num_kv_heads`` times, as in Megatron-LM.
+
+    Raises:
+        PlanError: If the split dim is not divisible by *tp*.
+    """
+    if tp < 1:
+        raise PlanError(f"tp={tp} must be >= 1")
+    if tensor.tp_dim is None or tp == 1:
+        return tensor.shape
+    if tensor.name.startswith("qkv."):
+        return (_local_qkv_size(model, tp), *tensor.shape[1:])
+    if tensor.name.startswith("attention_output."):
+        _check_divisible("num_heads", model.num_heads, tp)
+    elif tensor.block == "layer":
+        _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
+    else:
+        _check_divisible("vocab_size", tensor.shape[tensor.tp_dim], tp)
+    shape = list(tensor.shape)
+    shape[tensor.tp_dim] //= tp
+    return tuple(shape)
+
+
+def padded_vocab_size(model: ModelSpec, tp: int) -> int:
+    """Return the vocabulary rounded up to a multiple of 128 * *tp*, as Megatron-LM pads it.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> padded_vocab_size(load_model("gpt2"), 8)
+    51200
+    """
+    multiple = VOCABULARY_ALIGNMENT * tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    width = model.hidden_size
+    tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), "embedding", 0)]
+    if model.positions == "learned":
+        shape = (model.max_positions, width)
+        tensors.append(ParameterTensor("position_embedding.weight", shape, "embedding", None))
+    if model.token_types:
+        shape = (model.token_types, width)
+        tensors.append(ParameterTensor("token_type_embedding.weight", shape, "embedding", None))
+    if model.embedding_norm:
+        tensors += _norm_tensors(model, "embedding_norm", "embedding")
+    return tensors
+
+
+def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    width = model.hidden_size
+    qkv_size = width + 2 * model.kv_hidden_size
+    tensors = _norm_tensors(model, "attention_norm", "layer")
+    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), "layer", 0))
+    if model.attention_bias:
+        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), "layer", 0))
+    tensors.append(ParameterTensor("attention_output.weight", (width, width), "layer", 1))
+    if model.output_bias:
+        tensors.append(ParameterTensor("attention_output.bias", (width,), "layer", None))
+    return tensors
+
+
+def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    width, ffn_size = model.hidden_size, model.ffn_hidden_size
+    in_size = 2 * ffn_size if model.gated_mlp else ffn_size
+    tensors = _norm_tensors(model, "mlp_norm", "layer")
+    tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), "layer", 0))
+    if model.mlp_bias:
+        tensors.append(ParameterTensor("mlp_in.bias", (in_size,), "layer", 0))
+    tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), "layer", 1))
+    if model.mlp_bias:
+        tensors.append(ParameterTensor("mlp_out.bias", (width,), "layer", None))
+    return tensors
+
+
+def _head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    if model.mlm_head:
+        tensors = _mlm_tensors(model, vocab_size)
+    else:
+        tensors = _norm_tensors(model, "final_norm", "head")
+    if not model.tied_embeddings:
+        shape = (vocab_size, model.hidden_size)
+        tensors.append(ParameterTensor("output_embedding.weight", shape, "head", 0))
+    return tensors
+
+
+def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    """Return what BERT's head has beside an output matrix; only the bias of the logits splits."""
+    width = model.hidden_size
+    shapes = {
+        "pooler.weight": (width, width),
+        "pooler.bias": (width,),
+        "next_sentence.weight": (NEXT_SENTENCE_CLASSES, width),
+        "next_sentence.bias": (NEXT_SENTENCE_CLASSES,),
+        "mlm_dense.weight": (width, width),
+        "mlm_dense.bias": (width,),
+    }
+    return [
+        *(ParameterTensor(name, shape, "head", None) for name, shape in shapes.items()),
+        *_norm_tensors(model, "mlm_norm", "head"),
+        ParameterTensor("output.bias", (vocab_size,), "head", 0),
+    ]
+
+
+def _norm_tensors(model: ModelSpec, name: str, block: Block) -> list[ParameterTensor]:
+    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return [ParameterTensor(f"{name}.{part}", (model.hidden_size,), block, None) for part in parts]
+
+
+def _local_qkv_size(model: ModelSpec, tp: int) -> int:
+    """Return how many query, key and value outputs one rank computes."""
+    _check_divisible("num_heads", model.num_heads, tp)
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        raise PlanError(
+            f"num_kv_heads={model.num_kv_heads} is neither divisible by tp={tp} nor divides it"
+        )
+    local_kv_heads = max(1, model.num_kv_heads // tp)
+    return (model.num_heads // tp + 2 * local_kv_heads) * model.head_dim
+
+
+def _check_divisible(field: str, size: int, tp: int) -> None:
+    if size % tp:
+        raise PlanError(f"{field}={size} is not divisible by tp={tp}")

@@ -1,0 +1,327 @@
+"""Gradient buckets, tensor by tensor, and the parts of a stage that complete them in backward.
+
+A backward pass makes the gradients of a stage's tensors in the reverse of the order in which its
+modules hold them.  A bucket takes them one by one and is full once it holds the limit; a tensor is
+never cut.  PyTorch's DistributedDataParallel does so in bytes (S. Li et al. 2020, arXiv 2006.15704,
+section 3.2.3; `compute_bucket_assignment_by_size` of PyTorch 2.0 over parameters in the order in
+which their gradients arrived, with a limit of its own for the first bucket), Megatron-Core in
+elements (`param_and_grad_buffer.py` of core r0.8).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from math import prod
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Offload, StackProfile
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.engine import num_gathers
+from meshwright.simulator.model import (
+    Block,
+    ParameterTensor,
+    local_shape,
+    padded_vocab_size,
+    parameter_tensors,
+)
+from meshwright.simulator.replication.data_parallel import Replication, Stage, stage_parameters
+from meshwright.simulator.schedules import NO_REFETCHES, Refetches
+
+USED_BYTES = 4  # an int32 for each tensor
+
+
+class Bucket(NamedTuple):
+    """Gradients that are reduced together, and the block whose backward completes them.
+
+    ``layer`` counts the layers of the stage from 0; it is 0 for the embedding and the head, too.
+    """
+
+    num_parameters: int
+    block: Block
+    layer: int
+
+
+class StagePart(NamedTuple):
+    """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
+
+    In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
+    forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
+    a forward pass and its backward.
+    """
+
+    stage: Stage
+    buckets: tuple[int, ...]
+    stays: bool = False
+
+
+def bucket_limit(stack: StackProfile, dp: int) -> int:
+    """Return the parameters that fill a bucket with *dp* data-parallel ranks.
+
+    Megatron-Core makes them larger with many replicas, so that what each of them sends is not too
+    small (distributed_data_parallel.py of core r0.8).
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> [bucket_limit(load_stack("megatron-core"), dp) for dp in (8, 128)]
+    [40000000, 128000000]
+    """
+    return max(stack.gradient_bucket_parameters, stack.gradient_bucket_parameters_per_replica * dp)
+
+
+def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Bucket, ...]:
+    """Return the buckets of *stage* in the order in which backward completes them.
+
+    Args:
+        shape: Of its blocks.
+        stage: Whose gradients.
+        dp: Data-parallel ranks.
+    """
+    stack = shape.stack
+    usual = bucket_limit(stack, dp)
+    if stack.buckets_first_stage_only and not stage.has_embedding:
+        usual = stage_parameters(shape, stage)
+    limit = stack.first_gradient_bucket_parameters or usual
+    buckets: list[Bucket] = []
+    held = 0
+    last: tuple[Block, int] = ("head", 0)
+    table = _shared_table(shape, stage)
+    for block, layer, sizes in _backward_blocks(shape, stage):
+        for size in sizes:
+            if size == table and held:
+                buckets.append(Bucket(held, *last))
+                held = 0
+            last = (block, layer)
+            held += size
+            if held >= limit or size == table:
+                buckets.append(Bucket(held, block, layer))
+                held, limit = 0, usual
+    return (*buckets, Bucket(held, *last)) if held else tuple(buckets)
+
+
+def _shared_table(shape: BlockShape, stage: Stage) -> int:
+    """Return the parameters of a tied table that two stages hold, 0 if none does.
+
+    It has a bucket of its own, so that both copies are sharded alike (Megatron-Core,
+    param_and_grad_buffer.py).
+    """
+    is_shared = shape.model.tied_embeddings and stage.has_embedding != stage.has_head
+    return shape.local_vocab_size * shape.model.hidden_size if is_shared else 0
+
+
+def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, int, list[int]]]:
+    """Yield the blocks of *stage*, last first, each with the sizes of its tensors, last first."""
+    model = shape.model
+    sizes = _arriving_sizes(shape)
+    if stage.has_head:
+        is_copy = model.tied_embeddings and not stage.has_embedding
+        copy = [shape.local_vocab_size * model.hidden_size] if is_copy else []
+        yield "head", 0, copy + sizes["head"]
+    for layer in reversed(range(stage.num_layers)):
+        yield "layer", layer, sizes["layer"]
+    if stage.has_embedding:
+        yield "embedding", 0, sizes["embedding"]
+
+
+def _arriving_sizes(shape: BlockShape) -> dict[Block, list[int]]:
+    """Return the parameters of each tensor of a block, last first.
+
+    Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
+    order is that in which autograd finishes gradients: of each layer its bias first, of a norm
+    its weight.
+    """
+    model, tp = shape.model, shape.tp
+    sizes: dict[Block, list[int]] = {"embedding": [], "layer": [], "head": []}
+    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    modules = [list(group) for _, group in groupby(tensors, key=_module_of)]
+    for module in reversed(modules):
+        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
+        if not shape.stack.fused_qkv:
+            local = _separate(shape, module, local)
+        sizes[module[0].block] += local
+    return sizes
+
+
+def _module_of(tensor: ParameterTensor) -> str:
+    return tensor.name.partition(".")[0]
+
+
+def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
+    """Return the sizes of separate products' weights and biases in the order of their gradients."""
+    name = _module_of(module[0])
+    if name.endswith("norm") or shape.casts_weights:
+        local.reverse()
+    widths = _separate_widths(shape, name)
+    if not widths:
+        return local
+    whole = sum(widths)
+    return [size * width // whole for width in widths for size in local]
+
+
+def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
+    """Return the outputs of each of the products that the module *name* is made of, if several."""
+    if name == "qkv":
+        return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
+    if name == "mlp_in" and shape.model.gated_mlp:
+        return (shape.local_ffn_width,) * 2
+    return ()
+
+
+def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
+    """Return the bytes of the map of used weights of *stages*: an int32 for each tensor."""
+    tensors = (len(sizes) for stage in stages for _, _, sizes in _backward_blocks(shape, stage))
+    return USED_BYTES * sum(tensors)
+
+
+def bucket_parts(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[StagePart, ...]:
+    """Return *stage* cut where buckets are complete with *dp* replicas, in model order."""
+    parts: list[StagePart] = []
+    end = _num_blocks(stage)
+    for first, buckets in groupby(
+        gradient_buckets(shape, stage, dp), key=lambda bucket: _position(stage, bucket)
+    ):
+        held = tuple(bucket.num_parameters for bucket in buckets)
+        parts.append(StagePart(_blocks(stage, first, end), held))
+        end = first
+    return tuple(reversed(parts))
+
+
+def _num_blocks(stage: Stage) -> int:
+    return stage.has_embedding + stage.num_layers + stage.has_head
+
+
+def _position(stage: Stage, bucket: Bucket) -> int:
+    """Return the place of the block that completes *bucket* among the blocks of *stage*."""
+    if bucket.block == "head":
+        return _num_blocks(stage) - 1
+    return bucket.layer + (stage.has_embedding and bucket.block == "layer")
+
+
+def _blocks(stage: Stage, first: int, end: int) -> Stage:
+    """Return the blocks of *stage* from the place *first* up to *end*."""
+    has_embedding = stage.has_embedding and first == 0
+    has_head = stage.has_head and end == _num_blocks(stage)
+    return Stage(end - first - has_embedding - has_head, has_embedding, has_head)
+
+
+def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[StagePart, ...]:
+    """Return the sharded units of *stage* in model order: each layer is one.
+
+    The embedding is part of the first, the head of the last; a tied table belongs to the part
+    with the embedding, or as a copy to the head's.
+    """
+    if shape.stack.root_unit:
+        return _units_with_root(shape, stage, num_shards)
+    last = max(0, stage.num_layers - 1)
+    units = [
+        Stage(
+            min(1, stage.num_layers),
+            stage.has_embedding and index == 0,
+            stage.has_head and index == last,
+        )
+        for index in range(last + 1)
+    ]
+    counts = [stage_parameters(shape, unit) for unit in units]
+    counts[-1] += stage_parameters(shape, stage) - sum(counts)
+    return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
+
+
+def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[StagePart, ...]:
+    """Return each layer as a unit, after the root: embedding and head, gathered before all.
+
+    Each weight is split along its first dim, which is filled up to a multiple of the shards.
+    """
+    one = Stage(1, has_embedding=False, has_head=False)
+    ends = stage._replace(num_layers=0)
+    layer, root = (num_shards * sum(unit_shards(shape, unit, num_shards)) for unit in (one, ends))
+    parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
+    parts += [StagePart(one, (layer,))] * stage.num_layers
+    if stage.has_head:
+        parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
+    return tuple(parts if root else parts[1:])
+
+
+def unit_shards(
+    shape: BlockShape, unit: Stage, num_shards: int, shard: int | None = None
+) -> list[int]:
+    """Return the elements of one shard of each weight of *unit*.
+
+    Args:
+        shape: Sizes of its blocks.
+        unit: Layers and ends of the model that it holds.
+        num_shards: Over how many ranks rows are split.
+        shard: Which one, without what fills it up: the last ones may have fewer rows.
+    """
+    sizes = []
+    for rows, width in _unit_weights(shape, unit):
+        most = -(-rows // num_shards)
+        held = most if shard is None else min(most, max(0, rows - shard * most))
+        sizes.append(held * width)
+    return sizes
+
+
+def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
+    """Yield rows and the elements of a row of each weight of *unit*."""
+    model, tp = shape.model, shape.tp
+    held = {"embedding": unit.has_embedding, "layer": unit.num_layers, "head": unit.has_head}
+    for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
+        rows, *rest = local_shape(model, tensor, tp=tp)
+        parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
+        yield from [(part, prod(rest)) for part in parts] * held[tensor.block]
+    if unit.has_head and not unit.has_embedding and model.tied_embeddings:
+        yield shape.local_vocab_size, model.hidden_size
+
+
+def part_gathers(
+    part: StagePart,
+    to: Replication,
+    num_microbatches: int,
+    refetches: Refetches = NO_REFETCHES,
+) -> int:
+    """Return how often the parameters of *part* are gathered in a step."""
+    stays = part.stays or not to.reshards
+    return num_gathers(
+        num_microbatches, stays=stays, keeps_units=to.keeps_units, refetches=refetches
+    )
+
+
+def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[StagePart, ...]:
+    """Return the parts of *stage* whose gradients are reduced in passes, in model order.
+
+    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
+    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
+    rank's gradients, if there are other replicas, are reduced as one after the last pass.
+    """
+    if to.dp == 1 and to.offload is Offload.NONE:
+        return ()
+    if to.gathers_units:
+        return _owned(unit_parts(shape, stage, to.span.num_ranks), to)
+    if to.in_units or shape.stack.overlap_gradient_reduce:
+        return bucket_parts(shape, stage, to.dp)
+    if to.reduces_each_microbatch:
+        return (StagePart(stage, (stage_parameters(shape, stage),)),)
+    return ()
+
+
+def _owned(units: tuple[StagePart, ...], to: Replication) -> tuple[StagePart, ...]:
+    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
+    if not to.has_owners:
+        return units
+    counts = owned_parts([sum(unit.buckets) for unit in units], to.span.num_ranks)
+    return tuple(
+        unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
+    )
+
+
+def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
+
+    >>> owned_parts([6, 4, 2], 3)
+    [[4, 2], [2, 2], [2]]
+    """
+    share = -(-sum(counts) // num_owners)
+    parts: list[list[int]] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        cuts = [start, *range((start // share + 1) * share, end, share), end]
+        parts.append([right - left for left, right in pairwise(cuts)])
+        start = end
+    return parts

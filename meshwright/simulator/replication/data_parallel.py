@@ -1,0 +1,250 @@
+"""What data parallelism adds to a rank's step: reductions, gathers and the update."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp, Offload, ParameterGather, Precision, StackProfile
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.layout import (
+    STACKS_OWN,
+    Axis,
+    Casts,
+    GroupSpan,
+    ParallelPlan,
+    casts_of,
+    gradient_bytes,
+    main_gradient_bytes,
+    strided_span,
+    zero_communication,
+)
+from meshwright.simulator.memory import Shards, rank_parameters
+
+# An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
+FP32_UPDATE_TRAFFIC_BYTES = 28
+NORM_BYTES = 4
+
+
+class Stage(NamedTuple):
+    """Layers of one virtual stage and whether it holds an end of the model."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+class Replication(NamedTuple):
+    """The data-parallel side of a plan: sharding, groups and their collectives.
+
+    ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
+    between the microbatches of a pipeline.  ``span`` is that of a set of shards (of a data-parallel
+    group where nothing is sharded),
+    ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
+    """
+
+    zero_stage: int
+    span: GroupSpan
+    replica_span: GroupSpan | None
+    reduce_op: CollectiveOp
+    gather_op: CollectiveOp | None
+    shards: Shards
+    reduces_each_microbatch: bool
+    reshards: bool = True
+    offload: Offload = Offload.NONE
+    keeps_units: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
+
+    @property
+    def in_units(self) -> bool:
+        """Whether passes gather parameters, reduce sharded gradients or send them to the host."""
+        return self.gathers_units or self.shards.gradients > 1 or self.offload is Offload.OPTIMIZER
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients stay whole, and are summed so, until the last microbatch."""
+        return self.keeps_units or not self.reduces_each_microbatch
+
+    def in_steps_of(self, num_microbatches: int) -> "Replication":
+        """Return the replication of steps of so many microbatches: a single one reduces at once."""
+        if num_microbatches > 1 or self.keeps_units:
+            return self
+        shards = Shards.of(self.span.num_ranks, self.zero_stage)
+        return self._replace(reduces_each_microbatch=True, shards=shards)
+
+    @property
+    def gathers_units(self) -> bool:
+        """Whether parameters are gathered unit by unit in every pass."""
+        return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether a unit's parameters come from their owner, and its gradient goes there."""
+        return self.gather_op is CollectiveOp.BROADCAST
+
+    @classmethod
+    def of(
+        cls,
+        zero_stage: int,
+        span: GroupSpan,
+        *,
+        replica_span: GroupSpan | None = None,
+        reduces_each_microbatch: bool = False,
+        parameter_gather: ParameterGather = ParameterGather.ALL_GATHER,
+    ) -> "Replication":
+        """Return the replication of a plan; its collectives follow from the placements.
+
+        Where owners broadcast sharded parameters (Rajbhandari et al. 2020, arXiv 1910.02054,
+        section 7.2.2), shards are as large, but each is a stretch of the model, not of every unit.
+
+        Args:
+            zero_stage: What is sharded.
+            span: Where a set of shards lies; without sharding, a data-parallel group.
+            replica_span: Where the ranks with the same shard lie.
+            reduces_each_microbatch: Whether gradients are reduced in each microbatch.
+            parameter_gather: How stage 3 gets parameters to the ranks.
+        """
+        communication = zero_communication(zero_stage)
+        reduce_op = communication.gradient.op
+        gather_op = communication.parameters and communication.parameters.op
+        if zero_stage >= 3 and parameter_gather is ParameterGather.BROADCAST:
+            reduce_op, gather_op = CollectiveOp.REDUCE, CollectiveOp.BROADCAST
+        assert reduce_op is not None
+        return cls(
+            zero_stage=zero_stage,
+            span=span,
+            replica_span=replica_span,
+            reduce_op=reduce_op,
+            gather_op=gather_op,
+            shards=Shards.of(
+                span.num_ranks, zero_stage, reduces_each_microbatch=reduces_each_microbatch
+            ),
+            reduces_each_microbatch=reduces_each_microbatch,
+        )
+
+    def reductions(self, size_bytes: int) -> list[tuple[CollectiveOp, int, GroupSpan]]:
+        """Return the collectives that reduce *size_bytes* of gradients, one after the other.
+
+        With replicas of the shards, a shard is then summed over them.
+        """
+        calls = [(self.reduce_op, size_bytes, self.span)]
+        if self.replica_span is not None:
+            share = -(-size_bytes // self.span.num_ranks)
+            calls.append((CollectiveOp.ALL_REDUCE, share, self.replica_span))
+        return calls
+
+
+class Wire(NamedTuple):
+    """Bytes a parameter costs in each collective and in the update, and casts around the wire."""
+
+    reduce_bytes: int
+    gather_bytes: int
+    update_traffic_bytes: int
+    casts: Casts | None = None
+
+    @classmethod
+    def of(
+        cls, stack: StackProfile, precision: Precision, plan: ParallelPlan | None = None
+    ) -> "Wire":
+        """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
+        wanted = STACKS_OWN if plan is None else plan.gradient_formats
+        kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
+        casts = casts_of(stack, precision, wanted)
+        if precision is Precision.FP32:
+            return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES, casts)
+        copy_bytes = main_gradient_bytes(stack, precision, wanted)
+        update = stack.optimizer_traffic_bytes + (copy_bytes + kept_bytes if copy_bytes else 0)
+        return cls(reduce_bytes, precision.num_bytes, update, casts)
+
+
+def spread(total: int, num_parts: int) -> list[int]:
+    """Return *total* split into *num_parts* whole numbers that differ by at most one.
+
+    >>> spread(7, 3)
+    [3, 2, 2]
+    """
+    share, extra = divmod(total, num_parts)
+    return [share + (index < extra) for index in range(num_parts)]
+
+
+def stage_parameters(shape: BlockShape, stage: Stage) -> int:
+    """Return the parameters that one rank holds of *stage*."""
+    return rank_parameters(
+        shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+    )
+
+
+def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+    """Return the time of reducing the gradients of *num_parameters*, casts included."""
+    calls = [
+        costs.collective(op, size_bytes, span, Axis.DP)
+        for op, size_bytes, span in to.reductions(num_parameters * wire.reduce_bytes)
+    ]
+    time_ps = sum(call.time_ps for call in calls)
+    if wire.casts is not None and to.dp > 1:
+        traffic = wire.casts.traffic_bytes(num_parameters, to.shards.gradients)
+        time_ps += costs.memory_traffic(traffic).time_ps
+    return Cost(time_ps, calls[0].source)
+
+
+def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+    """Return the time of gathering *num_parameters* updated ones; free where all update all."""
+    if to.gather_op is None:
+        return Cost(0, costs.cluster.inter_node.kind)
+    return costs.collective(to.gather_op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
+
+
+class BufferCopies(NamedTuple):
+    """Copies of a unit that its rank makes: out of a gather's buffer, into a reduction's."""
+
+    unpack_ps: int
+    pack_ps: int
+
+
+def buffer_copies(
+    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, *, adds_up: bool
+) -> BufferCopies:
+    """Return the times of the copies of a unit of *num_parameters*; none where it is gathered flat.
+
+    Where shards are those of each parameter, what ranks send is a piece of every one, so that
+    neither buffer holds a parameter in one piece (FSDP2 of PyTorch 2.6, _fsdp_collectives.py:
+    split_with_sizes_copy after the gather; _chunk_cat, which casts, before the reduction).
+    Gradients that *adds_up* over microbatches are kept as they are reduced.
+    """
+    if not (costs.stack.copies_units and to.gathers_units and to.span.num_ranks > 1):
+        return BufferCopies(0, 0)
+    kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
+    out = costs.memory_traffic(2 * num_parameters * wire.gather_bytes)
+    into = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
+    return BufferCopies(out.time_ps, into.time_ps)
+
+
+def update_cost(
+    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, cast_bytes: int = 0
+) -> PhaseCost:
+    """Return the time of the optimizer on one rank's share of *num_parameters*.
+
+    *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
+    """
+    share = -(-num_parameters // to.shards.optimizer)
+    cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
+    return PhaseCost.total([(Category.OPTIMIZER, cost)])
+
+
+def norm_cost(costs: CostModel) -> Cost:
+    """Return the time of the gradient norm's all-reduce over all ranks."""
+    span = strided_span(0, 1, costs.world_size, costs.cluster.devices_per_node)
+    return costs.collective(CollectiveOp.ALL_REDUCE, NORM_BYTES, span, Axis.DP)
+
+
+def sum_layers(stages: Sequence[Stage]) -> int:
+    """Return the layers of a rank that holds *stages*."""
+    return sum(stage.num_layers for stage in stages)
+
+
+def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:
+    """Return the parameters of a rank that holds *stages*."""
+    return sum(stage_parameters(shape, stage) for stage in stages)

@@ -1,0 +1,35 @@
+"""The work of a whole step, rank by rank, from the costs of its parts."""
+
+from meshwright.simulator.step.build import (
+    PPM,
+    BuiltStep,
+    build_step,
+    overhead_per_million,
+    rank_refetches,
+    rank_stages,
+    replication_of,
+)
+from meshwright.simulator.step.offload import node_host_bytes, offload_refusal, owned_share
+from meshwright.simulator.step.rank import (
+    ChunkCost,
+    chunk_cost,
+    message_between,
+    shared_embedding_ps,
+)
+
+__all__ = [
+    "PPM",
+    "BuiltStep",
+    "ChunkCost",
+    "build_step",
+    "chunk_cost",
+    "message_between",
+    "node_host_bytes",
+    "offload_refusal",
+    "overhead_per_million",
+    "owned_share",
+    "rank_refetches",
+    "rank_stages",
+    "replication_of",
+    "shared_embedding_ps",
+]

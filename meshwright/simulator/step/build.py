@@ -1,0 +1,308 @@
+"""From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import chain
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Offload, Source, StackProfile
+from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
+from meshwright.simulator.costs import CostModel, PhaseCost
+from meshwright.simulator.engine import StepWork
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob, syncs_by_default
+from meshwright.simulator.memory import (
+    ChunkMemory,
+    RankMemory,
+    StateBytes,
+    chunk_memory,
+    rank_memory,
+    with_copies,
+    with_workspace,
+)
+from meshwright.simulator.replication import (
+    Replication,
+    Stage,
+    Wire,
+    bucket_cast_bytes,
+    norm_cost,
+    reduce_cost,
+    reduced_parts,
+    sum_layers,
+    sum_parameters,
+    sums_first,
+    tensor_sums_cost,
+    unit_shards,
+)
+from meshwright.simulator.schedules import (
+    MOST_GATHERED,
+    NO_REFETCHES,
+    Refetches,
+    count_refetches,
+    get_schedule,
+)
+from meshwright.simulator.step.offload import (
+    HostSide,
+    host_share,
+    offloaded_memory,
+    unit_workspace_bytes,
+)
+from meshwright.simulator.step.rank import (
+    ChunkCost,
+    StepContext,
+    chunk_cost,
+    rank_update,
+    rank_works,
+)
+from meshwright.simulator.units import PassBytes, holds_units, unit_rank_memory
+
+PPM = 1_000_000
+
+
+class Evidence(NamedTuple):
+    """What the times of stage messages, replicas' collectives, norm and host copies rest on.
+
+    Likewise those of sums over tensor-parallel ranks at the end.
+    """
+
+    messages: Source
+    replicas: Source
+    sums: Source
+    norm: Source
+    host: Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltStep:
+    """A step ready to simulate, with what its report needs.
+
+    ``stages``, ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank;
+    ``evidence`` is what the times of communication rest on, ``host_shares`` is how much of what
+    ranks wait for on their data-parallel streams is copies from and to the host.
+    """
+
+    job: TrainingJob
+    plan: ParallelPlan
+    work: StepWork
+    mesh: Mesh
+    shape: BlockShape
+    stages: tuple[tuple[Stage, ...], ...]
+    evidence: Evidence
+    chunk_costs: tuple[tuple[ChunkCost, ...], ...]
+    update_costs: tuple[PhaseCost, ...]
+    memory: tuple[RankMemory, ...]
+    host_shares: tuple[Fraction, ...]
+
+
+def overhead_per_million(stack: StackProfile) -> int:
+    """Return the step overhead of *stack* as the engine counts it, per million."""
+    return round(stack.step_overhead_fraction * PPM)
+
+
+def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+    """Return the virtual stages of a pipeline rank: ``r, p + r, 2 p + r, ...``."""
+    last = plan.num_stages - 1
+    return tuple(
+        Stage(plan.stages[index], index == 0, index == last)
+        for index in range(pp_rank, plan.num_stages, plan.pp)
+    )
+
+
+def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
+    """Return the data-parallel side of *plan*.
+
+    Shards lie on neighbouring data-parallel ranks, replicas of them further apart.
+    """
+    usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    replicas = plan.dp // plan.num_shards
+    stride = mesh.stride(Axis.DP)
+    return Replication.of(
+        plan.zero_stage,
+        mesh.span_of(stride, plan.num_shards),
+        replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
+        reduces_each_microbatch=(
+            usual if plan.sync_each_microbatch is None else plan.sync_each_microbatch
+        ),
+        parameter_gather=stack.parameter_gather,
+    )._replace(
+        reshards=plan.reshard_after_forward,
+        offload=plan.offload,
+        keeps_units=stack.root_unit and plan.pp > 1,
+    )
+
+
+def rank_refetches(
+    plan: ParallelPlan, to: Replication, pp_rank: int, num_microbatches: int
+) -> list[Refetches]:
+    """Return how often each virtual stage of a rank is gathered anew for want of room."""
+    vpp = plan.num_virtual_stages
+    if not to.keeps_units or vpp <= MOST_GATHERED:
+        return [NO_REFETCHES] * vpp
+    schedule = get_schedule(plan.schedule)
+    return count_refetches(schedule.rank_actions(pp_rank, plan.pp, num_microbatches, vpp), vpp)
+
+
+def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
+    """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
+    held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
+    stages_once = dict.fromkeys(stage for stages in held for stage in stages)
+    context = _context(job, plan, costs, tuple(stages_once))
+    passes = {stage: chunk_cost(costs, context.shape, stage) for stage in stages_once}
+    distinct = tuple(dict.fromkeys(held))
+    memory = {stages: _memory(context, stages) for stages in distinct}
+    updates = {stages: rank_update(context, stages) for stages in distinct}
+    work = _step_work(context, held, passes)
+    return BuiltStep(
+        job=job,
+        plan=plan,
+        work=work,
+        mesh=context.mesh,
+        shape=context.shape,
+        stages=tuple(held),
+        evidence=_evidence(context, held[0]),
+        chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
+        update_costs=tuple(updates[stages] for stages in held),
+        memory=tuple(memory[stages] for stages in held),
+        host_shares=tuple(
+            host_share(
+                context.host,
+                context.parts,
+                stages,
+                work.ranks[pp_rank],
+                work.num_microbatches,
+                rank_refetches(plan, context.replication, pp_rank, work.num_microbatches),
+            )
+            for pp_rank, stages in enumerate(held)
+        ),
+    )
+
+
+def _context(
+    job: TrainingJob, plan: ParallelPlan, costs: CostModel, stages: tuple[Stage, ...]
+) -> StepContext:
+    node_size = costs.cluster.devices_per_node
+    mesh = Mesh(tp=plan.tp, dp=plan.dp, pp=plan.pp, node_size=node_size)
+    shape = BlockShape.of(job, plan, costs.stack)
+    to = replication_of(plan, costs.stack, mesh)
+    wire = Wire.of(costs.stack, job.precision, plan)
+    state = StateBytes.of(costs.stack, job.precision, plan.gradient_formats)
+    return StepContext(
+        job=job,
+        plan=plan,
+        costs=costs,
+        shape=shape,
+        mesh=mesh,
+        wire=wire,
+        replication=to,
+        host=HostSide(costs, wire, state, to),
+        parts={stage: reduced_parts(shape, stage, to) for stage in stages},
+    )
+
+
+def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
+    costs, plan, shape = context.costs, context.plan, context.shape
+    crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
+    message = costs.message(shape.message_bytes, crosses_nodes=crosses)
+    parameters = sum_parameters(shape, stages)
+    reduce = reduce_cost(costs, parameters, context.wire, context.replication)
+    link = costs.cluster.host_link
+    host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
+    sums = tensor_sums_cost(costs, shape, stages, context.wire)
+    norm = norm_cost(costs)
+    return Evidence(message.transfer.source, reduce.source, sums.source, norm.source, host)
+
+
+def _step_work(
+    context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+) -> StepWork:
+    plan, costs, stack = context.plan, context.costs, context.costs.stack
+    schedule = get_schedule(plan.schedule)
+    num_microbatches = plan.num_microbatches(context.job)
+    messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
+    overlaps = (
+        stack.overlap_gradient_reduce
+        or stack.overlap_parameter_gather
+        or context.replication.gathers_units
+    )
+    return StepWork(
+        ranks=rank_works(context, held, passes),
+        actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
+        num_microbatches=num_microbatches,
+        blocking_messages=not stack.overlap_p2p,
+        shared_port=overlaps and context.mesh.span(Axis.DP).crosses_nodes == messages_cross,
+        prefetches=stack.prefetches_units,
+        keeps_units=context.replication.keeps_units,
+        sums_first=sums_first(stack),
+        norm_ps=norm_cost(costs).time_ps,
+        overhead_per_million=overhead_per_million(stack),
+    )
+
+
+def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
+    shape, state, to = context.shape, context.host.state, context.replication
+    microbatches = context.plan.num_microbatches(context.job)
+    if holds_units(shape, to):
+        sizes = (state, context.wire.reduce_bytes)
+        to = to.in_steps_of(microbatches)
+        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, sizes)
+        memory = replace(
+            memory,
+            message_buffers_bytes=microbatches * memory.message_buffers_bytes,
+            holds_sent=get_schedule(context.plan.schedule).holds_sent,
+        )
+        memory = _offloaded(context, memory, stages)
+        return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    chunks = []
+    for stage in stages:
+        chunk = chunk_memory(
+            shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+        )
+        parts = context.parts[stage]
+        if to.in_units:
+            units = [sum(part.buckets) for part in parts]
+            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
+        chunks.append(_with_casts(context, stage, chunk))
+    num_parameters = sum_parameters(shape, stages)
+    memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
+    memory = _offloaded(context, memory, stages)
+    memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    if context.parts[stages[0]]:
+        return memory
+    at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
+    return replace(memory, update_temporary_bytes=at_end)
+
+
+def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ...]) -> RankMemory:
+    """Return *memory* with what the plan keeps on the host moved there.
+
+    A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
+    """
+    shape, to = context.shape, context.replication
+    arriving = 0
+    again = to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    if to.offload is Offload.PARAMETERS and again:
+        shards = (unit_shards(shape, stage, to.span.num_ranks) for stage in stages)
+        arriving = max(chain.from_iterable(shards))
+    num_parameters = sum_parameters(shape, stages)
+    return offloaded_memory(context.host, memory, num_parameters, arriving=arriving)
+
+
+def _with_casts(context: StepContext, stage: Stage, chunk: ChunkMemory) -> ChunkMemory:
+    """Return *chunk* with buckets of gradients that are cast for the wire, if there are any."""
+    parts = context.parts[stage]
+    largest = max((size for part in parts for size in part.buckets), default=0)
+    if not _cast_bytes(context, largest):
+        return chunk
+    if context.replication.in_units:
+        return with_workspace(chunk, (0, _cast_bytes(context, largest)))
+    needed = bucket_cast_bytes(context.shape, stage, parts, lambda size: _cast_bytes(context, size))
+    backward = max(chunk.backward_workspace_bytes, needed)
+    return replace(chunk, backward_workspace_bytes=backward)
+
+
+def _cast_bytes(context: StepContext, num_parameters: int) -> int:
+    """Return what holds gradients that are reduced together in another format than their own."""
+    casts, to = context.wire.casts, context.replication
+    if casts is None or to.dp == 1:
+        return 0
+    return casts.buffer_bytes(num_parameters, to.shards.gradients)

@@ -1,0 +1,324 @@
+"""Offloading to the host: what lives there, what crosses the link to it, the update it runs.
+
+Two ways.  FSDP with CPU offload keeps shards of parameters, gradients and optimizer states on the
+host: a unit's shard comes to the device before each of its gathers, its reduced gradient goes back
+(PyTorch, CPUOffloadPolicy).  ZeRO-Offload keeps the optimizer's states there: 16-bit gradients go
+out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, arXiv 2101.06840).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
+from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.engine import RankWork, num_gathers
+from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
+from meshwright.simulator.replication import (
+    FP32_UPDATE_TRAFFIC_BYTES,
+    Replication,
+    Stage,
+    StagePart,
+    Wire,
+    part_gathers,
+    update_cost,
+)
+from meshwright.simulator.schedules import Refetches
+
+# The ZeRO stages that each way goes with.
+ZERO_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
+# fp32 weight and two moments, which ZeRO-Offload keeps on the host whatever the precision.
+ADAM_STATE_BYTES = 12
+# Parameters that CPU-Adam updates before it copies them, while it updates the next ones
+# (DeepSpeed, csrc/includes/cpu_adam.h).
+TILE_PARAMETERS = 128 * 1024 * 1024
+
+
+class UnitCopies(NamedTuple):
+    """Time on the host's side of a unit: before its gather, after its reduction, and again.
+
+    ``again_ps`` follows a reduction that adds to what earlier microbatches left on the host.
+    """
+
+    in_ps: int = 0
+    out_ps: int = 0
+    again_ps: int = 0
+
+
+class HostSide(NamedTuple):
+    """What the times and bytes of a plan's offloading follow from."""
+
+    costs: CostModel
+    wire: Wire
+    state: StateBytes
+    to: Replication
+
+
+def offload_refusal(
+    job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
+) -> str | None:
+    """Return why *plan* cannot offload as it says, or None when it can."""
+    offload = plan.offload
+    if offload is Offload.NONE:
+        return None
+    if offload not in stack.offload_modes:
+        modes = ", ".join(stack.offload_modes)
+        return f"offload={offload} is not offered by stack {stack.name}; allowed: {modes}"
+    if plan.zero_stage not in ZERO_STAGES[offload]:
+        stages = ", ".join(str(stage) for stage in ZERO_STAGES[offload])
+        return f"zero_stage={plan.zero_stage} does not go with offload={offload}; allowed: {stages}"
+    num_microbatches = plan.num_microbatches(job)
+    if num_microbatches > 1 and not stack.offload_accumulates:
+        return (
+            f"offload={offload} of stack {stack.name} does not go with {num_microbatches} "
+            "microbatches; allowed: 1; raise --micro-batch or --dp"
+        )
+    if cluster.host_link is None:
+        return (
+            f"offload={offload} is not offered by cluster {cluster.name}, which says nothing of "
+            "its hosts; allowed: with host_link, host_memory and host_memory_bandwidth"
+        )
+    return _format_refusal(job, plan, stack)
+
+
+def _format_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why gradients kept as *plan* says do not go with shards on the host, if so.
+
+    There a gradient has the format of its parameter, as PyTorch's Adam wants it.
+    """
+    if plan.offload is not Offload.PARAMETERS or plan.gradient_precision is None:
+        return None
+    state = StateBytes.of(stack, job.precision, plan.gradient_formats)
+    if state.gradient == state.sharded_parameter:
+        return None
+    return (
+        f"gradient_precision={plan.gradient_precision} does not go with offload={plan.offload}; "
+        f"allowed: the {state.sharded_parameter} bytes of a parameter on the host"
+    )
+
+
+def copy_cost(costs: CostModel, size_bytes: int) -> Cost:
+    """Return the time of a copy between device and host while all devices copy.
+
+    Devices share a link where the cluster says so, and all share the host's memory.
+    """
+    cluster = costs.cluster
+    assert cluster.host_link is not None
+    if size_bytes == 0:
+        return Cost(0, cluster.host_link.kind)
+    link = cluster.host_link
+    sharers = min(cluster.devices_per_host_link, costs.world_size)
+    rate = link.bandwidth_bytes_per_s * link.busbw_fraction / sharers
+    rate = min(rate, _memory_share_bytes_per_s(costs))
+    return Cost.from_seconds(link.latency_s + size_bytes / rate, link.kind)
+
+
+def host_pass_cost(costs: CostModel, size_bytes: int) -> Cost:
+    """Return the time in which the host reads or writes *size_bytes* for one device.
+
+    Devices of a node share its memory; a stack's loops reach a fraction of its bandwidth.
+    """
+    rate = _memory_share_bytes_per_s(costs) * costs.stack.host_bandwidth_fraction
+    return Cost.from_seconds(size_bytes / rate, Source.FITTED)
+
+
+def _memory_share_bytes_per_s(costs: CostModel) -> float:
+    cluster = costs.cluster
+    assert cluster.host_memory_bandwidth_bytes_per_s is not None
+    sharers = min(cluster.devices_per_node, costs.world_size)
+    return cluster.host_memory_bandwidth_bytes_per_s / sharers
+
+
+def host_update_cost(costs: CostModel, num_parameters: int, to: Replication) -> Cost:
+    """Return the time of Adam on the host for a rank's share of *num_parameters*.
+
+    It reads weight, gradient and two moments and writes all but the gradient, in fp32.
+    """
+    return host_pass_cost(costs, owned_share(num_parameters, to) * FP32_UPDATE_TRAFFIC_BYTES)
+
+
+def copy_back_ps(side: HostSide, num_parameters: int) -> int:
+    """Return what copying updated parameters back takes beyond the update that hides it.
+
+    Tile by tile: a tile is copied while the next one is updated (arXiv 2101.06840, section 5.1).
+    """
+    costs, wire, _, to = side
+    if to.offload is not Offload.OPTIMIZER:
+        return 0
+    share = owned_share(num_parameters, to)
+    update_ps = host_update_cost(costs, num_parameters, to).time_ps
+    end_ps = 0
+    for first in range(0, share, TILE_PARAMETERS):
+        count = min(TILE_PARAMETERS, share - first)
+        updated_ps = update_ps * (first + count) // share
+        end_ps = max(end_ps, updated_ps) + copy_cost(costs, count * wire.gather_bytes).time_ps
+    return max(0, end_ps - update_ps)
+
+
+def unit_copies(side: HostSide, num_parameters: int) -> UnitCopies:
+    """Return what a unit of *num_parameters* costs on the way from and to the host."""
+    costs, _, state, to = side
+    if to.offload is Offload.NONE:
+        return UnitCopies()
+    share = owned_share(num_parameters, to)
+    out_ps = copy_cost(costs, share * state.gradient).time_ps
+    adds = to.reduces_each_microbatch
+    if to.offload is Offload.OPTIMIZER:  # the sum so far comes to the device, which adds to it
+        return UnitCopies(0, out_ps, out_ps * adds)
+    in_ps = copy_cost(costs, share * state.sharded_parameter).time_ps
+    sum_ps = host_pass_cost(costs, 3 * share * state.gradient).time_ps  # two read, one written
+    return UnitCopies(in_ps, out_ps, sum_ps * adds)
+
+
+def part_copies(side: HostSide, part: StagePart) -> UnitCopies:
+    """Return what the buckets of *part* cost on the way from and to the host, one by one."""
+    copies = [unit_copies(side, count) for count in part.buckets]
+    return UnitCopies(*map(sum, zip(*copies, strict=True)))
+
+
+def owned_share(num_parameters: int, to: Replication) -> int:
+    """Return the parameters of *num_parameters* whose states a rank keeps on its host."""
+    return -(-num_parameters // to.span.num_ranks)
+
+
+def host_share(
+    side: HostSide,
+    parts: Mapping[Stage, tuple[StagePart, ...]],
+    stages: Sequence[Stage],
+    work: RankWork,
+    num_microbatches: int,
+    refetches: Sequence[Refetches],
+) -> Fraction:
+    """Return the host's part in all that a rank's data-parallel stream does in a step.
+
+    What computation waits for on that stream is split by it.
+
+    Args:
+        side: What the copies follow from.
+        parts: Parts of each virtual stage that are copied.
+        stages: Virtual stages of the rank.
+        work: Its work, copies included.
+        num_microbatches: Microbatches of the step.
+        refetches: How often each virtual stage is gathered anew.
+    """
+    to = side.to
+    if to.offload is Offload.NONE:
+        return Fraction(0)
+    gathers = [
+        part_gathers(part, to, num_microbatches, again)
+        for stage, again in zip(stages, refetches, strict=True)
+        for part in parts[stage]
+    ]
+    held = [part for stage in stages for part in parts[stage]]
+    num_parameters = sum(count for part in held for count in part.buckets)
+    copies = [part_copies(side, part) for part in held]
+    num_reductions = num_microbatches if to.reduces_each_microbatch else 1
+    again_ps = (num_microbatches - 1) * sum(each.again_ps for each in copies)
+    host_ps = copy_back_ps(side, num_parameters) + again_ps
+    host_ps += sum(each.in_ps * count for each, count in zip(copies, gathers, strict=True))
+    host_ps += num_reductions * sum(each.out_ps for each in copies)
+    busy_ps = work.gather_ps + again_ps
+    for chunk, again in zip(work.chunks, refetches, strict=True):
+        for unit in chunk.forward_units:
+            count = num_gathers(
+                num_microbatches,
+                stays=unit.stays,
+                keeps_units=to.keeps_units,
+                refetches=again,
+            )
+            busy_ps += count * (unit.gather_ps + unit.unpack_ps)
+        reduce_ps = sum(unit.reduce_ps + unit.pack_ps for unit in chunk.backward_units)
+        busy_ps += num_reductions * reduce_ps
+    return Fraction(host_ps, busy_ps)
+
+
+def rank_update_cost(side: HostSide, num_parameters: int, cast_bytes: int) -> PhaseCost:
+    """Return the time of the optimizer on one rank's share, wherever it runs.
+
+    *cast_bytes* is the traffic of casting the rank's weights on the device after it.
+    """
+    costs, wire, _, to = side
+    if to.offload is Offload.NONE:
+        return update_cost(costs, num_parameters, wire, to, cast_bytes)
+    parts = (host_update_cost(costs, num_parameters, to), costs.memory_traffic(cast_bytes))
+    return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
+
+
+def offloaded_memory(
+    side: HostSide, memory: RankMemory, num_parameters: int, *, arriving: int = 0
+) -> RankMemory:
+    """Return *memory* with what the plan keeps on the host moved there.
+
+    Gradients that are not reduced before the last microbatch stay whole on the device till then;
+    their place on the host is needed all the same.
+
+    Args:
+        side: What the bytes follow from.
+        memory: As if nothing were moved.
+        num_parameters: Of the rank, before sharding.
+        arriving: Elements of a gradient that come beside the sum that the host adds them to.
+    """
+    state, to = side.state, side.to
+    if to.offload is Offload.NONE:
+        return memory
+    on_host = ADAM_STATE_BYTES + state.gradient
+    if to.offload is Offload.PARAMETERS:
+        on_host = state.sharded_parameter + state.gradient + state.optimizer
+    return replace(
+        memory,
+        parameters_bytes=0 if to.offload is Offload.PARAMETERS else memory.parameters_bytes,
+        gradients_bytes=0 if to.reduces_each_microbatch else memory.gradients_bytes,
+        optimizer_states_bytes=0,
+        update_temporary_bytes=0,
+        host_bytes=owned_share(num_parameters, to) * on_host + arriving * state.gradient,
+    )
+
+
+def unit_workspace_bytes(side: HostSide, units: list[int]) -> tuple[int, int]:
+    """Return what forward and backward hold of states that are elsewhere at other times.
+
+    With parameters on the host: those of a unit and of the one that follows it, gathered, and one
+    shard on its way.  In backward also the whole gradient of a unit, where it leaves after its
+    reduction.  Without offloading see `sharded_workspace_bytes`.
+    """
+    state, to = side.state, side.to
+    if to.offload is Offload.NONE:
+        return sharded_workspace_bytes(units, state, to.shards, reshards=to.reshards)
+    gradient = max(units) * state.gradient if to.reduces_each_microbatch else 0
+    if to.offload is Offload.OPTIMIZER:
+        return 0, gradient
+    neighbours = zip(units, [*units[1:], 0], strict=True)
+    held = max(map(sum, neighbours)) if to.reshards else sum(units)
+    gathered = held * state.gathered_parameter
+    gathered += owned_share(max(units), to) * state.sharded_parameter
+    return gathered, gathered + gradient
+
+
+def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:
+    """Return what the fullest node's host holds, from what each rank of a stage keeps there.
+
+    >>> node_host_bytes(Mesh(tp=2, dp=3, pp=2, node_size=8), [10, 1])
+    62
+    """
+    if not any(stage_bytes):
+        return 0
+    size, node = mesh.tp * mesh.dp, mesh.node_size
+    # The ranks of a stage are neighbours: its first and last node, and one between, show all.
+    nodes = {
+        number
+        for first in range(0, mesh.world_size, size)
+        for number in (first // node, first // node + 1, (first + size - 1) // node)
+    }
+    return max(_held_on_node(number * node, mesh, stage_bytes) for number in nodes)
+
+
+def _held_on_node(first: int, mesh: Mesh, stage_bytes: Sequence[int]) -> int:
+    size, total = mesh.tp * mesh.dp, 0
+    last = min(first + mesh.node_size, mesh.world_size)
+    while first < last:
+        end = min(last, (first // size + 1) * size)
+        total += (end - first) * stage_bytes[first // size]
+        first = end
+    return total

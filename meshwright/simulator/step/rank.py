@@ -1,0 +1,248 @@
+"""What each rank of a step computes, sends and reduces, from the costs of its parts."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks import BlockShape, step_cast_bytes
+from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.engine import ChunkWork, Message, RankWork, Segment, Unit
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.replication import (
+    Replication,
+    Stage,
+    StagePart,
+    Wire,
+    bucket_parts,
+    buffer_copies,
+    gather_cost,
+    reduce_cost,
+    sum_layers,
+    sum_parameters,
+    tensor_sums_cost,
+    tied_table_bytes,
+    used_map_bytes,
+)
+from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """Cost of one forward and one backward pass through a virtual stage."""
+
+    forward: PhaseCost
+    backward: PhaseCost
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every part of one plan's step is built from."""
+
+    job: TrainingJob
+    plan: ParallelPlan
+    costs: CostModel
+    shape: BlockShape
+    mesh: Mesh
+    wire: Wire
+    replication: Replication
+    host: HostSide
+    parts: dict[Stage, tuple[StagePart, ...]]
+
+
+def chunk_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> ChunkCost:
+    """Return the cost of a pass through *stage*."""
+    layer = costs.block_cost(shape, "layer")
+    forward, backward = layer.forward * stage.num_layers, layer.backward * stage.num_layers
+    if stage.has_embedding:
+        embedding = costs.block_cost(shape, "embedding")
+        forward, backward = forward + embedding.forward, backward + embedding.backward
+    if stage.has_head:
+        head = costs.block_cost(shape, "head")
+        forward, backward = forward + head.forward, backward + head.backward
+    return ChunkCost(forward, backward)
+
+
+def message_between(
+    costs: CostModel, shape: BlockShape, *, crosses_nodes: bool
+) -> tuple[Message, PhaseCost]:
+    """Return the message of one microbatch between two stages, and its time on the port.
+
+    With scatter/gather each rank of a tensor-parallel group sends its part, which the
+    receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
+    """
+    size_bytes = shape.message_bytes
+    delay_ps = 0
+    if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
+        span = costs.tp_span(shape.tp)
+        gather = costs.collective(CollectiveOp.ALL_GATHER, size_bytes, span, Axis.TP)
+        delay_ps = gather.time_ps
+        size_bytes = -(-size_bytes // shape.tp)
+    cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
+    message = Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
+    return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
+
+
+def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
+    """Return the time of the optimizer of a rank that holds *stages*, casts of weights included."""
+    parameters = sum_parameters(context.shape, stages)
+    cast_bytes = step_cast_bytes(context.shape, sum_layers(stages))
+    return rank_update_cost(context.host, parameters, cast_bytes)
+
+
+def rank_works(
+    context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+) -> tuple[RankWork, ...]:
+    """Return the work of each pipeline rank; equal ranks share one record."""
+    known: dict[tuple[tuple[Stage, ...], tuple[Message, Message]], RankWork] = {}
+    ranks = []
+    for pp_rank, stages in enumerate(held):
+        messages = (_message(context, pp_rank, 1), _message(context, pp_rank, -1))
+        key = (stages, messages)
+        if key not in known:
+            known[key] = _rank_work(context, stages, messages, passes)
+        ranks.append(known[key])
+    return tuple(ranks)
+
+
+def _used_ps(context: StepContext, stages: tuple[Stage, ...]) -> int:
+    """Return the time of telling the other replicas which weights were used."""
+    to, costs = context.replication, context.costs
+    if not context.plan.find_unused or to.dp == 1:
+        return 0
+    size_bytes = used_map_bytes(context.shape, stages)
+    return costs.collective(CollectiveOp.ALL_REDUCE, size_bytes, to.span, Axis.DP).time_ps
+
+
+def _rank_work(
+    context: StepContext,
+    stages: tuple[Stage, ...],
+    messages: tuple[Message, Message],
+    passes: dict[Stage, ChunkCost],
+) -> RankWork:
+    plan, costs, stack = context.plan, context.costs, context.costs.stack
+    parameters = sum_parameters(context.shape, stages)
+    reduce = reduce_cost(costs, parameters, context.wire, context.replication)
+    gather = gather_cost(costs, parameters, context.wire, context.replication)
+    update = rank_update(context, stages)
+    back_ps = copy_back_ps(context.host, parameters)
+    gathers_units = context.replication.gathers_units
+    return RankWork(
+        chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
+        reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
+        sums_ps=tensor_sums_cost(costs, context.shape, stages, context.wire).time_ps,
+        shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
+        optimizer_ps=update.time_ps,
+        gather_ps=back_ps
+        + (0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps),
+    )
+
+
+def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan, mesh: Mesh) -> int:
+    """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
+    if plan.pp == 1 or not shape.model.tied_embeddings:
+        return 0
+    wire = Wire.of(costs.stack, shape.precision, plan)
+    table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
+    crosses = mesh.crosses_nodes(0, plan.pp - 1)
+    span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
+    # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
+    # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
+    return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP).time_ps
+
+
+def _chunk_work(
+    context: StepContext, stage: Stage, messages: tuple[Message, Message], passed: ChunkCost
+) -> ChunkWork:
+    stack, to = context.costs.stack, context.replication
+    forward_message, backward_message = messages
+    parts = context.parts[stage]
+    gathers = stack.overlap_parameter_gather and to.gather_op is not None and to.dp > 1
+    forward_units, backward_units = _units(context, parts) if to.in_units else ((), ())
+    return ChunkWork(
+        forward_ps=passed.forward.time_ps,
+        backward_ps=passed.backward.time_ps,
+        forward_message=forward_message,
+        backward_message=backward_message,
+        gathers=_gathers(context, stage) if gathers and not to.gathers_units else (),
+        reductions=() if to.in_units else _reductions(context, parts),
+        forward_units=forward_units if to.gathers_units else (),
+        backward_units=backward_units,
+        reduces_each_pass=to.reduces_each_microbatch,
+    )
+
+
+def _units(
+    context: StepContext, parts: tuple[StagePart, ...]
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """Return the units of each forward pass in model order, and of each backward pass reversed."""
+    to = context.replication
+    adds_up = not to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    forward, backward = [], []
+    for part in parts:
+        passed = chunk_cost(context.costs, context.shape, part.stage)
+        copies = part_copies(context.host, part)
+        gather_ps = copies.in_ps
+        if to.gathers_units:
+            gather_ps += _buckets_ps(context, part, gather_cost)
+        reduce_ps = _buckets_ps(context, part, reduce_cost) + copies.out_ps
+        copied = buffer_copies(context.costs, sum(part.buckets), context.wire, to, adds_up=adds_up)
+        unit = Unit(
+            passed.forward.time_ps,
+            gather_ps,
+            unpack_ps=copied.unpack_ps,
+            stays=part.stays or not to.reshards,
+        )
+        forward.append(unit)
+        backward.append(
+            replace(
+                unit,
+                compute_ps=passed.backward.time_ps,
+                reduce_ps=reduce_ps,
+                again_ps=copies.again_ps,
+                pack_ps=copied.pack_ps,
+            )
+        )
+    return tuple(forward), tuple(reversed(backward))
+
+
+def _buckets_ps(
+    context: StepContext, part: StagePart, cost: Callable[[CostModel, int, Wire, Replication], Cost]
+) -> int:
+    """Return the time of the collectives of a part, one bucket after the other."""
+    counts = Counter(part.buckets)
+    return sum(
+        count * cost(context.costs, parameters, context.wire, context.replication).time_ps
+        for parameters, count in counts.items()
+    )
+
+
+def _message(context: StepContext, pp_rank: int, step: int) -> Message:
+    """Return the message of a rank to the next one (*step* 1) or the previous one (-1)."""
+    if context.plan.pp == 1:
+        return Message()
+    target = (pp_rank + step) % context.plan.pp
+    crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
+    return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
+
+
+def _gathers(context: StepContext, stage: Stage) -> tuple[Segment, ...]:
+    """Return the first forward pass cut at its parameter buckets, in model order."""
+    return tuple(
+        Segment(
+            chunk_cost(context.costs, context.shape, part.stage).forward.time_ps,
+            _buckets_ps(context, part, gather_cost),
+        )
+        for part in bucket_parts(context.shape, stage, context.replication.dp)
+    )
+
+
+def _reductions(context: StepContext, parts: tuple[StagePart, ...]) -> tuple[Segment, ...]:
+    """Return a backward pass cut where gradients are reduced, last layers first."""
+    return tuple(
+        Segment(
+            chunk_cost(context.costs, context.shape, part.stage).backward.time_ps,
+            _buckets_ps(context, part, reduce_cost),
+        )
+        for part in reversed(parts)
+    )

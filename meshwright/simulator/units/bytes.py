@@ -1,0 +1,147 @@
+"""Bytes of what FSDP's units hold, and of what passes through blocks of one shape need."""
+
+from dataclasses import dataclass
+
+from meshwright.hwprofiles import Offload
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.liveness import (
+    embedding_backward_steps,
+    head_workspace_bytes,
+    highest,
+    kept_logits_bytes,
+    layer_backward_bytes,
+    layer_workspace_bytes,
+    saved_embedding_bytes,
+    saved_head_bytes,
+    saved_layer_bytes,
+)
+from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.replication import Replication, Stage, stage_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassBytes:
+    """What passes through blocks of one shape keep and need, whatever the units hold.
+
+    Args:
+        saved_layer: Kept by one layer.
+        saved_embedding: Kept by the embedding.
+        saved_head: Kept by the head.
+        freed_head: Of that, freed when the head's backward is done: not a stage's kept output.
+        message: A gradient of a layer's output.
+        layer: Workspaces of a layer, forward and backward; its weights' gradients stay.
+        sent_layer: Of a backward whose gradient lies in a message's buffer.
+        adding: Of a backward whose weights' gradients are added to sums at once.
+        head: Workspaces of the head.
+        table: Workspace of the embedding's backward.
+    """
+
+    saved_layer: int
+    saved_embedding: int
+    saved_head: int
+    freed_head: int
+    message: int
+    layer: tuple[int, int]
+    sent_layer: int
+    adding: int
+    head: tuple[int, int]
+    table: int
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> "PassBytes":
+        """Return the bytes of *shape*."""
+        backward, from_buffer = (
+            layer_backward_bytes(shape, keeps_weight_gradients=True, from_buffer=is_buffer)
+            for is_buffer in (False, True)
+        )
+        return cls(
+            saved_layer=saved_layer_bytes(shape),
+            saved_embedding=saved_embedding_bytes(shape),
+            saved_head=saved_head_bytes(shape),
+            freed_head=saved_head_bytes(shape) - kept_logits_bytes(shape),
+            message=shape.message_bytes,
+            layer=(layer_workspace_bytes(shape)[0], backward),
+            sent_layer=from_buffer,
+            adding=layer_backward_bytes(shape),
+            head=head_workspace_bytes(shape),
+            table=highest(embedding_backward_steps(shape)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitBytes:
+    """Bytes of a stage's units.
+
+    Args:
+        layer: Gathered weights of one layer.
+        buffer: In which they are gathered, before they are copied out; none on a mesh of one rank.
+        root: Gathered weights of embedding, final norm and head.
+        layer_wire: A layer's gradients as they are reduced.
+        root_wire: The root's.
+        root_gradient: Its gradients as a backward pass makes them, beside the first copy of the
+            largest in the format in which they are summed.
+        positions: Whole gradient of the position table, which is there before the words'.
+        layer_kept: What this rank keeps of a layer's gradients.
+        head_gradient: Whole gradient of the head's weights.
+        gradients: What it keeps of all gradients, which counts as held throughout. What leaves
+            for the host when it is reduced is not kept.
+        surplus: What a table's gradient that every tensor rank makes whole takes beyond its part,
+            where it stays so: between microbatches that do not reduce.
+        shard: What is kept of all gradients once they are reduced.
+    """
+
+    layer: int
+    buffer: int
+    root: int
+    layer_wire: int
+    root_wire: int
+    root_gradient: int
+    positions: int
+    layer_kept: int
+    head_gradient: int
+    gradients: int
+    surplus: int
+    shard: int
+
+    @classmethod
+    def of(
+        cls, shape: BlockShape, stage: Stage, to: Replication, state: StateBytes, reduce_bytes: int
+    ) -> "UnitBytes":
+        """Return the bytes of *stage*; *reduce_bytes* are those of a parameter on the wire."""
+        layer = shape.parameters.layer
+        total = stage_parameters(shape, stage)
+        root = total - stage.num_layers * layer
+        matrix = shape.local_vocab_size * shape.model.hidden_size
+        makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
+        stays_whole = to.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
+        on_host = to.offload is Offload.PARAMETERS
+        kept = 0 if on_host and to.reduces_each_microbatch else state.gradient
+        others = (shape.tp - 1) * matrix * stays_whole  # rows of the other tensor ranks
+        has_end = stage.has_embedding or stage.has_head
+        is_copied = reduce_bytes != state.gathered_parameter
+        # Positions follow the table: their first copy in the other format is made later.
+        positions = shape.parameters.embedding - matrix
+        positions *= stage.has_embedding * state.gathered_parameter
+        return cls(
+            layer=layer * state.gathered_parameter,
+            buffer=layer * state.gathered_parameter * (to.span.num_ranks > 1),
+            root=root * state.gathered_parameter,
+            layer_wire=layer * reduce_bytes,
+            root_wire=root * reduce_bytes,
+            positions=positions,
+            root_gradient=is_copied
+            * ((matrix * has_end + others) * shape.element_bytes - positions),
+            layer_kept=-(-layer // to.shards.gradients) * kept,
+            head_gradient=matrix * shape.element_bytes * stage.has_head,
+            gradients=-(-total // to.shards.gradients) * kept,
+            surplus=others * state.gradient,
+            shard=0 if on_host else -(-total // to.span.num_ranks) * state.sharded_parameter,
+        )
+
+
+def is_tied(shape: BlockShape, stage: Stage) -> bool:
+    """Return whether one weight is the stage's table and its output matrix.
+
+    Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
+    """
+    return shape.model.tied_embeddings and stage.has_embedding and stage.has_head
