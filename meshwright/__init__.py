@@ -146,10 +146,8 @@ def _commands() -> dict[str, Callable[..., int]]:
     from meshwright.planner import options
     from meshwright.planner.cli import commands
     from meshwright.planner.options import as_command
-    from meshwright.validate.calibration.command import run_calibrate
-    from meshwright.validate.calibration.options import CalibrateOptions
-    from meshwright.validate.commands import run_validate
-    from meshwright.validate.options import ValidateOptions, ValidateOutput
+    from meshwright.validate.calibration import CalibrateOptions, run_calibrate
+    from meshwright.validate.cli import ValidateOptions, ValidateOutput, run_validate
 
     shared = (options.JobOptions, options.LAYOUT)
     after = (options.MoneyOptions, options.OutputOptions)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.planner.options import records as options
-from meshwright.validate.options import ValidateOptions
+from meshwright.planner import options
+from meshwright.validate.cli.options import ValidateOptions
 
 BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
 # An option of simulate beside a base command: what to add, and to what.

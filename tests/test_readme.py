@@ -9,7 +9,7 @@ import pytest
 import meshwright
 from meshwright.hwprofiles import Precision, Recompute, StageSplit, load_cluster, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob, load_model, resolve_stages, simulate
-from meshwright.validate import scoreboard
+from meshwright.validate.published import scoreboard
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SESSIONS = re.findall(r"```\n\$ meshwright (.*)\n((?:.*\n)*?)```", README)

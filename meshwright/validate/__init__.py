@@ -1,30 +1,26 @@
-"""Check the simulator against what was published."""
+"""Check the simulator against what was published; its folders, against real programs."""
 
 from meshwright.validate.published import (
+    Comparison,
     ExcludedRun,
     MemoryKind,
     PaddedLength,
     PublishedLayer,
     PublishedRun,
+    Quantity,
+    Scoreboard,
+    SourceSummary,
+    TableStyle,
+    Verdict,
+    format_comparisons,
+    format_scoreboard,
+    layer_time_s,
     load_excluded_runs,
     load_padded_lengths,
     load_published_layers,
     load_published_runs,
-)
-from meshwright.validate.score_report import (
-    TableStyle,
-    format_comparisons,
-    format_scoreboard,
-    scoreboard_json,
-)
-from meshwright.validate.scoreboard import (
-    Comparison,
-    Quantity,
-    Scoreboard,
-    SourceSummary,
-    Verdict,
-    layer_time_s,
     scoreboard,
+    scoreboard_json,
     simulate_run,
     step_time_s,
 )

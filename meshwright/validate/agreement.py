@@ -16,20 +16,19 @@ from meshwright.hwprofiles import Offload
 from meshwright.hwprofiles.names import suggestion
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
+from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import (
     HOST_PEAK,
     PEAK,
     TO_DEVICE,
     TO_HOST,
     Check,
-    Unit,
-    Verdict,
+    CheckUnit,
+    CheckVerdict,
     compare_rank,
 )
-from meshwright.validate.fake_run import measure_fakes
-from meshwright.validate.plan_words import plan_of_words
-from meshwright.validate.prediction import capped
-from meshwright.validate.strategy_prediction import predict_members, usual_members
+from meshwright.validate.ranks import capped, predict_members, usual_members
+from meshwright.validate.runs import measure_fakes
 
 FILE = "agreement_plans.csv"
 CLUSTER = "dgx-a100"  # its times are not compared; any would do
@@ -117,12 +116,12 @@ class RankAgreement:
     @property
     def flops(self) -> Check:
         """FLOPs."""
-        return next(check for check in self.checks if check.unit is Unit.FLOPS)
+        return next(check for check in self.checks if check.unit is CheckUnit.FLOPS)
 
     @property
     def calls(self) -> list[Check]:
         """Collectives and messages, a check for each kind."""
-        return [check for check in self.checks if check.unit is Unit.CALLS]
+        return [check for check in self.checks if check.unit is CheckUnit.CALLS]
 
     @property
     def peak(self) -> Check:
@@ -131,15 +130,15 @@ class RankAgreement:
 
     def failures(self) -> list[Check]:
         """Return the checks that do not agree as they must."""
-        return [check for check in self.checks if check.verdict is Verdict.FAILED]
+        return [check for check in self.checks if check.verdict is CheckVerdict.FAILED]
 
     def cells(self) -> tuple[str, ...]:
         """Return its row below `RANK_HEAD`; what differs says by how much."""
         calls, kinds = sum(int(check.measured) for check in self.calls), len(self.calls)
-        differing = [check for check in self.calls if check.verdict is Verdict.FAILED]
+        differing = [check for check in self.calls if check.verdict is CheckVerdict.FAILED]
         counted = f"{calls:,} ({kinds})" + (f", {len(differing)} differ" if differing else "")
         flops = f"{self.flops.measured:,}"
-        if self.flops.verdict is Verdict.FAILED:
+        if self.flops.verdict is CheckVerdict.FAILED:
             flops += f", predicted {self.flops.predicted:,}"
         return (self.plan.name, str(self.rank), flops, counted, *_peak_cells(self.peak))
 
@@ -155,13 +154,13 @@ class RankAgreement:
 
 def _peak_cells(peak: Check) -> tuple[str, str, str]:
     difference = f"{peak.difference_fraction or 0.0:+.4%}"
-    if peak.verdict is Verdict.FAILED:
+    if peak.verdict is CheckVerdict.FAILED:
         difference = f"**{difference}**"
     return (f"{peak.predicted:,}", f"{peak.measured:,}", difference)
 
 
 def _copy_cell(copied: Check) -> str:
-    failed = copied.verdict is Verdict.FAILED
+    failed = copied.verdict is CheckVerdict.FAILED
     return f"{copied.measured:,}" + (f", predicted {copied.predicted:,}" if failed else "")
 
 

@@ -24,10 +24,9 @@ from meshwright.hwprofiles.complaints import one_line
 from meshwright.hwprofiles.names import shown_path, suggestion
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration.options import Accelerator
+from meshwright.validate.calibration import Accelerator
+from meshwright.validate.cli import DEFAULT_STEPS, plan_of_words
 from meshwright.validate.gpu_rows import CheckedRow, read_rows, write_tables
-from meshwright.validate.options import DEFAULT_STEPS
-from meshwright.validate.plan_words import plan_of_words
 
 FILE = "gpu_plans.csv"
 CLUSTERS = {Accelerator.CUDA: "dgx-h200", Accelerator.CPU: "localhost-cpu"}

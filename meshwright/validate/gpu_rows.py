@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.hwprofiles import GIBI, KILO
-from meshwright.validate.comparison import PEAK, Unit
-from meshwright.validate.launch.records import rank_path
+from meshwright.validate.comparison import PEAK, CheckUnit
+from meshwright.validate.launch import rank_path
 
 CSV_NAME, PAGE_NAME = "gpu_check.csv", "gpu_check.md"
 STEP_TIME = "step time, median"
@@ -75,7 +75,7 @@ class CheckedRow:
     @property
     def is_main(self) -> bool:
         """Whether a reader wants it first: times, peaks, failures."""
-        return bool(self.failure) or self.unit in (Unit.SECONDS, Unit.BYTES)
+        return bool(self.failure) or self.unit in (CheckUnit.SECONDS, CheckUnit.BYTES)
 
     @property
     def error(self) -> str:
@@ -89,21 +89,24 @@ class CheckedRow:
         """Return the row as a line."""
         if self.failure:
             return f"{self.plan}: failed: {self.failure}"
-        said, found = (shown(each, self.unit) for each in (self.predicted, self.measured))
-        return f"{self.plan}: {self.quantity}: predicted {said}, measured {found}, {self.error}"
+        predicted, measured = (shown(each, self.unit) for each in (self.predicted, self.measured))
+        values = f"predicted {predicted}, measured {measured}"
+        return f"{self.plan}: {self.quantity}: {values}, {self.error}"
 
 
 def shown(value: float | None, unit: str) -> str:
     """Return a value with its unit.
 
-    >>> shown(0.0125, Unit.SECONDS), shown(3 * 2**30, Unit.BYTES), shown(None, Unit.BYTES)
-    ('12.50 ms', '3.000 GiB', '-')
+    >>> shown(0.0125, CheckUnit.SECONDS), shown(3 * 2**30, CheckUnit.BYTES)
+    ('12.50 ms', '3.000 GiB')
+    >>> shown(None, CheckUnit.BYTES)
+    '-'
     """
     if value is None:
         return "-"
-    if unit == Unit.SECONDS:
+    if unit == CheckUnit.SECONDS:
         return f"{value * KILO:.2f} ms"
-    return f"{value / GIBI:.3f} GiB" if unit == Unit.BYTES else f"{value:,.6g}"
+    return f"{value / GIBI:.3f} GiB" if unit == CheckUnit.BYTES else f"{value:,.6g}"
 
 
 def read_rows(name: str, rank: int, folder: Path) -> list[CheckedRow]:

@@ -18,10 +18,10 @@ import torch.distributed.pipelining  # slow to import, too
 
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.counting.oracle import RankOracle
-from meshwright.validate.fake_run import NUM_STEPS, run_counted
-from meshwright.validate.measurement import RankMeasurement
-from meshwright.validate.program.build import build_program
-from meshwright.validate.program.contract import ProgramRequest
+from meshwright.validate.programs.build import build_program
+from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.ranks.measurement import RankMeasurement
+from meshwright.validate.runs.fake import NUM_STEPS, run_counted
 
 TIMEOUT_S = 120
 

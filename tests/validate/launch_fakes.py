@@ -6,8 +6,8 @@ import time
 
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.launch.progress import enter_phase
-from meshwright.validate.launch.spec import Phase, RunSpec
-from meshwright.validate.measurement import ByteKind, RankMeasurement
+from meshwright.validate.launch.spec import RunPhase, RunSpec
+from meshwright.validate.ranks.measurement import ByteKind, RankMeasurement
 
 
 def steps(spec: RunSpec, rank: int, *, last: int | None = None) -> int:
@@ -17,7 +17,7 @@ def steps(spec: RunSpec, rank: int, *, last: int | None = None) -> int:
 
     group = dist.new_group()  # half an hour of patience, if nobody shortens it
     total = torch.zeros(1)
-    phases = [Phase.WARM_UP, *(Phase.step(number) for number in range(spec.num_steps))]
+    phases = [RunPhase.WARM_UP, *(RunPhase.step(number) for number in range(spec.num_steps))]
     for phase in phases[:last]:
         enter_phase(spec, rank, phase)
         total = torch.full((1,), float(rank + 1))
@@ -45,7 +45,7 @@ def succeed(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 def be_killed(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     if rank == 1:
         steps(spec, rank, last=2)
-        enter_phase(spec, rank, Phase.step(1))
+        enter_phase(spec, rank, RunPhase.step(1))
         os.kill(os.getpid(), signal.SIGKILL)
     return measured(rank, steps(spec, rank))
 
@@ -53,7 +53,7 @@ def be_killed(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 def hang(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     if rank == 1:
         steps(spec, rank, last=1)
-        enter_phase(spec, rank, Phase.step(0))
+        enter_phase(spec, rank, RunPhase.step(0))
         time.sleep(600)
     return measured(rank, steps(spec, rank))
 
@@ -68,7 +68,7 @@ def raise_in_one(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 def run_out_of_memory(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     import torch
 
-    enter_phase(spec, rank, Phase.WARM_UP)
+    enter_phase(spec, rank, RunPhase.WARM_UP)
     if rank == 0:
         torch.empty(2**60, dtype=torch.uint8)
     return measured(rank, steps(spec, rank))

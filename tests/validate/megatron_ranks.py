@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.validate.program.contract import ProgramRequest
-from meshwright.validate.program.megatron import MegatronProgram
-from meshwright.validate.program.megatron_weights import weight_parts
+from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.megatron.program import MegatronProgram
+from meshwright.validate.programs.megatron.weights import weight_parts
 
 NUM_STEPS = 3
 TIMEOUT_S = 60

@@ -19,8 +19,8 @@ import torch.distributed.pipelining  # slow to import: once, before the fork
 
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.validate.program import pytorch_programs
-from meshwright.validate.program.contract import ProgramRequest, RankProgram
+from meshwright.validate.programs.contract.request import ProgramRequest, RankProgram
+from meshwright.validate.programs.pytorch import programs as pytorch_programs
 
 NUM_STEPS = 3
 TIMEOUT_S = 120

@@ -19,10 +19,13 @@ import torch.distributed as dist
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.validate.counting.oracle import RankOracle
-from meshwright.validate.fake_run import run_counted
-from meshwright.validate.program.contract import ProgramRequest
-from meshwright.validate.program.replicas_server_program import AsynchronousServers, build_servers
-from meshwright.validate.program.replicas_servers import num_processes
+from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.strategies.parameter_server import (
+    AsynchronousServers,
+    build_servers,
+)
+from meshwright.validate.ranks.server_layout import num_processes
+from meshwright.validate.runs.fake import run_counted
 
 NUM_STEPS = 3
 TIMEOUT_S = 60

@@ -23,7 +23,7 @@ from meshwright.validate.agreement import (  # noqa: E402
     table_head,
     table_row,
 )
-from meshwright.validate.strategy_prediction import usual_members  # noqa: E402
+from meshwright.validate.ranks.members import usual_members  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agreement.md").read_text(encoding="utf-8")
 RANKS, ON_HOSTS = PAGE.split("\n## On the host\n")

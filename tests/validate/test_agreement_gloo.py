@@ -23,11 +23,11 @@ from meshwright.hwprofiles import (  # noqa: E402
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.comparison import PEAK, Verdict, compare_rank  # noqa: E402
-from meshwright.validate.fake_run import NUM_STEPS, measure_fake  # noqa: E402
-from meshwright.validate.measurement import RankMeasurement  # noqa: E402
-from meshwright.validate.prediction import default_ranks, predict_ranks  # noqa: E402
-from meshwright.validate.program.reference import reference_losses  # noqa: E402
+from meshwright.validate.comparison.checks import PEAK, CheckVerdict, compare_rank  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
+from meshwright.validate.ranks.measurement import RankMeasurement  # noqa: E402
+from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  # noqa: E402
+from meshwright.validate.runs.fake import NUM_STEPS, measure_fake  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
@@ -163,7 +163,7 @@ def test_every_process_counts_what_the_simulator_says(
         checks = compare_rank(predicted[measured.rank], measured)
         exact = [check for check in checks if check.is_exact]
         assert len(exact) > 1
-        assert [check for check in exact if check.verdict is Verdict.FAILED] == []
+        assert [check for check in exact if check.verdict is CheckVerdict.FAILED] == []
         if CASES[name].plan.offload is not Offload.NONE:  # one memory for device and host
             assert next(check for check in checks if check.quantity == PEAK).verdict == "pass"
 

@@ -15,33 +15,34 @@ import meshwright
 from meshwright.hwprofiles import Precision, load_cluster
 from meshwright.planner.options.words import as_command, option_name, run_command_line
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration import (
-    Accelerator,
-    CalibrateOptions,
-    collective_bench,
-    device_bench,
-    run_calibrate,
-)
-from meshwright.validate.calibration.cases import Case, device_cases
-from meshwright.validate.calibration.collective_job import collective
-from meshwright.validate.calibration.machine import Machine
-from meshwright.validate.calibration.row_file import FILE_NAME, RowFile
-from meshwright.validate.calibration.rows import Group, Row
-from meshwright.validate.calibration.stopwatch import interleaved, measure_chunk
+from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate
+from meshwright.validate.calibration.collectives import bench as collective_bench
+from meshwright.validate.calibration.measure import device_bench
+from meshwright.validate.calibration.measure.stopwatch import interleaved, measure_batch
+from meshwright.validate.calibration.rows.cases import BenchmarkCase, device_cases
+from meshwright.validate.calibration.rows.machine import Machine
+from meshwright.validate.calibration.rows.row_file import FILE_NAME, RowFile
+from meshwright.validate.calibration.rows.rows import CaseGroup, Row, collective
 
 FP32 = Precision.FP32
 FEW = [
-    Case(Group.LAUNCH, "add", FP32, (1,)),
-    *(Case(Group.GEMM, op, FP32, (64, 256, 128, 1)) for op in ("forward", "dgrad", "wgrad")),
-    Case(Group.GEMM, "forward", FP32, (256, 256, 256, 1)),
-    Case(Group.GEMM, "batched", FP32, (64, 64, 64, 4)),
-    *(Case(Group.ATTENTION, op, FP32, (4, 64, 64)) for op in ("forward", "backward")),
+    BenchmarkCase(CaseGroup.LAUNCH, "add", FP32, (1,)),
     *(
-        Case(Group.MEMORY, op, FP32, (64, 256))
+        BenchmarkCase(CaseGroup.GEMM, op, FP32, (64, 256, 128, 1))
+        for op in ("forward", "dgrad", "wgrad")
+    ),
+    BenchmarkCase(CaseGroup.GEMM, "forward", FP32, (256, 256, 256, 1)),
+    BenchmarkCase(CaseGroup.GEMM, "batched", FP32, (64, 64, 64, 4)),
+    *(BenchmarkCase(CaseGroup.ATTENTION, op, FP32, (4, 64, 64)) for op in ("forward", "backward")),
+    *(
+        BenchmarkCase(CaseGroup.MEMORY, op, FP32, (64, 256))
         for op in ("add", "norm", "gelu", "silu", "softmax", "dropout")
     ),
-    *(Case(Group.OPTIMIZER, op, FP32, (4096,)) for op in ("adamw fused", "adamw foreach")),
-    Case(Group.COPY, "on device", FP32, (65536,)),
+    *(
+        BenchmarkCase(CaseGroup.OPTIMIZER, op, FP32, (4096,))
+        for op in ("adamw fused", "adamw foreach")
+    ),
+    BenchmarkCase(CaseGroup.COPY, "on device", FP32, (65536,)),
 ]
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "p2p")
 FEW_COLLECTIVES = [collective(op, size, 2) for op in OPS for size in (1024, 65536)]
@@ -53,7 +54,7 @@ TINY = [FEW[0], FEW[1], FEW[8]]
 @pytest.fixture
 def _tiny_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_bench, "device_cases", lambda *_: TINY)
-    monkeypatch.setattr(device_bench, "CHUNK_CASES", 1)
+    monkeypatch.setattr(device_bench, "BATCH_CASES", 1)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_second_run_measures_nothing_again(
 ) -> None:
     run_calibrate(options_for(tmp_path))
     before = (tmp_path / FILE_NAME).read_bytes()
-    monkeypatch.setattr(device_bench, "measure_chunk", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(device_bench, "measure_batch", lambda *_: pytest.fail("measured again"))
     assert run_calibrate(options_for(tmp_path)) == 0
     assert (tmp_path / FILE_NAME).read_bytes() == before
 
@@ -112,18 +113,18 @@ def test_a_second_run_measures_nothing_again(
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(cases: Sequence[Case], *rest: object) -> list[Row]:
+    def stopped(cases: Sequence[BenchmarkCase], *rest: object) -> list[Row]:
         if TINY[0] not in cases:
             raise KeyboardInterrupt
-        return measure_chunk(cases, *rest)  # type: ignore[arg-type]
+        return measure_batch(cases, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(device_bench, "measure_chunk", stopped)
+    monkeypatch.setattr(device_bench, "measure_batch", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_calibrate(options_for(tmp_path))
     kept = table(tmp_path / FILE_NAME)
     assert 0 < len(kept) < len(TINY)
     assert f"{len(kept)} rows are kept" in capsys.readouterr().err
-    monkeypatch.setattr(device_bench, "measure_chunk", measure_chunk)
+    monkeypatch.setattr(device_bench, "measure_batch", measure_batch)
     assert run_calibrate(options_for(tmp_path)) == 0
     rows = table(tmp_path / FILE_NAME)
     assert rows[: len(kept)] == kept
@@ -135,7 +136,7 @@ def test_ctrl_c_ends_the_command_with_130(tmp_path: Path, monkeypatch: pytest.Mo
     def stopped(*_: object) -> list[Row]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device_bench, "measure_chunk", stopped)
+    monkeypatch.setattr(device_bench, "measure_batch", stopped)
     calibrate = as_command(run_calibrate, CalibrateOptions)
     commands = {"calibrate": calibrate, "again": calibrate}
     monkeypatch.setattr(meshwright, "_commands", lambda: commands)
@@ -246,8 +247,10 @@ def test_without_a_gpu_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_pytorch_the_extra_to_install_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("device_bench", "probe", "stopwatch", "kernels"):
-        monkeypatch.delitem(sys.modules, f"meshwright.validate.calibration.{name}", raising=False)
+    for name in ("", ".device_bench", ".machine_probe", ".stopwatch", ".kernels"):
+        monkeypatch.delitem(
+            sys.modules, f"meshwright.validate.calibration.measure{name}", raising=False
+        )
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(PlanError, match=r'pip install "meshwright\[validate\]"'):
         run_calibrate(options_for(tmp_path / "out"))
@@ -283,9 +286,9 @@ def test_options_become_words() -> None:
 
 
 def test_visits_are_interleaved_and_the_order_changes_with_the_turn() -> None:
-    visits: list[Case] = []
+    visits: list[BenchmarkCase] = []
 
-    def visit(case: Case) -> float:
+    def visit(case: BenchmarkCase) -> float:
         visits.append(case)
         return float(len(visits))
 
@@ -295,7 +298,7 @@ def test_visits_are_interleaved_and_the_order_changes_with_the_turn() -> None:
     turns = [visits[start : start + 7] for start in (0, 7, 14)]
     assert all(set(turn) == set(counts) for turn in turns)
     assert turns[0] != turns[1]
-    again: list[Case] = []
+    again: list[BenchmarkCase] = []
     interleaved(counts, 1, lambda case: again.append(case) or 1.0)  # type: ignore[func-returns-value]
     assert again == visits
     late = interleaved(counts, 1, visit, deadline_s=time.monotonic())

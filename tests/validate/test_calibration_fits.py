@@ -17,17 +17,14 @@ from meshwright.hwprofiles import (
     load_link,
 )
 from meshwright.simulator.costs.collectives import p2p_cost
-from meshwright.validate.calibration.calibrated import calibrated_device, calibrated_link, joined
-from meshwright.validate.calibration.cases import (
-    collective_cases,
-    covering,
-    device_cases,
-    in_chunks,
+from meshwright.validate.calibration.fit.calibrated import (
+    calibrated_device,
+    calibrated_link,
+    combined_rows,
 )
-from meshwright.validate.calibration.collective_job import collective
-from meshwright.validate.calibration.cost_fit import (
+from meshwright.validate.calibration.fit.cost_fit import (
     FLASH_KERNEL,
-    Floor,
+    LaunchFloor,
     fit_collective,
     fit_flash,
     fit_gemm,
@@ -35,16 +32,21 @@ from meshwright.validate.calibration.cost_fit import (
     launch_floor,
     modelled_s,
 )
-from meshwright.validate.calibration.datasheet import known_device
-from meshwright.validate.calibration.machine import Machine
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.calibration.profile_files import write_profiles
-from meshwright.validate.calibration.residuals import residuals_of, summaries
-from meshwright.validate.calibration.row_file import RowFile
-from meshwright.validate.calibration.rows import Case, Group, Row
+from meshwright.validate.calibration.fit.datasheet import known_device
+from meshwright.validate.calibration.fit.profile_files import write_profiles
+from meshwright.validate.calibration.fit.residuals import residuals_of, summaries
+from meshwright.validate.calibration.rows.cases import (
+    collective_cases,
+    covering,
+    device_cases,
+    in_batches,
+)
+from meshwright.validate.calibration.rows.machine import Accelerator, Machine
+from meshwright.validate.calibration.rows.row_file import RowFile
+from meshwright.validate.calibration.rows.rows import BenchmarkCase, CaseGroup, Row, collective
 
 LAUNCH_S = 4e-6
-FLOOR = Floor(LAUNCH_S, Accelerator.CUDA)
+FLOOR = LaunchFloor(LAUNCH_S, Accelerator.CUDA)
 NOISE = 0.03
 TRUE = load_device("a100-sxm4-80gb").model_copy(
     update={"flash": {FLASH_KERNEL: load_device("a100-sxm4-80gb").flash[FLASH_KERNEL]}}
@@ -62,7 +64,7 @@ MACHINE = Machine(
 )
 
 
-def row(case: Case, time_s: float) -> Row:
+def row(case: BenchmarkCase, time_s: float) -> Row:
     return Row(case, time_s, time_s, time_s, 9)
 
 
@@ -71,7 +73,7 @@ def rows_of(device: Device, noise: float) -> list[Row]:
     order = random.Random(7)
     rows = []
     for case in CASES:
-        time_s = LAUNCH_S if case.group is Group.LAUNCH else modelled_s(case, device, FLOOR)
+        time_s = LAUNCH_S if case.group is CaseGroup.LAUNCH else modelled_s(case, device, FLOOR)
         if time_s is not None:
             rows.append(row(case, time_s * order.lognormvariate(0.0, noise)))
     return rows
@@ -140,7 +142,7 @@ def test_attention_without_backward_gives_no_kernel(rows: list[Row]) -> None:
 def test_the_launch_is_the_floor_of_a_gpu_and_an_addition_on_a_processor(rows: list[Row]) -> None:
     on_gpu = launch_floor(rows, Accelerator.CUDA)
     assert on_gpu.launch_s == pytest.approx(LAUNCH_S, rel=4 * NOISE)
-    assert Floor(1.0, Accelerator.CPU).apply(2.0) == 3.0
+    assert LaunchFloor(1.0, Accelerator.CPU).apply(2.0) == 3.0
     assert launch_floor([], Accelerator.CUDA).apply(2.0) == 2.0
 
 
@@ -183,16 +185,16 @@ def test_a_gpu_is_known_by_name_processors_and_memory() -> None:
 
 def test_half_of_the_order_covers_the_range() -> None:
     first = CASES[: len(CASES) // 4]
-    assert {case.group for case in first} == set(Group) - {Group.COLLECTIVE}
-    flops = sorted(case.flops for case in CASES if case.group is Group.GEMM)
-    early = [case.flops for case in first if case.group is Group.GEMM]
+    assert {case.group for case in first} == set(CaseGroup) - {CaseGroup.COLLECTIVE}
+    flops = sorted(case.flops for case in CASES if case.group is CaseGroup.GEMM)
+    early = [case.flops for case in first if case.group is CaseGroup.GEMM]
     assert min(early) <= flops[len(flops) // 10]
     assert max(early) >= flops[-len(flops) // 10]
     assert sorted(covering(range(37))) == list(range(37))
 
 
 def test_chunks_hold_what_fits_together() -> None:
-    chunks = in_chunks(CASES, most=8, limit_bytes=10**9)
+    chunks = in_batches(CASES, most=8, limit_bytes=10**9)
     assert [case for chunk in chunks for case in chunk] == CASES
     assert max(map(len, chunks)) == 8
 
@@ -256,7 +258,7 @@ def test_an_unknown_device_has_the_best_rates_as_its_peaks(rows: list[Row]) -> N
         memory_bytes=80_000_000_000,
     )
     device = calibrated_device(file_of(rows, machine), "mine", like=None, peak={})
-    best = max(each.rate for each in rows if each.case.group is Group.GEMM)
+    best = max(each.rate for each in rows if each.case.group is CaseGroup.GEMM)
     assert device.peak_flops_per_s == {Precision.BF16: pytest.approx(best, rel=1e-3)}
     # Large products reach the plateau, so what they reach is told either way.
     ours = device.peak_flops_per_s[Precision.BF16] * device.gemm.plateau_fraction
@@ -304,6 +306,6 @@ def test_residuals_are_those_of_the_simulators_functions(rows: list[Row]) -> Non
 
 def test_what_was_read_replaces_what_was_measured_of_an_operation() -> None:
     own, read = collectives(2), [row(collective("all_reduce", 4096, 2), 1e-5)]
-    together = joined(own, read)
+    together = combined_rows(own, read)
     assert [each for each in together if each.case.op == "all_reduce"] == read
     assert len(together) == len(own) - 10 + 1

@@ -10,8 +10,8 @@ import pytest
 from meshwright.hwprofiles import CollectiveOp, load_cluster, load_link
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import CalibrateOptions, run_calibrate
-from meshwright.validate.calibration.job_trace import kind_of, read_job_trace
-from meshwright.validate.calibration.nccl_tests import PROGRAMS, read_nccl_tests
+from meshwright.validate.calibration.rows.nccl_tests import PROGRAMS, read_nccl_tests
+from meshwright.validate.traces.job_trace import kind_of, read_job_trace
 
 BUSBW, LATENCY_S = 200e9, 20e-6
 HALF = "time   algbw   busbw #wrong"

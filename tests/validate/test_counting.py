@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
 
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
-from meshwright.validate.counting.oracle import RankOracle, TensorGroup  # noqa: E402
-from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
+from meshwright.validate.counting.oracle import RankOracle, StorageGroup  # noqa: E402
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
 
 WORLD = {(0, 1, 2, 3): "world"}
 WIDTH = 8
@@ -126,7 +126,7 @@ def test_a_linear_layer_by_hand() -> None:
         assert oracle.live_bytes == FP32 * (20 + 20 + 21 + 21 + 35)
         assert oracle.bytes_at_peak[ByteKind.PARAMETERS] == FP32 * 20
         assert sum(oracle.bytes_at_peak.values()) == oracle.peak_bytes
-        largest = TensorGroup(ByteKind.ACTIVATIONS, FP32 * 35, 1, "aten.addmm.default (7, 5)")
+        largest = StorageGroup(ByteKind.ACTIVATIONS, FP32 * 35, 1, "aten.addmm.default (7, 5)")
         assert largest in oracle.largest_at_peak(3)
         peak = oracle.peak_bytes
         del y, x

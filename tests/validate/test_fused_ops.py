@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.program.fused_ops import (  # noqa: E402
+from meshwright.validate.programs.fused import (  # noqa: E402
     BiasDropoutAdd,
     CausalSoftmax,
-    FlashAttention,
+    FusedAttention,
     PackedSwiglu,
     RmsNorm,
     Rotary,
@@ -63,7 +63,7 @@ def test_flash_attention_is_attention(seq_dim: int, groups: int, *, causal: bool
         *(each.permute(order).repeat_interleave(HEADS // groups, 1) for each in (key, value)),
         is_causal=causal,
     ).permute(back)
-    got = FlashAttention.apply(query, key, value, seq_dim, causal)
+    got = FusedAttention.apply(query, key, value, seq_dim, causal)
     assert_alike(got, wanted, [query, key, value])
 
 
@@ -71,8 +71,8 @@ def test_flash_attention_takes_views_of_a_packed_projection() -> None:
     packed = leaf(TOKENS, BATCH, HEADS, 3, HEAD_WIDTH)
     query, key, value = packed.unbind(3)
     whole = [each.contiguous() for each in (query, key, value)]
-    got = FlashAttention.apply(query, key, value, 0, CAUSAL)
-    assert_alike(got, FlashAttention.apply(*whole, 0, CAUSAL), [packed])
+    got = FusedAttention.apply(query, key, value, 0, CAUSAL)
+    assert_alike(got, FusedAttention.apply(*whole, 0, CAUSAL), [packed])
 
 
 def test_flash_attention_counts_two_products_forward_and_five_backward() -> None:
@@ -80,7 +80,7 @@ def test_flash_attention_counts_two_products_forward_and_five_backward() -> None
     counter = FlopCounterMode(display=False)
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * HEAD_WIDTH  # the whole square, not half of it
     with counter:
-        out = FlashAttention.apply(query, key, value, 0, CAUSAL)
+        out = FusedAttention.apply(query, key, value, 0, CAUSAL)
         assert counter.get_total_flops() == 2 * product
         out.sum().backward()
     assert counter.get_total_flops() == 7 * product
@@ -162,7 +162,7 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         return torch.ones(sizes, dtype=dtype, requires_grad=True)
 
     runs = {
-        "flash": lambda: FlashAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
+        "flash": lambda: FusedAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
         "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, CAUSAL),
         "rms": lambda: RmsNorm.apply(new(TOKENS, BATCH, 64), new(64), 1e-5),
         "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4),
@@ -208,8 +208,8 @@ def test_kernels_keep_and_make_the_same_with_and_without_data(dtype: torch.dtype
 def test_16_bit_kernels_stay_near_fp32(dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(0)
     narrow = [each.detach().to(dtype).requires_grad_() for each in (query, key, value)]
-    wanted = FlashAttention.apply(query, key, value, 0, CAUSAL)
-    got = FlashAttention.apply(*narrow, 0, CAUSAL)
+    wanted = FusedAttention.apply(query, key, value, 0, CAUSAL)
+    got = FusedAttention.apply(*narrow, 0, CAUSAL)
     torch.testing.assert_close(got.float(), wanted, atol=0.05, rtol=0.05)
     got.sum().backward()
     wanted.sum().backward()

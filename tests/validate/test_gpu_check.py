@@ -14,11 +14,11 @@ from meshwright.planner.reports.documents import json_text
 from meshwright.planner.reports.plan_file import plan_document, read_plan
 from meshwright.simulator import simulate
 from meshwright.validate import gpu_check
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.comparison import PEAK, Unit
+from meshwright.validate.calibration.rows.machine import Accelerator
+from meshwright.validate.comparison.checks import PEAK, CheckUnit
 from meshwright.validate.gpu_check import GpuPlan, GpuSetting, load_gpu_plans, main, saved_plan
 from meshwright.validate.gpu_rows import REQUESTED, STEP_TIME, CheckedRow, page
-from meshwright.validate.prediction import pipeline_rank
+from meshwright.validate.ranks.prediction import pipeline_rank
 
 MODEL = """
 name = "tiny-gpt"
@@ -156,10 +156,14 @@ def test_the_page_shows_what_the_allocator_held_and_errors_of_the_prediction() -
     row = CheckedRow(plan="a", rank=0, measured_on="2026-11-21", device="GPU", versions="torch 2")
     rows = [
         replace(
-            row, quantity=f"{STEP_TIME} of 5 steps", unit=Unit.SECONDS, predicted=0.9, measured=1.0
+            row,
+            quantity=f"{STEP_TIME} of 5 steps",
+            unit=CheckUnit.SECONDS,
+            predicted=0.9,
+            measured=1.0,
         ),
-        replace(row, quantity=PEAK, unit=Unit.BYTES, predicted=2**30, measured=2**30),
-        replace(row, quantity=REQUESTED, unit=Unit.BYTES, predicted=2**30, measured=2**31),
+        replace(row, quantity=PEAK, unit=CheckUnit.BYTES, predicted=2**30, measured=2**30),
+        replace(row, quantity=REQUESTED, unit=CheckUnit.BYTES, predicted=2**30, measured=2**31),
     ]
     lines = page(rows).splitlines()
     assert "Measured 2026-11-21 on GPU; torch 2." in lines

@@ -26,35 +26,34 @@ from meshwright.simulator import (  # noqa: E402
     TrainingJob,
     count_parameters,
 )
-from meshwright.validate import probe  # noqa: E402
-from meshwright.validate.calibration import driver, stopwatch  # noqa: E402
-from meshwright.validate.calibration.datasheet import known_device  # noqa: E402
-from meshwright.validate.calibration.machine import Machine  # noqa: E402
+from meshwright.validate.calibration.fit.datasheet import known_device  # noqa: E402
+from meshwright.validate.calibration.measure import stopwatch  # noqa: E402
 from meshwright.validate.calibration.options import Accelerator  # noqa: E402
-from meshwright.validate.calibration.rows import Case, Group  # noqa: E402
+from meshwright.validate.calibration.rows.machine import Machine  # noqa: E402
+from meshwright.validate.calibration.rows.rows import BenchmarkCase, CaseGroup  # noqa: E402
 from meshwright.validate.counting.absent_ranks import fake_ranks  # noqa: E402
-from meshwright.validate.counting.device_memory import DeviceMemory  # noqa: E402
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.finished_work import done  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.fake_run import run_counted  # noqa: E402
-from meshwright.validate.program import (  # noqa: E402
-    attention_kernels,
-    fused_gradients,
-    fused_norms,
-    vocabulary_loss,
-    weights,
-)
-from meshwright.validate.program.attention_kernels import Attended  # noqa: E402
-from meshwright.validate.program.build import build_program  # noqa: E402
-from meshwright.validate.program.collectives import reduce_scatter  # noqa: E402
-from meshwright.validate.program.contract import ProgramRequest  # noqa: E402
-from meshwright.validate.program.fused_residual import bias_dropout_add  # noqa: E402
-from meshwright.validate.program.fused_rotary import rotate  # noqa: E402
-from meshwright.validate.program.fused_softmax import causal_softmax, softmax_backward  # noqa: E402
-from meshwright.validate.program.fused_swiglu import packed_swiglu_backward, swiglu  # noqa: E402
-from meshwright.validate.program.measure import communication_times  # noqa: E402
-from meshwright.validate.program.trial import first_that_works  # noqa: E402
+from meshwright.validate.device import attention_kernels  # noqa: E402
+from meshwright.validate.device import facts as driver  # noqa: E402
+from meshwright.validate.device.attention_kernels import Attended  # noqa: E402
+from meshwright.validate.device.memory import DeviceMemory  # noqa: E402
+from meshwright.validate.probe import stage_probe as probe  # noqa: E402
+from meshwright.validate.programs.build import build_program  # noqa: E402
+from meshwright.validate.programs.contract import weights  # noqa: E402
+from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.programs.fused import norms as fused_norms  # noqa: E402
+from meshwright.validate.programs.fused import weight_gradients as fused_gradients  # noqa: E402
+from meshwright.validate.programs.fused.autograd_function import first_that_works  # noqa: E402
+from meshwright.validate.programs.fused.residual import bias_dropout_add  # noqa: E402
+from meshwright.validate.programs.fused.rotary import rotate  # noqa: E402
+from meshwright.validate.programs.fused.softmax import causal_softmax, softmax_backward  # noqa: E402
+from meshwright.validate.programs.fused.swiglu import packed_swiglu_backward, swiglu  # noqa: E402
+from meshwright.validate.programs.megatron import loss as vocabulary_loss  # noqa: E402
+from meshwright.validate.programs.megatron.tensor_parallel import reduce_scatter  # noqa: E402
+from meshwright.validate.runs.fake import run_counted  # noqa: E402
+from meshwright.validate.runs.measure import communication_times  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 HEADS, GROUPS, TOKENS, WIDTH = 4, 2, 12, 20  # neither width nor tokens are what kernels want
@@ -407,9 +406,7 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     found = Allocator()
-    monkeypatch.setattr(
-        "meshwright.validate.counting.device_memory._use_libraries", found.used.append
-    )
+    monkeypatch.setattr("meshwright.validate.device.memory._use_libraries", found.used.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", found.statistics)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.forget)
@@ -479,9 +476,9 @@ def test_a_gpu_waits_until_its_calls_are_handed_over(
 def test_a_case_that_a_gpu_cannot_run_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad = (Case(Group.LAUNCH, "add", Precision.FP32, (size,)) for size in (1, 2))
+    good, bad = (BenchmarkCase(CaseGroup.LAUNCH, "add", Precision.FP32, (size,)) for size in (1, 2))
 
-    def make_call(case: Case, _device: torch.device) -> Callable[[], None]:
+    def make_call(case: BenchmarkCase, _device: torch.device) -> Callable[[], None]:
         def call() -> None:
             if case is bad:
                 raise RuntimeError("No available kernel. Aborting execution.\nmore")
@@ -491,7 +488,7 @@ def test_a_case_that_a_gpu_cannot_run_is_named_and_left_out(
     monkeypatch.setattr(stopwatch, "make_call", make_call)
     monkeypatch.setattr(stopwatch, "elapsed_s", lambda *_: 1e-3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    rows = stopwatch.measure_chunk([good, bad], GPU, 0)
+    rows = stopwatch.measure_batch([good, bad], GPU, 0)
     assert [row.case for row in rows] == [good]
     assert "num_elements=2 is not measured: No available kernel. Abort" in caplog.text
 

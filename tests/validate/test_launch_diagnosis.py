@@ -8,9 +8,9 @@ import pytest
 from meshwright.simulator import PlanError
 from meshwright.validate.launch import FailureKind, RunSpec, collect_run, write_spec
 from meshwright.validate.launch.collect import outcome
-from meshwright.validate.launch.diagnosis import RankState, RunFailure, diagnose
+from meshwright.validate.launch.diagnosis import RankOutcome, RunFailure, diagnose
+from meshwright.validate.launch.environment import WorkerEnvironment
 from meshwright.validate.launch.last_words import failures_kept, kind_of
-from meshwright.validate.launch.place import Place
 from meshwright.validate.launch.records import (
     SPEC_NAME,
     Heartbeat,
@@ -57,22 +57,22 @@ def failed(
     )
 
 
-def state(rank: int, failure: RankFailure | None = None, phase: str = "step 0") -> RankState:
-    return RankState(rank=rank, heartbeat=at(rank, phase), failure=failure)
+def state(rank: int, failure: RankFailure | None = None, phase: str = "step 0") -> RankOutcome:
+    return RankOutcome(rank=rank, heartbeat=at(rank, phase), failure=failure)
 
 
-def cause(*states: RankState, stopped_s: float | None = None) -> str:
+def cause(*states: RankOutcome, stopped_s: float | None = None) -> str:
     failure = diagnose(states, SPEC, stopped_s=stopped_s)
     assert failure is not None
     return failure.cause
 
 
-def lost(rank: int, *, time_s: float = 20.0) -> RankState:
+def lost(rank: int, *, time_s: float = 20.0) -> RankOutcome:
     message = "[gloo/pair.cc:553] Connection closed by peer [::1]:7. Advice follows"
     return state(rank, failed(rank, FailureKind.PEER_LOST, message, time_s=time_s))
 
 
-def waited(rank: int) -> RankState:
+def waited(rank: int) -> RankOutcome:
     message = "[gloo/buffer.cc:78] Timed out waiting 10000ms for recv operation"
     return state(rank, failed(rank, FailureKind.TIMEOUT, message))
 
@@ -154,7 +154,7 @@ def test_a_rank_that_did_not_reach_the_barrier_is_named() -> None:
 
 def test_several_plans_are_told_apart() -> None:
     two = replace(SPEC, plans=(Path("a.json"), Path("b.json")))
-    killed = RankState(
+    killed = RankOutcome(
         rank=0, heartbeat=replace(at(0, "build"), plan=1), failure=None, exit_code=-9, ended_s=1.0
     )
     failure = diagnose([killed], two)
@@ -270,4 +270,4 @@ def test_a_worker_outside_a_run_says_what_it_lacks(
 ) -> None:
     rest = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
     with pytest.raises(PlanError, match=complaint):
-        Place.from_environment(rest | environment)
+        WorkerEnvironment.of(rest | environment)

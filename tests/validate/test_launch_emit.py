@@ -16,7 +16,7 @@ from meshwright.planner.reports.plan_file import SavedPlan, read_plan
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.launch import (
     Launcher,
-    Phase,
+    RunPhase,
     RunSpec,
     collect_run,
     emit_slurm,
@@ -198,7 +198,7 @@ def test_a_spec_that_cannot_be_is_refused(
 
 
 def test_limits_depend_on_the_phase() -> None:
-    assert [SPEC.limit_s(phase) for phase in (Phase.BUILD, Phase.step(3))] == [300.0, 60.0]
+    assert [SPEC.limit_s(phase) for phase in (RunPhase.BUILD, RunPhase.step(3))] == [300.0, 60.0]
     assert SPEC.deadline_s == 300 + 3 * 300 + 3 * 60 + 60
 
 

@@ -9,31 +9,31 @@ import pytest
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
-from meshwright.validate.comparison import (
+from meshwright.validate.comparison.checks import (
     PEAK,
     PEAK_TOLERANCE,
     Check,
-    Unit,
-    Verdict,
+    CheckUnit,
+    CheckVerdict,
     compare_rank,
     has_failed,
 )
-from meshwright.validate.measurement import (
+from meshwright.validate.comparison.run_checks import loss_check, run_losses, time_checks
+from meshwright.validate.comparison.validation import rank_kinds
+from meshwright.validate.ranks.measurement import (
     ByteKind,
     CollectiveCount,
     RankMeasurement,
     read_measurement,
     write_measurement,
 )
-from meshwright.validate.prediction import (
+from meshwright.validate.ranks.prediction import (
     capped,
     default_ranks,
     predict_rank,
     predict_ranks,
     without_dropout,
 )
-from meshwright.validate.run_checks import loss_check, run_losses, time_checks
-from meshwright.validate.validation import rank_kinds
 
 GPT = ModelSpec(
     name="tiny-gpt", num_layers=4, hidden_size=64, num_heads=4, vocab_size=512, seq_len=64
@@ -68,9 +68,11 @@ def as_predicted(rank: int, **changes: object) -> RankMeasurement:
     return replace(measured, **changes)
 
 
-def verdicts(measured: RankMeasurement) -> dict[str, Verdict]:
+def verdicts(measured: RankMeasurement) -> dict[str, CheckVerdict]:
     checks = compare_rank(predict_rank(saved(), measured.rank), measured)
-    return {check.quantity: check.verdict for check in checks if check.verdict is Verdict.FAILED}
+    return {
+        check.quantity: check.verdict for check in checks if check.verdict is CheckVerdict.FAILED
+    }
 
 
 def test_a_measurement_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -199,12 +201,15 @@ def check_of_losses(
 
 
 def test_losses_must_be_equal_in_fp32_alone() -> None:
-    assert check_of_losses([6.0, 5.00001, 4.0]).verdict is Verdict.PASSED
+    assert check_of_losses([6.0, 5.00001, 4.0]).verdict is CheckVerdict.PASSED
     wrong = check_of_losses([6.0, 5.01, 4.0])
-    assert (wrong.verdict, wrong.quantity) == (Verdict.FAILED, "loss, step 2, the farthest of 2")
+    assert (wrong.verdict, wrong.quantity) == (
+        CheckVerdict.FAILED,
+        "loss, step 2, the farthest of 2",
+    )
     near = check_of_losses([6.0, 5.01], precision=Precision.BF16)
     assert (near.verdict, near.reason) == (
-        Verdict.REPORTED,
+        CheckVerdict.REPORTED,
         "losses in bf16 are within 2% of one process",
     )
     far = check_of_losses([6.0, 7.0], precision=Precision.BF16)
@@ -231,8 +236,8 @@ def test_times_are_beside_the_prediction_and_no_gate() -> None:
     assert spread.predicted is None
     assert spread.measured == pytest.approx(0.225)  # 0.4 - 0.175, exclusive quartiles of six
     assert (slowest.measured, slowest.quantity) == (0.4, "step time, slowest rank (1)")
-    assert {each.verdict for each in (middle, spread, slowest)} == {Verdict.REPORTED}
-    assert middle.unit is Unit.SECONDS
+    assert {each.verdict for each in (middle, spread, slowest)} == {CheckVerdict.REPORTED}
+    assert middle.unit is CheckUnit.SECONDS
     assert "predicted for localhost-cpu, measured on some device" in middle.reason
 
 

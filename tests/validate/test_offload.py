@@ -12,32 +12,43 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import backend_registration  # noqa: E402
 
-from meshwright.hwprofiles import Offload, Precision, Recompute, load_cluster, load_stack  # noqa: E402
+from meshwright.hwprofiles import (  # noqa: E402
+    Offload,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
 from meshwright.simulator.account.host_traffic import HostTraffic  # noqa: E402
-from meshwright.validate.comparison import (  # noqa: E402
+from meshwright.validate.comparison.checks import (  # noqa: E402
     HOST_PEAK,
     PEAK,
     PEAK_TOLERANCE,
     TO_DEVICE,
     TO_HOST,
-    Verdict,
+    CheckVerdict,
     compare_rank,
 )
-from meshwright.validate.counting.accelerator import NAME, REGISTER, StandIn, stand_in  # noqa: E402
+from meshwright.validate.comparison.report import closing_lines  # noqa: E402
+from meshwright.validate.comparison.validation import Validation, rank_kinds  # noqa: E402
+from meshwright.validate.counting.accelerator import (  # noqa: E402
+    NAME,
+    REGISTER,
+    StandIn,
+    stand_in,
+)
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.fake_run import measure_fake, measure_fakes  # noqa: E402
-from meshwright.validate.measurement import (  # noqa: E402
+from meshwright.validate.ranks.measurement import (  # noqa: E402
     ByteKind,
     RankMeasurement,
     read_measurement,
     write_measurement,
 )
-from meshwright.validate.prediction import predict_rank  # noqa: E402
-from meshwright.validate.program.replicas_servers import num_processes  # noqa: E402
-from meshwright.validate.validation import Validation, rank_kinds  # noqa: E402
-from meshwright.validate.validation_report import closing_lines  # noqa: E402
+from meshwright.validate.ranks.prediction import predict_rank  # noqa: E402
+from meshwright.validate.ranks.server_layout import num_processes  # noqa: E402
+from meshwright.validate.runs.fake import measure_fake, measure_fakes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -90,7 +101,7 @@ def as_predicted(saved: SavedPlan, **changes: object) -> RankMeasurement:
 
 def failed(saved: SavedPlan, measured: RankMeasurement) -> list[str]:
     checks = compare_rank(predict_rank(saved, measured.rank), measured)
-    return [check.quantity for check in checks if check.verdict is Verdict.FAILED]
+    return [check.quantity for check in checks if check.verdict is CheckVerdict.FAILED]
 
 
 @pytest.mark.slow

@@ -13,21 +13,19 @@ from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E
 from meshwright.planner.reports.documents import json_text  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.calibration import (  # noqa: E402
-    Accelerator,
-    CalibrateOptions,
-    device_bench,
-    run_calibrate,
-)
-from meshwright.validate.calibration.cases import Case  # noqa: E402
-from meshwright.validate.calibration.row_file import FILE_NAME  # noqa: E402
-from meshwright.validate.calibration.rows import Group  # noqa: E402
-from meshwright.validate.comparison import compare_rank, has_failed  # noqa: E402
-from meshwright.validate.counting.device_memory import DeviceMemory  # noqa: E402
+from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate  # noqa: E402
+from meshwright.validate.calibration.measure import device_bench  # noqa: E402
+from meshwright.validate.calibration.rows.cases import BenchmarkCase  # noqa: E402
+from meshwright.validate.calibration.rows.row_file import FILE_NAME  # noqa: E402
+from meshwright.validate.calibration.rows.rows import CaseGroup  # noqa: E402
+from meshwright.validate.comparison.checks import compare_rank, has_failed  # noqa: E402
+from meshwright.validate.device import attention_kernels  # noqa: E402
+from meshwright.validate.device.memory import DeviceMemory  # noqa: E402
 from meshwright.validate.launch import RunSpec, run_local  # noqa: E402
-from meshwright.validate.prediction import predict_rank, without_dropout  # noqa: E402
-from meshwright.validate.probe import run_probe  # noqa: E402
-from meshwright.validate.program import attention_kernels, fused_gradients, fused_norms  # noqa: E402
+from meshwright.validate.probe.stage_probe import run_probe  # noqa: E402
+from meshwright.validate.programs.fused import norms as fused_norms  # noqa: E402
+from meshwright.validate.programs.fused import weight_gradients as fused_gradients  # noqa: E402
+from meshwright.validate.ranks.prediction import predict_rank, without_dropout  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -176,20 +174,26 @@ def test_one_gpu_computes_a_stage_of_a_larger_plan(name: str) -> None:
 
 
 CASES = [
-    Case(Group.LAUNCH, "add", BF16, (1,)),
-    *(Case(Group.GEMM, op, BF16, (1024, 2048, 1024, 1)) for op in ("forward", "dgrad", "wgrad")),
-    Case(Group.GEMM, "batched", BF16, (256, 256, 64, 16)),
+    BenchmarkCase(CaseGroup.LAUNCH, "add", BF16, (1,)),
     *(
-        Case(Group.ATTENTION, op, BF16, (32, 1024, 64))
+        BenchmarkCase(CaseGroup.GEMM, op, BF16, (1024, 2048, 1024, 1))
+        for op in ("forward", "dgrad", "wgrad")
+    ),
+    BenchmarkCase(CaseGroup.GEMM, "batched", BF16, (256, 256, 64, 16)),
+    *(
+        BenchmarkCase(CaseGroup.ATTENTION, op, BF16, (32, 1024, 64))
         for op in ("forward", "backward", "forward cudnn", "backward cudnn")
     ),
     *(
-        Case(Group.MEMORY, op, BF16, (4096, 2048))
+        BenchmarkCase(CaseGroup.MEMORY, op, BF16, (4096, 2048))
         for op in ("add", "norm", "gelu", "silu", "softmax", "dropout")
     ),
-    *(Case(Group.OPTIMIZER, op, FP32, (2**22,)) for op in ("adamw fused", "adamw foreach")),
     *(
-        Case(Group.COPY, op, BF16, (2**24,))
+        BenchmarkCase(CaseGroup.OPTIMIZER, op, FP32, (2**22,))
+        for op in ("adamw fused", "adamw foreach")
+    ),
+    *(
+        BenchmarkCase(CaseGroup.COPY, op, BF16, (2**24,))
         for op in ("on device", "host to device", "device to host")
     ),
 ]

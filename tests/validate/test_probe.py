@@ -13,12 +13,12 @@ from meshwright.hwprofiles import Offload, Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
 from meshwright.validate.counting.absent_ranks import fake_ranks
-from meshwright.validate.probe import (
+from meshwright.validate.probe.report import probe_table
+from meshwright.validate.probe.stage_probe import (
     ProbeReport,
     Spread,
     predict_stage,
     probe_stage,
-    probe_table,
     run_probe,
     shortened,
 )

@@ -7,9 +7,9 @@ import pytest
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
-from meshwright.validate.comparison import Verdict, compare_rank
-from meshwright.validate.fake_run import measure_fake
-from meshwright.validate.prediction import predict_rank
+from meshwright.validate.comparison.checks import CheckVerdict, compare_rank
+from meshwright.validate.ranks.prediction import predict_rank
+from meshwright.validate.runs.fake import measure_fake
 
 pytest.importorskip("torch")
 
@@ -95,7 +95,7 @@ CASES = {
 def test_ranks_do_what_is_predicted(name: str) -> None:
     saved = CASES[name]
     checks = compare_rank(predict_rank(saved, 0), measure_fake(saved, 0))
-    assert [check for check in checks if check.verdict is Verdict.FAILED] == []
+    assert [check for check in checks if check.verdict is CheckVerdict.FAILED] == []
 
 
 @pytest.mark.parametrize(

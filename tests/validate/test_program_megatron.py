@@ -19,14 +19,14 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 from meshwright.hwprofiles import Attention, Precision, Recompute  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.validate.program.plain_parts import (  # noqa: E402
+from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
+from meshwright.validate.programs.layers.transformer import LayerOptions, VirtualStage  # noqa: E402
+from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
     initialise_whole,
     plain_parts,
     tie_embeddings,
 )
-from meshwright.validate.program.reference import reference_losses  # noqa: E402
-from meshwright.validate.program.transformer import LayerOptions, Stage  # noqa: E402
-from meshwright.validate.program.weights import token_batch  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 3
@@ -187,7 +187,7 @@ def reference_norm(model: str) -> float:
     parts = plain_parts(job.model, tp=1, dropout=0.0)
     options = LayerOptions(attention=UNFUSED, recompute=Recompute.NONE, dropout=0.0)
     layers = range(job.model.num_layers)
-    stage = Stage(job.model, layers, options, parts, has_embedding=True, has_head=True)
+    stage = VirtualStage(job.model, layers, options, parts, has_embedding=True, has_head=True)
     if job.model.tied_embeddings:
         tie_embeddings(stage)
     initialise_whole(stage, job.model)

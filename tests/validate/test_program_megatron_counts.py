@@ -16,9 +16,9 @@ from meshwright.simulator.model.parameters import (  # noqa: E402
 )
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
-from meshwright.validate.measurement import ByteKind, CollectiveCount  # noqa: E402
-from meshwright.validate.program.contract import ProgramRequest  # noqa: E402
-from meshwright.validate.program.megatron import MegatronProgram  # noqa: E402
+from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.programs.megatron.program import MegatronProgram  # noqa: E402
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
 
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
 S, B, H, A = 2048, 1, 12288, 96  # GPT-3
@@ -55,7 +55,7 @@ def second_step(wanted: ProgramRequest) -> tuple[MegatronProgram, RankOracle]:
         oracle = RankOracle(program.groups)
         with oracle:
             for step in range(2):
-                for tensor, kind in program.held_tensors():
+                for tensor, kind in program.persistent_tensors():
                     oracle.mark(tensor, kind)
                 oracle.start_step()
                 program.run_step(step)
@@ -228,7 +228,7 @@ def test_buckets_close_when_full_from_the_back_of_each_chunk() -> None:
     mlp = [h, 4 * h * h, 4 * h, 4 * h * h]  # biases and weights from the back
     attention = [h, h, h, h * h, 3 * h, 3 * h * h]  # a norm first
     assert sum(mlp[:3]) < limit == sum(attention)
-    sizes = [bucket.weights.numel() for bucket in program.chunks[0].buckets]
+    sizes = [bucket.weights.numel() for bucket in program.buffers[0].buckets]
     # The tied table, which the last stage holds, too, is apart.
     assert sizes == [sum(mlp), limit, 2 * h + 16 * h, 256 * h]
     assert replica_calls(oracle) == sorted(("all_reduce", 4 * size, 1) for size in sizes)
@@ -240,7 +240,7 @@ def test_a_table_on_two_stages_has_a_bucket_of_its_own(zero_stage: int) -> None:
     plan = ParallelPlan(pp=2, dp=2, stages=(2, 2), zero_stage=zero_stage, attention=FLASH)
     for rank, first in ((0, False), (2, True)):
         program, _ = second_step(request(job, plan, "megatron-core", rank))
-        sizes = [bucket.weights.numel() for bucket in program.chunks[0].buckets]
+        sizes = [bucket.weights.numel() for bucket in program.buffers[0].buckets]
         assert len(sizes) == 2
         assert sizes[0 if first else 1] == 256 * 32
 
@@ -252,7 +252,7 @@ def test_only_the_first_stage_is_reduced_in_buckets() -> None:
     counts = []
     for rank in (0, 2):
         program, _ = second_step(request(job, plan, stack, rank))
-        counts.append(len(program.chunks[0].buckets))
+        counts.append(len(program.buffers[0].buckets))
     assert counts[0] > 3
     assert counts[1] == 2
 
@@ -263,8 +263,8 @@ def test_without_overlap_each_chunk_is_reduced_once() -> None:
         pp=2, dp=2, num_virtual_stages=2, schedule="interleaved", stages=(1, 1, 1, 1)
     )
     program, oracle = second_step(request(job, plan, "megatron-lm-2022"))
-    sizes = [chunk.buckets[0].weights.numel() for chunk in program.chunks]
-    assert [len(chunk.buckets) for chunk in program.chunks] == [1, 1]
+    sizes = [each.buckets[0].weights.numel() for each in program.buffers]
+    assert [len(each.buckets) for each in program.buffers] == [1, 1]
     assert replica_calls(oracle) == sorted(("all_reduce", 4 * size, 1) for size in sizes)
 
 
@@ -343,7 +343,7 @@ def test_an_update_copies_16_bit_gradients_alone(stack: str, temporary: int) -> 
     job = TrainingJob(model=model, global_batch_size=1, seq_len=2)
     plan = ParallelPlan(tp=1, stages=(4,))
     program, oracle = second_step(request(job, plan, stack))
-    parameters = sum(bucket.weights.numel() for bucket in program.chunks[0].buckets)
+    parameters = sum(bucket.weights.numel() for bucket in program.buffers[0].buckets)
     assert load_stack(stack).optimizer_temporary_bytes == temporary
     extra = oracle.bytes_at_peak[ByteKind.ACTIVATIONS]
     assert temporary * parameters <= extra <= (temporary + 0.5) * parameters

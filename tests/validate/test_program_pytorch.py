@@ -14,8 +14,8 @@ import pytest
 
 from meshwright.hwprofiles import Attention, Precision, Recompute
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
-from meshwright.validate.program import reference
-from meshwright.validate.program.reference import reference_losses
+from meshwright.validate.programs.pytorch import reference
+from meshwright.validate.programs.pytorch.reference import reference_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 3

@@ -14,15 +14,15 @@ from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.internals import tensors_in
 from meshwright.validate.counting.oracle import RankOracle
-from meshwright.validate.measurement import ByteKind
-from meshwright.validate.program.contract import ProgramRequest, RankProgram
-from meshwright.validate.program.kept_operators import operator_contexts
-from meshwright.validate.program.plain_parts import initial_parameter, plain_parts
-from meshwright.validate.program.pytorch_layout import build_stage, make_layout
-from meshwright.validate.program.pytorch_programs import build_ddp, build_fully_sharded
-from meshwright.validate.program.pytorch_shard import mixed_precision, shard_stage
-from meshwright.validate.program.pytorch_update import local_gradients
-from meshwright.validate.program.weights import initial_weight
+from meshwright.validate.programs.contract.request import ProgramRequest, RankProgram
+from meshwright.validate.programs.contract.weights import initial_weight
+from meshwright.validate.programs.layers.selective_recompute import operator_contexts
+from meshwright.validate.programs.pytorch.fully_sharded import mixed_precision, shard_stage
+from meshwright.validate.programs.pytorch.layout import build_stage, make_layout
+from meshwright.validate.programs.pytorch.optimizer import local_gradients
+from meshwright.validate.programs.pytorch.parts import initial_parameter, plain_parts
+from meshwright.validate.programs.pytorch.programs import build_ddp, build_fully_sharded
+from meshwright.validate.ranks.measurement import ByteKind
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, SIZE = 32, 16, 2, 1024, 2
 SIZES: dict[str, Any] = {
@@ -96,15 +96,15 @@ def counted(asked: ProgramRequest) -> tuple[RankOracle, dict[ByteKind, int]]:
         oracle = RankOracle(program.groups)
         with oracle:
             program.run_step(0)
-            for tensor, kind in program.held_tensors():
+            for tensor, kind in program.persistent_tensors():
                 oracle.mark(tensor, kind)
             oracle.start_step()
             program.run_step(1)
-            for tensor, kind in program.held_tensors():
+            for tensor, kind in program.persistent_tensors():
                 oracle.mark(tensor, kind)
         storages = {
             local.untyped_storage()._cdata: (kind, local.untyped_storage().nbytes())
-            for tensor, kind in program.held_tensors()
+            for tensor, kind in program.persistent_tensors()
             for local in tensors_in(tensor)
         }
     held: Counter[ByteKind] = Counter()

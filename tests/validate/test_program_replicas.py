@@ -24,17 +24,20 @@ from meshwright.simulator.account.traffic import (
 )
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
-from meshwright.validate.fake_run import run_counted
-from meshwright.validate.measurement import ByteKind, CollectiveCount
-from meshwright.validate.program.build import build_program
-from meshwright.validate.program.contract import ProgramRequest
-from meshwright.validate.program.pytorch_loss import LossOfMicrobatch
-from meshwright.validate.program.reference import reference_losses
-from meshwright.validate.program.replicas_count import measure_devices
-from meshwright.validate.program.replicas_module import LibraryReplicas, build_replicas
-from meshwright.validate.program.replicas_servers import ServerLayout, num_processes
-from meshwright.validate.program.weights import token_batch
-from meshwright.validate.strategy_prediction import SERVERS, predict_member
+from meshwright.validate.programs.build import build_program
+from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.contract.weights import token_batch
+from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch
+from meshwright.validate.programs.pytorch.reference import reference_losses
+from meshwright.validate.programs.strategies.data_parallel_module import (
+    LibraryReplicas,
+    build_data_parallel_module,
+)
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
+from meshwright.validate.ranks.members import SERVERS, predict_member
+from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
+from meshwright.validate.runs.devices import measure_devices
+from meshwright.validate.runs.fake import run_counted
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
@@ -92,14 +95,16 @@ def test_replicas_of_one_process_train_as_one(
     dp: int, fields: dict[str, Any], alone: list[float]
 ) -> None:
     saved = saved_plan(MODULE, job_of(), plan_of(dp, **fields))
-    program = build_replicas(request_of(saved, initialise=True))
+    program = build_data_parallel_module(request_of(saved, initialise=True))
     found = [mean(loss.item() for loss in program.run_step(step)) for step in range(NUM_STEPS)]
     assert found == pytest.approx(alone, abs=1e-5)
 
 
 def test_copies_made_by_hand_give_the_gradients_of_the_library() -> None:
     saved = saved_plan(MODULE, job_of(), plan_of(2))
-    by_hand, library = (build_replicas(request_of(saved, initialise=True)) for _ in range(2))
+    by_hand, library = (
+        build_data_parallel_module(request_of(saved, initialise=True)) for _ in range(2)
+    )
     library._pass = LibraryReplicas(library._request, library.stage, LossOfMicrobatch(4))
     batch = token_batch(saved.job, 0, range(2))
     for program in (by_hand, library):

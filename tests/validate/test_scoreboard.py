@@ -23,11 +23,11 @@ from meshwright.validate import (
     load_padded_lengths,
     load_published_layers,
     load_published_runs,
-    scoreboard,
     scoreboard_json,
     simulate_run,
     step_time_s,
 )
+from meshwright.validate.published import scoreboard
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "meshwright" / "validate" / "data"

@@ -9,30 +9,32 @@ import pytest
 from meshwright.hwprofiles import Precision, ProfileError, list_stacks, load_device, load_stack
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator
-from meshwright.validate.calibration.profile_files import device_toml
-from meshwright.validate.calibration.rows import Case, Group, Row
-from meshwright.validate.calibration.stack_file import (
+from meshwright.validate.calibration.fit.profile_files import device_toml
+from meshwright.validate.calibration.fit.stack_file import (
     SERIAL,
     check_stacks,
     stack_toml,
     write_stacks,
 )
-from meshwright.validate.calibration.step_check import main, read_shape
-from meshwright.validate.calibration.step_clock import StepRecord, machine_busy_s
-from meshwright.validate.calibration.step_table import (
+from meshwright.validate.calibration.rows.rows import BenchmarkCase, CaseGroup, Row
+from meshwright.validate.calibration.steps.check import main, read_shape
+from meshwright.validate.calibration.steps.clock import StepRecord, machine_busy_s
+from meshwright.validate.calibration.steps.table import (
     COLUMNS,
     HEADS,
-    Line,
-    Step,
+    MeasuredStep,
+    StepComparison,
     markdown,
-    step_of,
-    write_lines,
+    measured_step,
+    write_comparisons,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cpu_steps.md"
 FP32 = Precision.FP32
-LAUNCH = Row(Case(Group.LAUNCH, "add", FP32, (1,)), 3e-6, 3e-6, 3e-6, 9)
-ATTENTION = Row(Case(Group.ATTENTION, "forward", FP32, (4, 64, 64)), 1e-4, 1e-4, 1e-4, 9)
+LAUNCH = Row(BenchmarkCase(CaseGroup.LAUNCH, "add", FP32, (1,)), 3e-6, 3e-6, 3e-6, 9)
+ATTENTION = Row(
+    BenchmarkCase(CaseGroup.ATTENTION, "forward", FP32, (4, 64, 64)), 1e-4, 1e-4, 1e-4, 9
+)
 WITHIN = 0.25
 
 
@@ -68,21 +70,29 @@ def test_every_number_of_the_document_has_a_date_and_a_version() -> None:
 
 def test_a_step_is_that_of_the_slowest_rank_and_others_are_what_is_left() -> None:
     records = [StepRecord(0, 2.0, 1.5, 3.4), StepRecord(0, 1.9, 1.7, 3.4)]
-    assert step_of(records, 2) == Step(2.0, 1.7, 0.05)
-    assert step_of([StepRecord(0, 2.0, 1.5, None)], 2).others_fraction is None
+    assert measured_step(records, 2) == MeasuredStep(2.0, 1.7, 0.05)
+    assert measured_step([StepRecord(0, 2.0, 1.5, None)], 2).others_fraction is None
     busy_s = machine_busy_s()
     assert busy_s is None or busy_s > 0
 
 
 def test_only_quiet_steps_are_compared_by_the_wall_clock(tmp_path: Path) -> None:
-    steps = (Step(1.0, 0.9, 0.0), Step(1.2, 0.9, 0.05), Step(4.0, 1.1, 0.5), Step(4.0, 1.1, None))
-    lines = [Line("ddp", "1x64x16x1x1", 1.1, steps), Line("fsdp", "1x64x16x1x1", 1.1, steps[2:])]
+    steps = (
+        MeasuredStep(1.0, 0.9, 0.0),
+        MeasuredStep(1.2, 0.9, 0.05),
+        MeasuredStep(4.0, 1.1, 0.5),
+        MeasuredStep(4.0, 1.1, None),
+    )
+    lines = [
+        StepComparison("ddp", "1x64x16x1x1", 1.1, steps),
+        StepComparison("fsdp", "1x64x16x1x1", 1.1, steps[2:]),
+    ]
     assert (lines[0].num_quiet, lines[0].quiet) == (2, (1.05, 1.1, 1.15))
     assert (lines[1].num_quiet, lines[1].quiet) == (0, None)
     first, second = (line.strip("| \n").split(" | ") for line in markdown(lines).splitlines()[2:])
     assert first[4:8] == ["+10.0%", "2 of 4", "1100 ms (1050 to 1150)", "+0.0%"]
     assert second[4:8] == ["+0.0%", "0 of 2", "-", "-"]
-    write_lines(lines, tmp_path / "steps.csv")
+    write_comparisons(lines, tmp_path / "steps.csv")
     with (tmp_path / "steps.csv").open(encoding="ascii", newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert tuple(rows[0]) == COLUMNS

@@ -11,9 +11,9 @@ import pytest
 
 import meshwright
 from meshwright.planner.reports.plan_file import SavedPlan
-from meshwright.validate import fake_run
-from meshwright.validate.fake_run import check_torch
-from meshwright.validate.measurement import RankMeasurement
+from meshwright.validate.ranks.measurement import RankMeasurement
+from meshwright.validate.runs import fake as fake_run
+from meshwright.validate.runs.fake import check_torch
 
 pytest.importorskip("torch")
 

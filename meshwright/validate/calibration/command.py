@@ -14,10 +14,9 @@ from meshwright.simulator import PlanError
 from meshwright.validate.calibration.options import CalibrateOptions
 
 if TYPE_CHECKING:
-    from meshwright.validate.calibration.machine import Machine
     from meshwright.validate.calibration.results import Measured
-    from meshwright.validate.calibration.row_file import RowFile
-    from meshwright.validate.calibration.setting import Setting
+    from meshwright.validate.calibration.rows import Machine, RowFile
+    from meshwright.validate.calibration.setting import CalibrationSetting
 
 REPORT_WIDTH = 100
 # Part of --budget-seconds for collectives, where there are ranks.
@@ -41,11 +40,11 @@ def run_calibrate(options: CalibrateOptions) -> int:
     return print_report(report, REPORT_WIDTH)
 
 
-def _show_traces(setting: "Setting") -> None:
+def _show_traces(setting: "CalibrationSetting") -> None:
     """Print where the time of each job went, and write it where there is a folder."""
     from meshwright.planner.cli import print_report
-    from meshwright.validate.calibration.job_trace import read_job_trace
     from meshwright.validate.calibration.report import trace_report, write_trace
+    from meshwright.validate.traces import read_job_trace
 
     traces = [(path, read_job_trace(path)) for path in setting.traces]
     for number, (path, trace) in enumerate(traces, start=1):
@@ -55,7 +54,7 @@ def _show_traces(setting: "Setting") -> None:
         print_report(trace_report(path, trace), REPORT_WIDTH)
 
 
-def _measure(setting: "Setting", folder: Path) -> "Measured":
+def _measure(setting: "CalibrationSetting", folder: Path) -> "Measured":
     """Return the rows of this machine, after measuring those that are missing.
 
     Raises:
@@ -64,8 +63,7 @@ def _measure(setting: "Setting", folder: Path) -> "Measured":
     """
     assert setting.accelerator is not None  # the caller measures only then
     try:
-        from meshwright.validate.calibration.device_bench import measure_device
-        from meshwright.validate.calibration.probe import probe_machine
+        from meshwright.validate.calibration.measure import measure_device, probe_machine
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
@@ -74,7 +72,7 @@ def _measure(setting: "Setting", folder: Path) -> "Measured":
             'pip install "meshwright[validate]"'
         ) from None
     from meshwright.planner.cli import progress_bar
-    from meshwright.validate.calibration.collective_bench import measure_collectives
+    from meshwright.validate.calibration.collectives import measure_collectives
     from meshwright.validate.calibration.results import Measured
 
     file = open_rows(
@@ -107,7 +105,7 @@ def open_rows(folder: Path, machine: "Machine", *, force: bool) -> "RowFile":
     from datetime import UTC, datetime
 
     from meshwright.hwprofiles.names import shown_path
-    from meshwright.validate.calibration.row_file import FILE_NAME, RowFile
+    from meshwright.validate.calibration.rows import FILE_NAME, RowFile
 
     path = folder / FILE_NAME
     if force or not path.exists():

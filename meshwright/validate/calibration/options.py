@@ -1,19 +1,12 @@
 """The options of ``meshwright calibrate``, as a record."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from meshwright.hwprofiles import Precision
-
-
-class Accelerator(StrEnum):
-    """What is measured: the GPUs of this machine, or its processor."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
+from meshwright.validate.calibration.rows import Accelerator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

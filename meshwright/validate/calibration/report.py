@@ -12,11 +12,9 @@ from rich.text import Text
 from meshwright.hwprofiles import Device, Link, format_bandwidth, format_flops_per_s, format_time
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.names import shown_path
-from meshwright.validate.calibration.calibrated import misfit_of
-from meshwright.validate.calibration.cases import Coverage
-from meshwright.validate.calibration.job_trace import JobTrace
-from meshwright.validate.calibration.residuals import Residual, Summary, rate_unit, summaries
-from meshwright.validate.calibration.rows import Group
+from meshwright.validate.calibration.fit import Residual, Summary, misfit_of, rate_unit, summaries
+from meshwright.validate.calibration.rows import CaseGroup, Coverage
+from meshwright.validate.traces import JobTrace
 
 
 def calibration_report(
@@ -38,9 +36,9 @@ def calibration_report(
         coverage: Cases measured, by what they are.
         files: What was written.
     """
-    told = [each for each in residuals if each.modelled_s is not None]
-    times = {each.row.case: each.modelled_s for each in told}
-    overall = misfit_of([each.row for each in told], times.get)
+    modelled = [each for each in residuals if each.modelled_s is not None]
+    times = {each.row.case: each.modelled_s for each in modelled}
+    overall = misfit_of([each.row for each in modelled], times.get)
     facts = _table("what", "value")
     for what, done in coverage.items():
         facts.add_row("measured", f"{done.num_measured} of {done.num_cases} {what}")
@@ -79,8 +77,8 @@ def residual_table(found: Sequence[Summary]) -> Table:
     return table
 
 
-def _rate(group: Group, rate: float) -> str:
-    if group is Group.LAUNCH:
+def _rate(group: CaseGroup, rate: float) -> str:
+    if group is CaseGroup.LAUNCH:
         return ""
     return format_flops_per_s(rate) if rate_unit(group) == "FLOP/s" else format_bandwidth(rate)
 
@@ -118,7 +116,7 @@ def _launch_facts(residuals: Sequence[Residual]) -> list[tuple[str, str]]:
     return [
         ("kernel launch", f"{format_time(each.row.median_s)} back to back")
         for each in residuals
-        if each.row.case.group is Group.LAUNCH
+        if each.row.case.group is CaseGroup.LAUNCH
     ]
 
 

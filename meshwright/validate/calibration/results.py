@@ -7,24 +7,29 @@ from rich.console import RenderableType
 
 from meshwright.hwprofiles import Cluster, Device, Link, load_cluster, load_device, load_link
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration.calibrated import (
+from meshwright.validate.calibration.fit import (
     calibrated_device,
     calibrated_link,
+    combined_rows,
+    draw_residuals,
     evidence,
-    joined,
+    launch_floor,
+    residuals_of,
+    write_profiles,
+    write_residuals,
+    write_stacks,
 )
-from meshwright.validate.calibration.cases import Coverage
-from meshwright.validate.calibration.cost_fit import launch_floor
-from meshwright.validate.calibration.nccl_tests import NcclRun, read_nccl_tests
-from meshwright.validate.calibration.options import Accelerator
-from meshwright.validate.calibration.picture import draw_residuals
-from meshwright.validate.calibration.profile_files import write_profiles
 from meshwright.validate.calibration.report import calibration_report
-from meshwright.validate.calibration.residuals import residuals_of, write_residuals
-from meshwright.validate.calibration.row_file import RowFile
-from meshwright.validate.calibration.rows import Group, Row
-from meshwright.validate.calibration.setting import Setting
-from meshwright.validate.calibration.stack_file import write_stacks
+from meshwright.validate.calibration.rows import (
+    Accelerator,
+    CaseGroup,
+    Coverage,
+    NcclRun,
+    Row,
+    RowFile,
+    read_nccl_tests,
+)
+from meshwright.validate.calibration.setting import CalibrationSetting
 
 
 class Measured(NamedTuple):
@@ -44,7 +49,7 @@ class Profiles(NamedTuple):
 
 
 def write_results(
-    setting: Setting, folder: Path, measured: Measured | None, runs: list[NcclRun]
+    setting: CalibrationSetting, folder: Path, measured: Measured | None, runs: list[NcclRun]
 ) -> RenderableType:
     """Write all that follows from the rows into *folder*; return the report.
 
@@ -54,8 +59,8 @@ def write_results(
     file = measured.file if measured is not None else None
     head = evidence(file.machine, file.date) if file is not None else "read from nccl-tests"
     own = file.rows if file is not None else []
-    collectives = joined(own, [row for run in runs for row in run.rows])
-    rows = [row for row in own if row.case.group is not Group.COLLECTIVE] + collectives
+    collectives = combined_rows(own, [row for run in runs for row in run.rows])
+    rows = [row for row in own if row.case.group is not CaseGroup.COLLECTIVE] + collectives
     profiles = _write_profiles(setting, folder, file, collectives, runs)
     accelerator = file.machine.accelerator if file is not None else Accelerator.CUDA
     residuals = residuals_of(rows, profiles.device, profiles.link, launch_floor(rows, accelerator))
@@ -73,7 +78,7 @@ def write_results(
 
 
 def _write_profiles(
-    setting: Setting,
+    setting: CalibrationSetting,
     folder: Path,
     file: RowFile | None,
     collectives: list[Row],
@@ -86,8 +91,8 @@ def _write_profiles(
         device = calibrated_device(file, f"{name}-device", like=setting.like, peak=setting.peak)
     link = None
     if collectives:
-        seen = _origins(file, runs)
-        link = calibrated_link(collectives, f"{name}-link", f"inside {name}, calibrated", seen)
+        sources = _origins(file, runs)
+        link = calibrated_link(collectives, f"{name}-link", f"inside {name}, calibrated", sources)
     largest = max((row.case.sizes[1] for row in collectives), default=1)
     files = write_profiles(folder, name, device=device, link=link, num_devices=largest)
     return Profiles(
@@ -98,12 +103,12 @@ def _write_profiles(
     )
 
 
-def _write_stacks(setting: Setting, folder: Path, file: RowFile | None) -> list[Path]:
+def _write_stacks(setting: CalibrationSetting, folder: Path, file: RowFile | None) -> list[Path]:
     """Write the stacks that are asked for: only a measured machine has any."""
     if file is None:
         return []
-    seen = evidence(file.machine, file.date)
-    return write_stacks(folder, setting.name, setting.stacks, file.rows, seen)
+    source = evidence(file.machine, file.date)
+    return write_stacks(folder, setting.name, setting.stacks, file.rows, source)
 
 
 def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:

@@ -9,10 +9,9 @@ from meshwright.hwprofiles.names import shown
 from meshwright.planner.options import option_name
 from meshwright.planner.reports import check_folder, output_path
 from meshwright.simulator import PlanError
-from meshwright.validate.calibration.datasheet import read_peak
-from meshwright.validate.calibration.options import Accelerator, CalibrateOptions
-from meshwright.validate.calibration.row_file import FILE_NAME
-from meshwright.validate.calibration.stack_file import check_stacks
+from meshwright.validate.calibration.fit import check_stacks, read_peak
+from meshwright.validate.calibration.options import CalibrateOptions
+from meshwright.validate.calibration.rows import FILE_NAME, Accelerator
 
 MAX_RANKS = 64
 MAX_BUDGET_S = 1e6
@@ -21,7 +20,7 @@ MEASURING = ("ranks", "precision", "peak", "budget_seconds")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", re.ASCII)
 
 
-class Setting(NamedTuple):
+class CalibrationSetting(NamedTuple):
     """What is asked for.
 
     Args:
@@ -58,7 +57,7 @@ class Setting(NamedTuple):
         return self.accelerator is not None or bool(self.nccl_tests)
 
 
-def read_setting(options: CalibrateOptions) -> Setting:
+def read_setting(options: CalibrateOptions) -> CalibrationSetting:
     """Return *options* checked.
 
     Raises:
@@ -77,7 +76,7 @@ def read_setting(options: CalibrateOptions) -> Setting:
     precision = options.precision or usual
     peak = read_peak(options.peak)
     name = _read_name(options.name)
-    return Setting(
+    return CalibrationSetting(
         accelerator=options.device,
         name=name,
         folder=_read_folder(options, name),

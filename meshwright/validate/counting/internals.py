@@ -20,14 +20,13 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug as sharding_debug
 from torch.nn.parallel import distributed as data_parallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from meshwright.validate.counting.errors import UnsupportedTorchError
-from meshwright.validate.counting.finished_work import finished_work
-from meshwright.validate.counting.sharding_cache import clear_sharding_cache
+from meshwright.validate.counting.finished_work import UnsupportedTorchError, finished_work
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 FROM_VALUES = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor(values) has made
@@ -189,7 +188,14 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        clear_sharding_cache()
+        _clear_sharding_cache()
+
+
+def _clear_sharding_cache() -> None:
+    """Forget shardings of DTensor: they name groups of meshes that the next ones may equal."""
+    clear = getattr(sharding_debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.hwprofiles.kinds import CollectiveOp
-from meshwright.validate.counting.gradient_sums import GradientSums
 from meshwright.validate.counting.internals import (
     FROM_VALUES,
     WAIT,
@@ -24,8 +23,8 @@ from meshwright.validate.counting.internals import (
     storage_identity,
     tensors_in,
 )
-from meshwright.validate.counting.storages import CPU, Memories, TensorGroup
-from meshwright.validate.measurement import ByteKind, CollectiveCount
+from meshwright.validate.counting.storages import CPU, Memories, StorageGroup
+from meshwright.validate.ranks import ByteKind, CollectiveCount
 
 UNKNOWN_GROUP = "other"
 WITHOUT_WORK = {"prim", "profiler"}  # namespaces of operators that only look at tensors
@@ -47,6 +46,8 @@ COLLECTIVES: dict[str, str] = {
 # Operators that copy from place to place, and which of their arguments is the source.
 COPIES = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
 NOT_COUNTED = ("barrier", "monitoredbarrier", "meshgetprocessgroup")
+_SUM = torch.ops.aten.add.Tensor
+_NO_TASK = -1
 
 
 class RankOracle(TorchDispatchMode):
@@ -120,7 +121,7 @@ class RankOracle(TorchDispatchMode):
         """Of which kind they were; the kinds sum to `peak_bytes`."""
         return self.memories.device.bytes_at_peak()
 
-    def largest_at_peak(self, n: int) -> list[TensorGroup]:
+    def largest_at_peak(self, n: int) -> list[StorageGroup]:
         """Return the *n* groups of storages that took most bytes at the peak, largest first."""
         return self.memories.device.largest_at_peak(n)
 
@@ -213,3 +214,34 @@ def _operations(
             sizes = [sum(tensor.nbytes for tensor in tensors_in(buffer)) for buffer in buffers]
             return [(op, max(sizes))]
     raise NotImplementedError(f"communication operator {name} is not known")
+
+
+class GradientSums:
+    """Tells the sums of gradients apart that autograd makes in place when nobody looks on.
+
+    Where the gradients of two uses of a tensor meet, the second is added to the first in place, if
+    nothing else holds that one.  A dispatch mode, or a tensor that is a subclass, makes it out of
+    place: a third tensor, which only counting has made (torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`, and ATen/TensorSubclassLikeUtils.h).
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: object = None
+
+    def wrap(self, operator: object) -> None:
+        """Note that the next *operator* is that of a wrapper, which adds out of place."""
+        self._wrapped = operator
+
+    def is_in_place(self, operator: object) -> bool:
+        """Return whether *operator*, which now runs, would not need a tensor of its own.
+
+        Its operands are live before it, and the sum takes the place of one of them after it.
+        """
+        is_wrapped, self._wrapped = operator is self._wrapped, None
+        return operator is _SUM and not is_wrapped and _runs_backward()
+
+
+def _runs_backward() -> bool:
+    """Return whether this thread runs a backward pass, and not a forward pass within it."""
+    task: int = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to ask
+    return task != _NO_TASK and not torch.is_grad_enabled()

@@ -9,12 +9,12 @@ import torch
 
 from meshwright.simulator.account import HostTraffic
 from meshwright.validate.counting.internals import storage_identity
-from meshwright.validate.measurement import ByteKind
+from meshwright.validate.ranks import ByteKind
 
 CPU = torch.device("cpu")
 
 
-class TensorGroup(NamedTuple):
+class StorageGroup(NamedTuple):
     """Storages of one kind and size, made by one operator."""
 
     kind: ByteKind
@@ -23,7 +23,7 @@ class TensorGroup(NamedTuple):
     where_made: str
 
 
-class Label(NamedTuple):
+class StorageLabel(NamedTuple):
     """What a storage is for, its size, and the operator that made it."""
 
     kind: ByteKind
@@ -43,10 +43,10 @@ class Storages:
     """
 
     def __init__(self) -> None:
-        self._labels: dict[int, Label] = {}
+        self._labels: dict[int, StorageLabel] = {}
         self._changed: dict[int, int] = {}  # when a storage got its present size
-        self._live: Counter[Label] = Counter()
-        self._since_peak: Counter[Label] = Counter()
+        self._live: Counter[StorageLabel] = Counter()
+        self._since_peak: Counter[StorageLabel] = Counter()
         self._clock = 0
         self._peak_clock = 0
         self._lock = threading.RLock()  # backends free tensors in threads of their own
@@ -63,7 +63,7 @@ class Storages:
         with self._lock:
             if key in self._labels:
                 return
-            self._set(key, Label(kind, storage.nbytes(), f"{where} {tuple(tensor.shape)}"))
+            self._set(key, StorageLabel(kind, storage.nbytes(), f"{where} {tuple(tensor.shape)}"))
         # Its address may belong to another storage as soon as this one has died.
         weakref.finalize(storage, self._set, key, None).atexit = False
 
@@ -99,7 +99,7 @@ class Storages:
                 self._peak_clock = self._clock
                 self._since_peak.clear()
 
-    def at_peak(self) -> Counter[Label]:
+    def at_peak(self) -> Counter[StorageLabel]:
         """Return the storages of the peak by label; none has size 0."""
         with self._lock:
             counts = self._live.copy()
@@ -113,16 +113,16 @@ class Storages:
             sizes[label.kind] += label.size_bytes * count
         return sizes
 
-    def largest_at_peak(self, n: int) -> list[TensorGroup]:
+    def largest_at_peak(self, n: int) -> list[StorageGroup]:
         """Return the *n* groups of storages that took most bytes at the peak, largest first."""
         groups = [
-            TensorGroup(label.kind, label.size_bytes, count, label.where_made)
+            StorageGroup(label.kind, label.size_bytes, count, label.where_made)
             for label, count in self.at_peak().items()
         ]
         groups.sort(key=lambda group: (-group.size_bytes * group.num_storages, group))
         return groups[:n]
 
-    def _set(self, key: int, new: Label | None) -> None:
+    def _set(self, key: int, new: StorageLabel | None) -> None:
         """Give a storage a label, or with None take it away."""
         with self._lock:
             self._clock += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.simulator import PlanError
-from meshwright.validate.launch.diagnosis import RankState, RunFailure, diagnose
+from meshwright.validate.launch.diagnosis import RankOutcome, RunFailure, diagnose
 from meshwright.validate.launch.records import (
     SPEC_NAME,
     measurement_path,
@@ -14,7 +14,7 @@ from meshwright.validate.launch.records import (
     read_heartbeat,
 )
 from meshwright.validate.launch.spec import RunSpec, read_spec
-from meshwright.validate.measurement import RankMeasurement, read_measurement
+from meshwright.validate.ranks import RankMeasurement, read_measurement
 
 _RANK_FILE = re.compile(r"rank-(\d+)\.(heartbeat|failure)\.json")
 
@@ -52,16 +52,16 @@ def collect_run(folder: Path) -> RunOutcome:
     return outcome(replace(spec, results=folder), states)
 
 
-def rank_state(folder: Path, rank: int) -> RankState:
+def rank_state(folder: Path, rank: int) -> RankOutcome:
     """Return what the files of a rank say."""
-    return RankState(
+    return RankOutcome(
         rank=rank, heartbeat=read_heartbeat(folder, rank), failure=read_failure(folder, rank)
     )
 
 
 def outcome(
     spec: RunSpec,
-    states: Sequence[RankState],
+    states: Sequence[RankOutcome],
     *,
     stopped_s: float | None = None,
 ) -> RunOutcome:

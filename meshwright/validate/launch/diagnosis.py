@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.validate.launch.records import FailureKind, Heartbeat, RankFailure, kind_of_text
-from meshwright.validate.launch.spec import Phase, RunSpec
+from meshwright.validate.launch.spec import RunPhase, RunSpec
 
 MAX_WORDS = 300
 # The launcher sees the end of a process a little after the others felt it.
@@ -18,7 +18,7 @@ _SOURCE_FILE = re.compile(r"^\[[^\]]*\] *")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankState:
+class RankOutcome:
     """What is known of a rank after a run.
 
     Args:
@@ -44,7 +44,7 @@ class RankState:
         """What it did last."""
         if self.failure is not None:
             return self.failure.phase
-        return self.heartbeat.phase if self.heartbeat is not None else Phase.INIT
+        return self.heartbeat.phase if self.heartbeat is not None else RunPhase.INIT
 
     @property
     def plan(self) -> int | None:
@@ -54,7 +54,7 @@ class RankState:
     @property
     def is_done(self) -> bool:
         """Whether it came to the end."""
-        return self.heartbeat is not None and self.heartbeat.phase == Phase.DONE
+        return self.heartbeat is not None and self.heartbeat.phase == RunPhase.DONE
 
     @property
     def kind(self) -> FailureKind | None:
@@ -67,8 +67,8 @@ class RankState:
             return None
         aborted = self.exit_code == -signal.SIGABRT
         # NCCL's watchdog aborts its process when another rank does not answer.
-        seen = kind_of_text(self.tail) if aborted else FailureKind.EXCEPTION
-        return FailureKind.TERMINATED if seen is FailureKind.EXCEPTION else seen
+        kind = kind_of_text(self.tail) if aborted else FailureKind.EXCEPTION
+        return FailureKind.TERMINATED if kind is FailureKind.EXCEPTION else kind
 
     @property
     def words(self) -> str:
@@ -124,7 +124,7 @@ class _Event:
 
 
 def diagnose(
-    states: Sequence[RankState], spec: RunSpec, *, stopped_s: float | None = None
+    states: Sequence[RankOutcome], spec: RunSpec, *, stopped_s: float | None = None
 ) -> RunFailure | None:
     """Return the earliest failure, or None if all ranks came to the end.
 
@@ -200,7 +200,7 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}..."
 
 
-def _without_echoes(states: Sequence[RankState]) -> list[RankState]:
+def _without_echoes(states: Sequence[RankOutcome]) -> list[RankOutcome]:
     """Mark ranks that were terminated after another one had failed as stopped for that."""
     failures = [state.failure for state in states if state.failure is not None]
     first_s = min((each.time_s for each in failures), default=0.0)
@@ -220,7 +220,7 @@ def _where(phase: str, plan: int | None, spec: RunSpec) -> str:
     return f"{phase} of {spec.plans[plan].name}"
 
 
-def _own_event(state: RankState, spec: RunSpec) -> _Event | None:
+def _own_event(state: RankOutcome, spec: RunSpec) -> _Event | None:
     """Return what happened to a rank itself, if anything did."""
     kind, failure = state.kind, state.failure
     where = _where(state.phase, state.plan, spec)
@@ -247,7 +247,7 @@ def _own_event(state: RankState, spec: RunSpec) -> _Event | None:
     return _Event(time_s=time_s, rank=state.rank, kind=kind, cause=cause)
 
 
-def _missing_event(states: Sequence[RankState], spec: RunSpec, failure: RankFailure) -> _Event:
+def _missing_event(states: Sequence[RankOutcome], spec: RunSpec, failure: RankFailure) -> _Event:
     waited = f"{spec.limit_s(failure.phase):g} s"
     where = _where(failure.phase, failure.plan, spec)
     last = _last_phases(states, spec, failure.missing)
@@ -256,21 +256,21 @@ def _missing_event(states: Sequence[RankState], spec: RunSpec, failure: RankFail
     return _Event(time_s=failure.time_s, rank=rank, kind=failure.kind, cause=cause)
 
 
-def _may_wait_for_another(event: _Event, states: Sequence[RankState]) -> bool:
+def _may_wait_for_another(event: _Event, states: Sequence[RankOutcome]) -> bool:
     """Return whether a rank that never started may be behind an event."""
     state = states[event.rank]
     was_killed = event.kind is FailureKind.TERMINATED and state.exit_code is not None
-    return event.kind not in OWN_KINDS and not was_killed and state.phase == Phase.INIT
+    return event.kind not in OWN_KINDS and not was_killed and state.phase == RunPhase.INIT
 
 
 def _absence(absent: Sequence[int], event: _Event) -> _Event:
-    cause = f"{rank_words(absent)} never started; the others waited in {Phase.INIT}"
+    cause = f"{rank_words(absent)} never started; the others waited in {RunPhase.INIT}"
     kind = FailureKind.MISSING
     return _Event(time_s=event.time_s, rank=absent[0], kind=kind, cause=cause)
 
 
 def _hang_event(
-    states: Sequence[RankState], spec: RunSpec, stopped_s: float | None
+    states: Sequence[RankOutcome], spec: RunSpec, stopped_s: float | None
 ) -> _Event | None:
     """Return who let the others wait, if a wait ended at its timeout or the launcher gave up."""
     timeouts = [
@@ -299,7 +299,7 @@ def _hang_event(
     return _Event(time_s=time_s, rank=ranks[0], kind=FailureKind.TIMEOUT, cause=cause)
 
 
-def _late_event(states: Sequence[RankState], spec: RunSpec, stopped_s: float) -> _Event:
+def _late_event(states: Sequence[RankOutcome], spec: RunSpec, stopped_s: float) -> _Event:
     """Return that a run moved on, but took longer than all its limits together."""
     ranks = [state.rank for state in states if not state.is_done]
     cause = f"{rank_words(ranks)} did not end within {spec.deadline_s:g} s"
@@ -307,20 +307,20 @@ def _late_event(states: Sequence[RankState], spec: RunSpec, stopped_s: float) ->
     return _Event(time_s=stopped_s, rank=ranks[0], kind=FailureKind.TIMEOUT, cause=cause)
 
 
-def _is_silent(state: RankState) -> bool:
+def _is_silent(state: RankOutcome) -> bool:
     return state.kind is None or (state.kind is FailureKind.TERMINATED and state.stopped)
 
 
-def _since_s(state: RankState) -> float:
+def _since_s(state: RankOutcome) -> float:
     return state.heartbeat.time_s if state.heartbeat is not None else 0.0
 
 
-def _last_phases(states: Sequence[RankState], spec: RunSpec, ranks: Sequence[int]) -> str:
+def _last_phases(states: Sequence[RankOutcome], spec: RunSpec, ranks: Sequence[int]) -> str:
     last = sorted({_where(states[rank].phase, states[rank].plan, spec) for rank in ranks})
     return f"; last phase: {', '.join(last)}"
 
 
-def _silence(states: Sequence[RankState], spec: RunSpec) -> _Event:
+def _silence(states: Sequence[RankOutcome], spec: RunSpec) -> _Event:
     """Return the failure of a run in which nobody says what happened to itself."""
     ranks = [state.rank for state in states if not state.is_done and state.kind is None]
     absent = [rank for rank in ranks if states[rank].heartbeat is None]
@@ -339,7 +339,7 @@ def _silence(states: Sequence[RankState], spec: RunSpec) -> _Event:
     return _Event(time_s=0.0, rank=ranks[0], kind=kind, cause=cause)
 
 
-def _others(states: Sequence[RankState], first: int) -> tuple[str, ...]:
+def _others(states: Sequence[RankOutcome], first: int) -> tuple[str, ...]:
     groups: dict[tuple[str, str], list[int]] = {}
     for state in states:
         if state.rank != first and not state.is_done:

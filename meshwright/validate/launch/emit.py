@@ -12,7 +12,7 @@ from typing import NamedTuple
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.spec import RunSpec, write_spec
-from meshwright.validate.program.replicas_servers import num_processes
+from meshwright.validate.ranks import num_processes
 
 PORT = 29500  # torchrun's own
 START_S = 300.0  # for nodes to boot and file systems to wake

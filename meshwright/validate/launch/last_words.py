@@ -22,7 +22,7 @@ from meshwright.validate.launch.records import (
     read_heartbeat,
     write_failure,
 )
-from meshwright.validate.launch.spec import Phase, RunSpec
+from meshwright.validate.launch.spec import RunPhase, RunSpec
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
 WATCH_S = 1.0
@@ -83,7 +83,7 @@ def _watch(spec: RunSpec, rank: int, reader: int, parent: int) -> None:
         elif os.getppid() != parent:
             reason = "its launcher is gone"
     heartbeat = read_heartbeat(spec.results, rank)
-    if heartbeat is None or heartbeat.phase != Phase.DONE:
+    if heartbeat is None or heartbeat.phase != RunPhase.DONE:
         _keep(spec, rank, FailureKind.TERMINATED, ("Terminated", reason, _all_threads()))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,7 +103,7 @@ def _keep(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        phase=heartbeat.phase if heartbeat else Phase.INIT,
+        phase=heartbeat.phase if heartbeat else RunPhase.INIT,
         plan=heartbeat.plan if heartbeat else None,
         time_s=time.time(),
         kind=kind,

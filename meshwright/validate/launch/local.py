@@ -15,7 +15,7 @@ from typing import Self
 
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.collect import RunOutcome, outcome, rank_state
-from meshwright.validate.launch.diagnosis import RankState
+from meshwright.validate.launch.diagnosis import RankOutcome
 from meshwright.validate.launch.records import SPEC_NAME, rank_path, read_heartbeat
 from meshwright.validate.launch.spec import RunSpec, write_spec
 
@@ -95,7 +95,7 @@ class _Ranks:
             time.sleep(POLL_S)
         return None
 
-    def states(self) -> list[RankState]:
+    def states(self) -> list[RankOutcome]:
         """Return what is known of each rank, once all have ended."""
         folder = self._spec.results
         return [

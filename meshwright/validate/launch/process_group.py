@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from meshwright.simulator import PlanError
-from meshwright.validate.launch.place import Place
+from meshwright.validate.launch.environment import WorkerEnvironment
 
 _NAMED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 PROBE_S = 0.2
@@ -32,13 +32,13 @@ class MissingRanksError(RuntimeError):
 
 
 def join(
-    backend: str, place: Place, *, timeout_s: float, offloads: bool = False
+    backend: str, worker: WorkerEnvironment, *, timeout_s: float, offloads: bool = False
 ) -> dist.ProcessGroup | None:
     """Join the group of all ranks; return the one to use barriers on, None for the default.
 
     Args:
         backend: "gloo" or "nccl".
-        place: Of this rank.
+        worker: Of this rank.
         timeout_s: Longest wait for another rank.
         offloads: Whether tensors of the host are reduced, too: the norm of gradients that are
             kept there.
@@ -48,15 +48,15 @@ def join(
         MissingRanksError: If some ranks do not come within *timeout_s*; names them.
     """
     if backend == "nccl":
-        _use_device(place.local_rank)
+        _use_device(worker.local_rank)
     timeout = timedelta(seconds=timeout_s)
-    store = _meeting_point(place, timeout)
-    _wait_for_all(store, place, timeout)
+    store = _meeting_point(worker, timeout)
+    _wait_for_all(store, worker, timeout)
     dist.init_process_group(
         group_backend(backend, offloads=offloads),
         store=PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=worker.rank,
+        world_size=worker.world_size,
         timeout=timeout,
     )
     # Only gloo knows a barrier that says who is missing.
@@ -113,43 +113,43 @@ def _use_device(local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
-def _meeting_point(place: Place, timeout: timedelta) -> Store:
-    if not place.hosts_store:
-        _wait_for_listener(place, timeout.total_seconds())
+def _meeting_point(worker: WorkerEnvironment, timeout: timedelta) -> Store:
+    if not worker.hosts_store:
+        _wait_for_listener(worker, timeout.total_seconds())
     store = TCPStore(
-        place.address,
-        place.port,
-        is_master=place.hosts_store,
+        worker.address,
+        worker.port,
+        is_master=worker.hosts_store,
         timeout=timeout,
         wait_for_workers=False,
     )
     return PrefixStore("meshwright", store)
 
 
-def _wait_for_listener(place: Place, timeout_s: float) -> None:
+def _wait_for_listener(worker: WorkerEnvironment, timeout_s: float) -> None:
     """Wait until rank 0, or its agent, listens; a store's client waits twice as long as told."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         try:
-            socket.create_connection((place.address, place.port), timeout=CONNECT_S).close()
+            socket.create_connection((worker.address, worker.port), timeout=CONNECT_S).close()
         except OSError:
             time.sleep(PROBE_S)
         else:
             return
-    where = f"{place.address}:{place.port}"
+    where = f"{worker.address}:{worker.port}"
     raise MissingRanksError(f"rank 0 did not answer at {where} for {timeout_s:g} s", (0,))
 
 
-def _wait_for_all(store: Store, place: Place, timeout: timedelta) -> None:
-    store.set(f"here/{place.rank}", "yes")
-    if store.add("count", 1) == place.world_size:
+def _wait_for_all(store: Store, worker: WorkerEnvironment, timeout: timedelta) -> None:
+    store.set(f"here/{worker.rank}", "yes")
+    if store.add("count", 1) == worker.world_size:
         store.set("all", "yes")
     try:
         store.wait(["all"], timeout)
     except dist.DistStoreError:
-        ranks = range(place.world_size)
+        ranks = range(worker.world_size)
         missing = tuple(rank for rank in ranks if not store.check([f"here/{rank}"]))
         waited = f"{timeout.total_seconds():g} s"
-        here = place.world_size - len(missing)
-        message = f"{here} of {place.world_size} ranks had joined after {waited}"
+        here = worker.world_size - len(missing)
+        message = f"{here} of {worker.world_size} ranks had joined after {waited}"
         raise MissingRanksError(message, missing) from None

@@ -4,22 +4,22 @@ import time
 from dataclasses import replace
 
 from meshwright.validate.launch.records import read_heartbeat, write_heartbeat
-from meshwright.validate.launch.spec import Phase, RunSpec
+from meshwright.validate.launch.spec import RunPhase, RunSpec
 
-WITHOUT_A_GROUP = {Phase.INIT, Phase.DONE}
+WITHOUT_A_GROUP = {RunPhase.INIT, RunPhase.DONE}
 
 
 def enter_phase(spec: RunSpec, rank: int, phase: str, *, plan: int | None = None) -> None:
     """Say that *rank* begins *phase*, and give its waits the timeout of that phase.
 
-    A program calls this with ``Phase.WARM_UP`` before its first step, when its process groups
-    exist, and with ``Phase.step(n)`` before each timed one: `torch.distributed` gives a new
+    A program calls this with ``RunPhase.WARM_UP`` before its first step, when its process groups
+    exist, and with ``RunPhase.step(n)`` before each timed one: `torch.distributed` gives a new
     group half an hour, whatever the default group was told.
 
     Args:
         spec: The run.
         rank: The caller.
-        phase: One of `Phase`.
+        phase: One of `RunPhase`.
         plan: Index of the plan that it begins; by default the one it was at.
 
     Raises:

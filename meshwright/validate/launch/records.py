@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from meshwright.validate.measurement import RankMeasurement, write_measurement
+from meshwright.validate.ranks import RankMeasurement, write_measurement
 
 SPEC_NAME = "run.json"
 

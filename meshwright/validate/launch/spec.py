@@ -16,7 +16,7 @@ Seconds = Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)]
 SHUTDOWN_S = 60.0  # to leave the group, to write results, to stop what hangs
 
 
-class Phase:
+class RunPhase:
     """Names of what a rank does, in order; between the warm-up and the report come steps."""
 
     INIT = "init"
@@ -29,7 +29,7 @@ class Phase:
     def step(number: int) -> str:
         """Return the phase of a timed step.
 
-        >>> Phase.step(2)
+        >>> RunPhase.step(2)
         'step 2'
         """
         return f"step {number}"
@@ -60,7 +60,7 @@ class RunSpec:
     step_timeout_s: Seconds = 60.0
     threads_per_rank: Count = 1
     measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = (
-        "meshwright.validate.program.measure:measure_rank"
+        "meshwright.validate.runs.measure:measure_rank"
     )
 
     def limit_s(self, phase: str) -> float:

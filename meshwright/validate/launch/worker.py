@@ -14,8 +14,8 @@ from typing import TypeAlias
 from meshwright.hwprofiles import Offload, ProfileError
 from meshwright.planner.reports import SavedPlan, read_plan
 from meshwright.simulator import PlanError
+from meshwright.validate.launch.environment import WorkerEnvironment
 from meshwright.validate.launch.last_words import failures_kept, watch_for_end
-from meshwright.validate.launch.place import Place
 from meshwright.validate.launch.progress import enter_phase
 from meshwright.validate.launch.records import (
     SPEC_NAME,
@@ -23,9 +23,8 @@ from meshwright.validate.launch.records import (
     claim_rank,
     keep_measurement,
 )
-from meshwright.validate.launch.spec import Phase, RunSpec, read_spec, write_spec
-from meshwright.validate.measurement import RankMeasurement
-from meshwright.validate.program.replicas_servers import num_processes
+from meshwright.validate.launch.spec import RunPhase, RunSpec, read_spec, write_spec
+from meshwright.validate.ranks import RankMeasurement, num_processes
 
 USER_MISTAKE = 2
 Measure: TypeAlias = Callable[[SavedPlan, RunSpec, int], RankMeasurement]
@@ -46,22 +45,22 @@ def main(words: Sequence[str] | None = None) -> int:
         spec = read_spec(options.spec)
         if options.results is not None:
             spec = replace(spec, results=options.results.resolve())
-        place = Place.from_environment(os.environ)
-        _claim(spec, place)
-        watch_for_end(spec, place.rank)
-        with failures_kept(spec, place.rank):
-            plans = _plans(spec, place.world_size)
+        worker = WorkerEnvironment.of(os.environ)
+        _claim(spec, worker)
+        watch_for_end(spec, worker.rank)
+        with failures_kept(spec, worker.rank):
+            plans = _plans(spec, worker.world_size)
             # Under torchrun, `record` hands the exception to its agent.
             from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415
 
-            record(run_rank)(spec, place, plans)
+            record(run_rank)(spec, worker, plans)
     except (PlanError, ProfileError) as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_MISTAKE
     return 0
 
 
-def run_rank(spec: RunSpec, place: Place, plans: Sequence[SavedPlan]) -> None:
+def run_rank(spec: RunSpec, worker: WorkerEnvironment, plans: Sequence[SavedPlan]) -> None:
     """Join the others and measure every plan.
 
     Raises:
@@ -73,18 +72,18 @@ def run_rank(spec: RunSpec, place: Place, plans: Sequence[SavedPlan]) -> None:
 
     torch.set_num_threads(spec.threads_per_rank)
     measure = measure_function(spec.measure)
-    enter_phase(spec, place.rank, Phase.INIT)  # its clock starts once torch has been imported
+    enter_phase(spec, worker.rank, RunPhase.INIT)  # its clock starts once torch has been imported
     offloads = any(saved.plan.offload is not Offload.NONE for saved in plans)
-    control = join(spec.backend, place, timeout_s=spec.init_timeout_s, offloads=offloads)
+    control = join(spec.backend, worker, timeout_s=spec.init_timeout_s, offloads=offloads)
     for index, saved in enumerate(plans):
-        enter_phase(spec, place.rank, Phase.BUILD, plan=index)
+        enter_phase(spec, worker.rank, RunPhase.BUILD, plan=index)
         barrier(control, timeout_s=spec.init_timeout_s)
-        measurement = measure(saved, spec, place.rank)
-        enter_phase(spec, place.rank, Phase.REPORT)
+        measurement = measure(saved, spec, worker.rank)
+        enter_phase(spec, worker.rank, RunPhase.REPORT)
         keep_measurement(measurement, spec.results, index)
     barrier(control, timeout_s=spec.init_timeout_s)
     leave()
-    enter_phase(spec, place.rank, Phase.DONE)
+    enter_phase(spec, worker.rank, RunPhase.DONE)
 
 
 def check_world_size(saved: SavedPlan, world_size: int, *, name: str) -> None:
@@ -120,22 +119,22 @@ def _plans(spec: RunSpec, world_size: int) -> list[SavedPlan]:
     return plans
 
 
-def _claim(spec: RunSpec, place: Place) -> None:
+def _claim(spec: RunSpec, worker: WorkerEnvironment) -> None:
     """Say that this rank has started; refuse a folder where an earlier run did so."""
     heartbeat = Heartbeat(
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=worker.rank,
+        world_size=worker.world_size,
         host=socket.gethostname(),
         pid=os.getpid(),
-        phase=Phase.INIT,
+        phase=RunPhase.INIT,
         plan=None,
         time_s=time.time(),
     )
     if not claim_rank(heartbeat, spec.results):
         raise PlanError(
-            f"results={spec.results} holds rank {place.rank} of an earlier run; name a new folder"
+            f"results={spec.results} holds rank {worker.rank} of an earlier run; name a new folder"
         )
-    if place.rank == 0 and not (spec.results / SPEC_NAME).exists():
+    if worker.rank == 0 and not (spec.results / SPEC_NAME).exists():
         write_spec(spec, spec.results / SPEC_NAME)
 
 

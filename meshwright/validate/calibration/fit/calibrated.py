@@ -1,0 +1,189 @@
+"""Profiles made of rows: constants with a source that says what they rest on."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from meshwright.hwprofiles import (
+    CollectiveFact,
+    CollectiveOp,
+    Device,
+    FlashKernels,
+    Link,
+    Precision,
+    Source,
+)
+from meshwright.simulator.blocks import MemoryBound
+from meshwright.simulator.costs import ring_steps
+from meshwright.validate.calibration.fit.cost_fit import (
+    ENDINGS,
+    LaunchFloor,
+    attention_rows,
+    by_operation,
+    fit_collective,
+    fit_flash,
+    fit_gemm,
+    fit_memory,
+    launch_floor,
+    modelled_s,
+)
+from meshwright.validate.calibration.fit.datasheet import known_device, starting_device
+from meshwright.validate.calibration.rows import (
+    BenchmarkCase,
+    CaseGroup,
+    Machine,
+    Row,
+    RowFile,
+    median,
+)
+
+
+class Misfit(NamedTuple):
+    """How far a model is off some rows: shares of the measured time, without sign."""
+
+    num_rows: int
+    median_fraction: float
+    worst_fraction: float
+
+    def __str__(self) -> str:
+        """Return the three in words."""
+        return (
+            f"{self.num_rows} rows, |error| median {self.median_fraction:.1%}, "
+            f"worst {self.worst_fraction:.1%}"
+        )
+
+
+def misfit_of(rows: list[Row], model: Callable[[BenchmarkCase], float | None]) -> Misfit:
+    """Return the errors of *model* on the rows that it says something about."""
+    pairs = [(row.median_s, model(row.case)) for row in rows]
+    errors = [abs(modelled / measured - 1) for measured, modelled in pairs if modelled is not None]
+    return Misfit(len(errors), median(errors), max(errors)) if errors else Misfit(0, 0.0, 0.0)
+
+
+def evidence(machine: Machine, date: str) -> str:
+    """Return when and on what rows were measured."""
+    threads = f", {machine.threads} threads" if machine.threads > 1 else ""
+    return (
+        f"meshwright calibrate, {date}, {machine.device}{threads}, driver {machine.driver}, "
+        f"{machine.versions}"
+    )
+
+
+def calibrated_device(
+    file: RowFile, name: str, *, like: str | None, peak: dict[Precision, float]
+) -> Device:
+    """Return the device that the rows of *file* show.
+
+    Raises:
+        PlanError: If the rows are too few.
+    """
+    rows, machine = file.rows, file.machine
+    known = known_device(machine, like)
+    device = starting_device(machine, rows, name, known=known, peak=peak)
+    floor = launch_floor(rows, machine.accelerator)
+    source = evidence(machine, file.date)
+    device = _with_memory(device, rows, floor, source)
+    device = _with_gemm(device, rows, floor, source)
+    return _with_flash(device, rows, floor, source, known)
+
+
+def _with_memory(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
+    used = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
+    if not used:
+        return device
+    fitted = device.model_copy(update={"memory": fit_memory(rows, device, floor)})
+    errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
+    provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
+    return fitted.model_copy(update={"memory": fitted.memory.model_copy(update=provenance)})
+
+
+def _with_gemm(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
+    used = [row for row in rows if row.case.group is CaseGroup.GEMM]
+    if not used:
+        return device
+    gemm = fit_gemm(rows, device, floor)
+    fitted = device.model_copy(update={"gemm": gemm})
+    errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
+    provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
+    return fitted.model_copy(update={"gemm": gemm.model_copy(update=provenance)})
+
+
+def _with_flash(
+    device: Device, rows: list[Row], floor: LaunchFloor, source: str, known: Device | None
+) -> Device:
+    """Return *device* with measured attention; other kernels stay those of the datasheet."""
+    flash: dict[str, FlashKernels] = {}
+    if known is not None:
+        for kernel, facts in known.flash.items():
+            origin = f"from {known.name}: {facts.source}"
+            flash[kernel] = facts.model_copy(update={"source": origin})
+    for kernel in ENDINGS:
+        measured = fit_flash(rows, device, floor, kernel)
+        if measured is None:
+            continue
+        fitted = device.model_copy(update={"flash": {kernel: measured}})
+        errors = misfit_of(
+            attention_rows(rows, kernel), partial(modelled_s, device=fitted, floor=floor)
+        )
+        flash[kernel] = measured.model_copy(
+            update={"kind": Source.FITTED, "source": f"{source}; {errors}"}
+        )
+    return device.model_copy(update={"flash": flash})
+
+
+def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, str]) -> Link:
+    """Return the link that rows of collectives show.
+
+    Its line rate is the best bus bandwidth of any row; the latency of a hop is the smallest
+    that an operation's start-up time leaves for each step of a ring.
+
+    Args:
+        rows: Of collectives, at least one.
+        name: Of the profile.
+        title: Of the profile.
+        sources: Where each row comes from.
+    """
+    facts = []
+    for (op, num_ranks), of_op in by_operation(rows).items():
+        link = fit_collective(of_op)
+        errors = misfit_of(of_op, link.time_s)
+        facts.append(
+            CollectiveFact(
+                op=op,
+                num_ranks=num_ranks,
+                busbw_bytes_per_s=link.busbw_bytes_per_s,
+                latency_s=link.latency_s,
+                kind=Source.FITTED,
+                source=f"{sources[of_op[0]]}; {errors}",
+            )
+        )
+    rate = float(f"{max(row.rate for row in rows):.4g}")
+    typical = median([fact.busbw_bytes_per_s for fact in facts])
+    return Link(
+        name=name,
+        title=title,
+        bandwidth_bytes_per_s=rate,
+        latency_s=min(fact.latency_s / ring_steps(fact.op, fact.num_ranks) for fact in facts),
+        busbw_fraction=float(f"{min(1.0, typical / rate):.4g}"),
+        collectives=tuple(facts),
+        kind=Source.FITTED,
+        source=f"bandwidth: best bus bandwidth of {len(rows)} rows; share: median of "
+        f"{len(facts)} fitted operations; {sources[rows[0]]}",
+    )
+
+
+def combined_rows(measured: list[Row], read: list[Row]) -> list[Row]:
+    """Return rows of collectives; what was read of an operation replaces what was measured.
+
+    >>> combined_rows([], [])
+    []
+    """
+    given = by_operation(read)
+
+    def key(row: Row) -> tuple[CollectiveOp, int]:
+        return CollectiveOp(row.case.op), row.case.sizes[1]
+
+    own = [
+        row for row in measured if row.case.group is CaseGroup.COLLECTIVE and key(row) not in given
+    ]
+    return own + read

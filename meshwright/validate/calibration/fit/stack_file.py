@@ -1,0 +1,93 @@
+"""A software stack as this processor runs it: a stack's file with measured values put in.
+
+Ranks on a processor compute with the cores that also copy their messages, so that nothing is
+hidden behind anything; and the attention kernel is PyTorch's own, which was measured.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack
+from meshwright.simulator import PlanError
+from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
+from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Row, median
+
+SERIAL = {
+    "overlap_gradient_reduce": "false",
+    "overlap_parameter_gather": "false",
+    "overlap_p2p": "false",
+    "tp_overlap_fraction": "0.0",
+}
+
+
+def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple[str, ...]:
+    """Return the stacks of ``--stack`` after a look at each.
+
+    Raises:
+        PlanError: If the device is no processor, or a name repeats or is a file.
+        ProfileError: If there is no such stack.
+    """
+    chosen = tuple(names)
+    if chosen and accelerator is not Accelerator.CPU:
+        raise PlanError(f"--stack {chosen[0]} has no effect without --device cpu")
+    for index, name in enumerate(chosen):
+        load_stack(name)
+        if name not in list_stacks():
+            raise PlanError(f"--stack {name} is a file; allowed: a built-in stack")
+        if name in chosen[:index]:
+            raise PlanError(f"--stack {name} stands twice; allowed: each stack once")
+    return chosen
+
+
+def stack_toml(name: str, rows: Iterable[Row], source: str) -> str:
+    """Return the file of the built-in stack *name* with what *rows* and a processor change.
+
+    The name stays: programs that stand for a stack are found by it.
+
+    Args:
+        name: Of the built-in stack.
+        rows: Of this machine.
+        source: When and on what they were measured.
+    """
+    text = (files("meshwright.hwprofiles") / "data" / "stacks" / f"{name}.toml").read_text("utf-8")
+    rows = list(rows)
+    launches_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
+    values = dict(SERIAL)
+    statements = [f"{', '.join(SERIAL)}: cores copy the messages of the ranks that compute on them"]
+    if launches_s:
+        values["kernel_gap"] = json.dumps(f"{median(launches_s) * MEGA:.4g} us")
+        statements.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {source}")
+    if any(row.case.group is CaseGroup.ATTENTION for row in rows) and load_stack(name).flash_kernel:
+        values["flash_kernel"] = json.dumps(FLASH_KERNEL)
+        statements.append(f"flash_kernel: PyTorch's own, {Source.MEASURED}")
+    statements.append(f"all else as {name}: {load_stack(name).fitted_source}")
+    for key, value in values.items():
+        text = _replaced(text, key, value)
+    head, table, fitted = text.partition("[fitted]")
+    head = _replaced(head, "title", json.dumps(f"{load_stack(name).title}, on a processor"))
+    return head + table + _replaced(fitted, "source", json.dumps("; ".join(statements)))
+
+
+def _replaced(text: str, key: str, value: str) -> str:
+    """Return *text* with another value of its first *key*.
+
+    >>> _replaced("overlap_p2p = true", "overlap_p2p", "false")
+    'overlap_p2p = false'
+    """
+    return re.sub(rf"^{key} = .*$", lambda _: f"{key} = {value}", text, count=1, flags=re.MULTILINE)
+
+
+def write_stacks(
+    folder: Path, name: str, stacks: Iterable[str], rows: Iterable[Row], source: str
+) -> list[Path]:
+    """Write a file for each of *stacks*, read each again, and return the files."""
+    rows, written = list(rows), []
+    for stack in stacks:
+        path = folder / f"{name}-{stack}.toml"
+        path.write_text(stack_toml(stack, rows, source), encoding="utf-8", newline="\n")
+        load_stack(path)
+        written.append(path)
+    return written

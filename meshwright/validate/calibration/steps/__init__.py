@@ -1,0 +1,1 @@
+"""Whole steps of small models on this machine beside their predictions."""

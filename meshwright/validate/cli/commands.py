@@ -1,0 +1,234 @@
+"""What ``meshwright validate`` does with its options.
+
+Imports are local, so that the other commands wait for none of it, and PyTorch is imported only by
+what runs it.
+"""
+# ruff: noqa: PLC0415
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.planner.cli import STEP_WIDTH, check_outputs, print_report, progress_bar, show
+from meshwright.simulator import PlanError
+from meshwright.validate.cli.options import (
+    DEFAULT_STEPS,
+    DEFAULT_TIMEOUT_S,
+    Mode,
+    ValidateOptions,
+    ValidateOutput,
+    mode_of,
+)
+from meshwright.validate.ranks import Backend
+
+if TYPE_CHECKING:
+    from meshwright.planner.reports import SavedPlan
+    from meshwright.validate.comparison import Validation
+    from meshwright.validate.launch import RunFailure, RunOutcome, RunSpec
+
+DISAGREES = 1
+
+
+def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
+    """Compare what a plan is predicted to do with what its ranks do."""
+    from meshwright.planner.reports import read_plan
+
+    mode = mode_of(options, output)
+    if options.plan is None:
+        raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
+    saved = read_plan(Path(options.plan))
+    folder = check_outputs(output)
+    _check_program(saved)
+    if mode is Mode.PROBE:
+        return _probe(options, saved, output, folder)
+    if mode is Mode.EMIT:
+        assert folder is not None  # mode_of sees to it
+        return _emit(options, saved, folder)
+    if mode is Mode.FAKE:
+        return _finish(_fake(options, saved), output, folder)
+    if mode is Mode.COLLECT:
+        return _collect(options, saved, output, folder)
+    return _run(options, saved, output, folder)
+
+
+def _check_program(saved: "SavedPlan") -> None:
+    from meshwright.validate.runs import check_torch
+
+    check_torch()
+    from meshwright.validate.programs import check_program
+
+    check_program(saved.stack)
+
+
+def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
+    """Return the comparison of some ranks, each in a fake cluster."""
+    from meshwright.validate.comparison import Validation, rank_kinds
+    from meshwright.validate.ranks import capped, num_members, usual_members
+    from meshwright.validate.runs import measure_fakes
+
+    most = num_members(saved) - 1
+    if options.rank is not None and not 0 <= options.rank <= most:
+        raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
+    few = capped(saved)
+    ranks = usual_members(few) if options.rank is None else (options.rank,)
+    measurements = {}
+    with progress_bar() as progress:
+        if progress is not None:
+            progress("ranks", 0, len(ranks))
+        for number, measured in enumerate(measure_fakes(few, ranks)):
+            if progress is not None:
+                progress("ranks", number + 1, len(ranks))
+            measurements[measured.rank] = measured
+    return Validation(
+        saved=few,
+        backend=Backend.FAKE,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        measurements=measurements,
+        kinds=rank_kinds(few, measurements),
+    )
+
+
+def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
+    """Write a launch folder and say what to do with it."""
+    from rich.text import Text
+
+    from meshwright.hwprofiles.names import shown_path
+    from meshwright.validate.runs import check_backend, write_launch
+
+    assert options.emit is not None  # the mode says so
+    backend = options.backend or Backend.NCCL
+    check_backend(saved, backend)
+    spec = _run_spec(options, backend, results=Path("results"))
+    notes = write_launch(saved, spec, folder, launcher=options.emit)
+    return print_report(Text(f"written  {shown_path(folder)}\n{notes}".rstrip()), STEP_WIDTH)
+
+
+def _run_spec(options: ValidateOptions, backend: Backend, *, results: Path) -> "RunSpec":
+    """Return what the ranks of a plan file are told."""
+    from meshwright.validate.launch import RunSpec
+
+    return RunSpec(
+        plans=(Path(options.plan or ""),),
+        backend="nccl" if backend is Backend.NCCL else "gloo",
+        results=results,
+        num_steps=options.steps or DEFAULT_STEPS,
+        step_timeout_s=options.timeout or DEFAULT_TIMEOUT_S,
+    )
+
+
+def _run(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Run every rank on this machine and compare."""
+    from meshwright.validate.launch import run_local
+    from meshwright.validate.ranks import num_processes
+    from meshwright.validate.runs import check_backend, check_host, results_folder
+
+    processes = num_processes(saved.plan, saved.stack)
+    if options.ranks is not None and options.ranks != processes:
+        raise PlanError(f"--ranks {options.ranks} is not the plan's number; allowed: {processes}")
+    backend = options.backend or Backend.GLOO
+    check_backend(saved, backend)
+    check_host(saved, backend)
+    with results_folder(folder) as results:
+        outcome = run_local(_run_spec(options, backend, results=results), processes)
+        if outcome.failure is not None:
+            return _fail(outcome.failure, output)
+    return _finish(_compared(outcome, saved), output, folder)
+
+
+def _collect(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Compare with what a run elsewhere left."""
+    from meshwright.validate.runs import collected
+
+    outcome = collected(options.collect or "", saved)
+    if options.backend is not None and options.backend != outcome.spec.backend:
+        raise PlanError(
+            f"--backend {options.backend} is not that of the run; allowed: {outcome.spec.backend}"
+        )
+    if outcome.failure is not None:
+        return _fail(outcome.failure, output)
+    return _finish(_compared(outcome, saved), output, folder)
+
+
+def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
+    """Return the comparison of a run that came to its end."""
+    from meshwright.validate.comparison import (
+        Validation,
+        last_loss_check,
+        loss_check,
+        rank_kinds,
+        run_losses,
+        staleness_checks,
+        time_checks,
+    )
+    from meshwright.validate.ranks import predict_members, predicted_rounds, without_dropout
+    from meshwright.validate.runs import host_bytes, reference_bytes, reference_of
+
+    saved = without_dropout(saved)
+    (measurements,) = outcome.measurements
+    everyone = list(measurements.values())
+    losses = run_losses(everyone)
+    checks, rounds = [last_loss_check(losses)], predicted_rounds(saved)
+    if rounds is not None:
+        checks += staleness_checks(rounds, everyone)
+    elif outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
+        checks = [loss_check(saved, losses, reference_of(saved))]
+    checks += time_checks(saved, predict_members(saved, (0,))[0].step_time_s, everyone)
+    return Validation(
+        saved=saved,
+        backend=outcome.spec.backend,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        measurements=measurements,
+        kinds=rank_kinds(saved, measurements),
+        run_checks=tuple(checks),
+    )
+
+
+def _probe(
+    options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
+) -> int:
+    """Compute one rank's stages on a device of this machine and compare."""
+    from meshwright.validate.probe import (
+        ProbeResult,
+        first_device,
+        probe_document,
+        probe_report,
+        run_probe,
+        write_probe,
+    )
+
+    device = first_device() if options.device is None else options.device
+    steps = DEFAULT_STEPS if options.steps is None else options.steps
+    probed = run_probe(saved, options.rank or 0, device=device, steps=steps)
+    result = ProbeResult(saved=saved, probe=probed, on_cpu=device == "cpu")
+    if folder is not None:
+        write_probe(result, folder)
+    show(output.json, probe_document(result), probe_report(result), STEP_WIDTH)
+    return 0 if result.agrees else DISAGREES
+
+
+def _finish(validation: "Validation", output: ValidateOutput, folder: Path | None) -> int:
+    """Write and print a comparison; return the status that it means."""
+    from meshwright.validate.comparison import (
+        validation_document,
+        validation_report,
+        write_validation,
+    )
+
+    if folder is not None:
+        write_validation(validation, folder)
+    document, report = validation_document(validation), validation_report(validation)
+    show(output.json, document, report, STEP_WIDTH)
+    return 0 if validation.agrees else DISAGREES
+
+
+def _fail(failure: "RunFailure", output: ValidateOutput) -> int:
+    """Print why a run came to nothing."""
+    from rich.text import Text
+
+    from meshwright.validate.comparison import failure_document
+
+    show(output.json, failure_document(failure), Text(failure.report()), STEP_WIDTH)
+    return DISAGREES

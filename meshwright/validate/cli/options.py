@@ -1,0 +1,140 @@
+"""The options of ``meshwright validate``, as records, and which of them go together."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+from typing import Annotated
+
+import typer
+
+from meshwright.planner.options import OutputOptions, option_name
+from meshwright.simulator import PlanError
+from meshwright.validate.launch import Launcher
+from meshwright.validate.ranks import Backend
+
+MAX_STEPS = 1_000
+MAX_TIMEOUT_S = 1e5
+DEFAULT_STEPS = 5
+DEFAULT_TIMEOUT_S = 60.0
+
+
+class Mode(StrEnum):
+    """What the command is to do, in the words in which it is asked for."""
+
+    FAKE = "--backend fake"
+    RUN = "--backend gloo|nccl"
+    PROBE = "--backend probe"
+    EMIT = "--emit"
+    COLLECT = "--collect"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidateOptions:
+    """Which plan to check, and against what."""
+
+    plan: Annotated[
+        str | None, typer.Argument(metavar="PLAN", help="A plan.json of search or simulate.")
+    ] = None
+    backend: Annotated[
+        Backend | None,
+        typer.Option(
+            metavar="|".join(Backend),
+            help="One rank without data, all on CPUs or GPUs, one really computed [fake].",
+        ),
+    ] = None
+    rank: Annotated[
+        int | None,
+        typer.Option(metavar="R", help="Only this rank [fake: one of each kind, probe: 0]."),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="Probe: where it computes [cuda if there]."),
+    ] = None
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes on this machine [the plan's].")
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Steps to time [{DEFAULT_STEPS}].")
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", help=f"Longest timed step, seconds [{DEFAULT_TIMEOUT_S:g}]."),
+    ] = None
+    emit: Annotated[
+        Launcher | None,
+        typer.Option(
+            metavar="|".join(Launcher),
+            help="Write into --out what runs the plan on a cluster, with nccl unless told.",
+        ),
+    ] = None
+    collect: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Compare with the results of such a run.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidateOutput(OutputOptions):
+    """Where the report goes besides the terminal."""
+
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write the report, its data and each rank's."),
+    ] = None
+
+
+# Where an option means something; elsewhere it is refused.
+_MODES: dict[str, tuple[Mode, ...]] = {
+    "rank": (Mode.FAKE, Mode.PROBE),
+    "device": (Mode.PROBE,),
+    "ranks": (Mode.RUN,),
+    "steps": (Mode.RUN, Mode.PROBE, Mode.EMIT),
+    "timeout": (Mode.RUN, Mode.EMIT),
+}
+
+
+def mode_of(options: ValidateOptions, output: OutputOptions) -> Mode:
+    """Return what the options ask for.
+
+    Raises:
+        PlanError: If they contradict each other, or a number is out of range.
+    """
+    mode = _mode(options)
+    for name, modes in _MODES.items():
+        value = getattr(options, name)
+        if value is not None and mode not in modes:
+            raise PlanError(
+                f"{option_name(name)} {value} has no effect with {mode}; allowed with: "
+                + ", ".join(modes)
+            )
+    if mode is Mode.EMIT and output.json is not None:
+        raise PlanError(f"--json {output.json} has no effect with --emit; allowed: --out DIR")
+    if mode is Mode.EMIT and output.out is None:
+        raise PlanError("--emit needs a folder to write; allowed: --out DIR")
+    _check_range("--steps", options.steps, MAX_STEPS)
+    seconds = options.timeout
+    if seconds is not None and not (isfinite(seconds) and 1 <= seconds <= MAX_TIMEOUT_S):
+        raise PlanError(
+            f"--timeout {seconds:g} is out of range; allowed 1 to {MAX_TIMEOUT_S:g} seconds"
+        )
+    return mode
+
+
+def _mode(options: ValidateOptions) -> Mode:
+    if options.emit is not None and options.collect is not None:
+        raise PlanError("--emit and --collect are two commands; allowed: one at a time")
+    if options.collect is not None:
+        return Mode.COLLECT
+    if options.emit is not None:
+        if options.backend in (Backend.FAKE, Backend.PROBE):
+            raise PlanError(
+                f"--emit with --backend {options.backend} has nothing to run; allowed: gloo, nccl"
+            )
+        return Mode.EMIT
+    if options.backend is Backend.PROBE:
+        return Mode.PROBE
+    return Mode.FAKE if options.backend in (None, Backend.FAKE) else Mode.RUN
+
+
+def _check_range(option: str, value: int | None, most: int) -> None:
+    if value is not None and not 1 <= value <= most:
+        raise PlanError(f"{option} {value} is out of range; allowed 1 to {most}")

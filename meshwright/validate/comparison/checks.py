@@ -1,0 +1,241 @@
+"""Predicted against measured, quantity by quantity, with a verdict and its reason."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.simulator.layout import Axis
+from meshwright.validate.ranks import (
+    SEND,
+    ByteKind,
+    CollectiveCount,
+    RankMeasurement,
+    RankPrediction,
+)
+
+# Live bytes: what is left are gradients of single biases, scalars and rounding to shards; the
+# largest difference in the documented table is half of this.
+PEAK_TOLERANCE = 0.005
+PEAK = "peak live bytes"
+HOST_PEAK = "peak bytes on the host"
+TO_DEVICE, TO_HOST = "bytes copied to the device", "bytes copied to the host"
+ONE_MEMORY = "on CPUs device and host are one memory"
+# Groups that programs tell apart and the simulator does not.
+PREDICTED_AXES = {"replica": "dp", "table": "pp"}
+
+
+class CheckVerdict(StrEnum):
+    """What a comparison came to."""
+
+    PASSED = "pass"
+    FAILED = "FAIL"
+    REPORTED = "reported"
+
+
+class CheckUnit(StrEnum):
+    """What a quantity is counted in."""
+
+    FLOPS = "FLOPs"
+    CALLS = "calls"
+    BYTES = "bytes"
+    SECONDS = "s"
+    NATS = "nats"
+    UPDATES = "updates"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One quantity of one rank, or of the run: what was said, what was found.
+
+    Args:
+        quantity: What is compared.
+        unit: What it is counted in.
+        predicted: Said by the simulator, or by the reference; None where it says nothing.
+        measured: Found in the run.
+        verdict: Whether they agree as they must.
+        reason: Why not, or what a reader should know; empty for a plain pass.
+    """
+
+    quantity: str
+    unit: CheckUnit
+    predicted: float | None
+    measured: float
+    verdict: CheckVerdict = CheckVerdict.REPORTED
+    reason: str = ""
+
+    @property
+    def difference_fraction(self) -> float | None:
+        """Measured over predicted, less 1; None where there is no ratio."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing but equality passes."""
+        return self.unit in (CheckUnit.FLOPS, CheckUnit.CALLS)
+
+
+def compare_rank(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return the checks of one rank: FLOPs, collectives and copies exact, peaks within 0.5 %."""
+    return [
+        _exact("FLOPs", CheckUnit.FLOPS, predicted.flops, measured.flops),
+        *_collectives(predicted, measured),
+        _peak(predicted, measured),
+        *_kinds(predicted, measured),
+        *_host(predicted, measured),
+        *_allocator(predicted, measured),
+        *(
+            Check(
+                quantity=f"{kind} kernels", unit=CheckUnit.SECONDS, predicted=None, measured=time_s
+            )
+            for kind, time_s in sorted(measured.collective_times_s.items())
+        ),
+    ]
+
+
+def has_failed(checks: Iterable[Check]) -> bool:
+    """Return whether any check has failed."""
+    return any(check.verdict is CheckVerdict.FAILED for check in checks)
+
+
+def _exact(quantity: str, unit: CheckUnit, predicted: int, measured: int) -> Check:
+    agrees = predicted == measured
+    return Check(
+        quantity=quantity,
+        unit=unit,
+        predicted=predicted,
+        measured=measured,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
+        reason="" if agrees else "must be equal",
+    )
+
+
+def _counted(calls: Iterable[CollectiveCount]) -> Counter[tuple[str, str, int, int]]:
+    counts: Counter[tuple[str, str, int, int]] = Counter()
+    for call in calls:
+        axis = PREDICTED_AXES.get(call.axis, call.axis)
+        counts[axis, call.op, call.num_ranks, call.size_bytes] += call.num_calls
+    return counts
+
+
+def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return a check for each kind of call that either side has."""
+    predicted_calls = _counted(predicted.collectives)
+    measured_calls = _counted(measured.collectives)
+    return [
+        _exact(
+            f"{axis} {op} of {size_bytes:,} B over {num_ranks}",
+            CheckUnit.CALLS,
+            predicted_calls[axis, op, num_ranks, size_bytes],
+            measured_calls[axis, op, num_ranks, size_bytes],
+        )
+        for axis, op, num_ranks, size_bytes in sorted(
+            predicted_calls.keys() | measured_calls.keys()
+        )
+    ]
+
+
+def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
+    """Return whether the peak agrees; gloo may hold more."""
+    kept_bytes = _gloo_bytes(predicted) if measured.backend == "gloo" else 0
+    if predicted.host_bytes and measured.backend == "gloo":
+        return _joint_peak(predicted, measured, kept_bytes)
+    tolerance_bytes = PEAK_TOLERANCE * predicted.peak_bytes
+    excess_bytes = measured.peak_bytes - predicted.peak_bytes
+    agrees = -tolerance_bytes <= excess_bytes <= tolerance_bytes + kept_bytes
+    allowed = f"{PEAK_TOLERANCE:.1%}"
+    if kept_bytes:
+        allowed += f" and {kept_bytes:,} bytes that gloo may hold"
+    return Check(
+        quantity=PEAK,
+        unit=CheckUnit.BYTES,
+        predicted=predicted.peak_bytes,
+        measured=measured.peak_bytes,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
+        reason="" if agrees and not kept_bytes else f"must agree within {allowed}",
+    )
+
+
+def _joint_peak(predicted: RankPrediction, measured: RankMeasurement, kept_bytes: int) -> Check:
+    """Return whether one memory for device and host holds no more than both do at their peaks.
+
+    The two peaks are at different times, so that it may well hold less.
+    """
+    both_bytes = predicted.peak_bytes + predicted.host_bytes
+    agrees = measured.peak_bytes <= both_bytes * (1 + PEAK_TOLERANCE) + kept_bytes
+    return Check(
+        quantity=PEAK,
+        unit=CheckUnit.BYTES,
+        predicted=both_bytes,
+        measured=measured.peak_bytes,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
+        reason=f"{ONE_MEMORY}, which holds at most what both do",
+    )
+
+
+def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return whether host and copies agree, where something is offloaded to another memory."""
+    if not predicted.host_bytes or measured.backend == "gloo":
+        return []
+    predicted_bytes, measured_bytes = predicted.host_bytes, measured.host_bytes
+    agrees = abs(measured_bytes - predicted_bytes) <= PEAK_TOLERANCE * predicted_bytes
+    peak = Check(
+        quantity=HOST_PEAK,
+        unit=CheckUnit.BYTES,
+        predicted=predicted_bytes,
+        measured=measured_bytes,
+        verdict=CheckVerdict.PASSED if agrees else CheckVerdict.FAILED,
+        reason="" if agrees else f"must agree within {PEAK_TOLERANCE:.1%}",
+    )
+    copies = zip((TO_DEVICE, TO_HOST), predicted.host_traffic, measured.host_traffic, strict=True)
+    return [peak, *(_exact(name, CheckUnit.BYTES, *sizes) for name, *sizes in copies)]
+
+
+def _gloo_bytes(predicted: RankPrediction) -> int:
+    """Return what gloo may hold beyond what the program does.
+
+    It says only when it is waited for that a message has left (`is_completed` is false until
+    then, torch 2.13), so that all that a step sends lives to its end; and its threads may let go
+    of the buffer of a collective, an activation's, a moment after the call.
+    """
+    calls = predicted.collectives
+    sent_bytes = sum(
+        call.size_bytes * call.num_calls
+        for call in calls
+        if call.op == SEND and call.axis == Axis.PP
+    )
+    return sent_bytes + max((call.size_bytes for call in calls if call.axis == Axis.TP), default=0)
+
+
+def _kinds(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return what lived at the peak, kind by kind; the sum is what must agree."""
+    return [
+        Check(
+            quantity=f"at the peak: {kind}",
+            unit=CheckUnit.BYTES,
+            predicted=predicted.bytes_at_peak.get(kind, 0),
+            measured=measured.bytes_at_peak.get(kind, 0),
+        )
+        for kind in ByteKind
+    ]
+
+
+def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
+    """Return what the device's allocator shows; kernels' own memory is in it.
+
+    "requested" is what tensors ask for, "allocated" what they get, rounded up to blocks.
+    """
+    predicted_bytes = {
+        "allocated": predicted.peak_bytes,
+        "requested": predicted.peak_bytes,
+        "reserved": predicted.reserved_bytes,
+    }
+    return [
+        Check(
+            quantity=f"allocator: {name}",
+            unit=CheckUnit.BYTES,
+            predicted=predicted_bytes.get(name),
+            measured=size_bytes,
+        )
+        for name, size_bytes in sorted(measured.allocator_bytes.items())
+    ]

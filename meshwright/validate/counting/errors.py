@@ -1,5 +1,0 @@
-"""What counting raises."""
-
-
-class UnsupportedTorchError(RuntimeError):
-    """This release of PyTorch lacks an interface that counting needs."""

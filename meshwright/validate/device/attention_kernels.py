@@ -1,0 +1,177 @@
+"""The kernels behind FlashAttention: PyTorch's own on GPUs, plain arithmetic on processors.
+
+All take ``[batch, heads, tokens, width]``; keys and values may have a divisor of the heads. They
+are the operators that `scaled_dot_product_attention` calls, called by name: no heuristic chooses
+another kernel than the one that a plan means.
+"""
+
+from math import ceil, sqrt
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+ATEN = torch.ops.aten
+ALIGNED_WIDTH = 8  # FlashAttention-2 takes multiples of it; PyTorch pads others likewise
+ALIGNED_TOKENS = 32  # of the statistics of the kernel for fp32, in both directions
+
+
+class Attended(NamedTuple):
+    """What the forward pass had and made; the log-sum-exp is ``[batch, heads, tokens]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    log_sum_exp: Tensor
+
+
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output and the fp32 log-sum-exp of the scores."""
+    if not query.is_cuda:
+        return _plain_forward(query, key, value, causal=causal)
+    if query.dtype is torch.float32:  # FlashAttention-2 has 16-bit formats alone
+        return wide_forward(query, key, value, causal=causal)
+    return flash_forward(query, key, value, causal=causal)
+
+
+def attention_backward(
+    gradient: Tensor, attended: Attended, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    if not gradient.is_cuda:
+        return _plain_backward(gradient, attended, causal=causal)
+    if attended.query.dtype is torch.float32:
+        return wide_backward(gradient, attended, causal=causal)
+    return flash_backward(gradient, attended, causal=causal)
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Run FlashAttention-2."""
+    width = query.shape[-1]
+    padded = (_padded(each) for each in (query, key, value))
+    found = ATEN._scaled_dot_product_flash_attention(  # noqa: SLF001
+        *padded, 0.0, causal, return_debug_mask=False, scale=1 / sqrt(width)
+    )
+    return found[0][..., :width], found[1]
+
+
+def flash_backward(
+    gradient: Tensor, attended: Attended, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run FlashAttention-2 backward."""
+    width = gradient.shape[-1]
+    query, key, value, out = (_padded(each) for each in attended[:4])
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=gradient.device)
+    found = ATEN._scaled_dot_product_flash_attention_backward(  # noqa: SLF001
+        _padded(gradient),
+        query,
+        key,
+        value,
+        out,
+        attended.log_sum_exp,
+        None,  # sequences are of one length
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        no_dropout,
+        no_dropout,
+        scale=1 / sqrt(width),
+    )
+    return found[0][..., :width], found[1][..., :width], found[2][..., :width]
+
+
+def wide_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Run the memory-efficient kernel, which takes fp32, too."""
+    heads, tokens = query.shape[1:3]
+    out, log_sum_exp = ATEN._scaled_dot_product_efficient_attention(  # noqa: SLF001
+        query,
+        _repeated(key, heads),
+        _repeated(value, heads),
+        None,
+        compute_log_sumexp=True,
+        dropout_p=0.0,
+        is_causal=causal,
+    )[:2]
+    return out, log_sum_exp[..., :tokens]
+
+
+def wide_backward(
+    gradient: Tensor, attended: Attended, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the memory-efficient kernel backward."""
+    heads, tokens = attended.query.shape[1:3]
+    groups = attended.key.shape[1]
+    missing = ceil(tokens / ALIGNED_TOKENS) * ALIGNED_TOKENS - tokens
+    no_dropout = torch.empty((), dtype=torch.long, device=gradient.device)
+    query, key, value = ATEN._scaled_dot_product_efficient_attention_backward(  # noqa: SLF001
+        gradient,
+        attended.query,
+        _repeated(attended.key, heads),
+        _repeated(attended.value, heads),
+        None,
+        attended.out,
+        F.pad(attended.log_sum_exp, (0, missing), value=float("inf")).contiguous(),
+        no_dropout,
+        no_dropout,
+        0.0,
+        [True, True, True, False],
+        causal,
+    )[:3]
+    return query, _summed(key, groups), _summed(value, groups)
+
+
+def _plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    heads = query.shape[1]
+    out, log_sum_exp = ATEN._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+        query, _repeated(key, heads), _repeated(value, heads), is_causal=causal
+    )[:2]
+    return out, log_sum_exp.float()
+
+
+def _plain_backward(
+    gradient: Tensor, attended: Attended, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups = attended.query.shape[1], attended.key.shape[1]
+    query, key, value, out = (each.float() for each in attended[:4])
+    wide_key, wide_value = _repeated(key, heads), _repeated(value, heads)
+    incoming = gradient.float()
+    scale = 1 / sqrt(query.shape[-1])
+    scores = query @ wide_key.transpose(-1, -2) * scale
+    if causal:
+        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
+    probabilities = torch.exp(scores - attended.log_sum_exp.unsqueeze(-1))
+    row_totals = (incoming * out).sum(-1, keepdim=True)
+    slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * scale
+    return (
+        slope @ wide_key,
+        _summed(slope.transpose(-1, -2) @ query, groups),
+        _summed(probabilities.transpose(-1, -2) @ incoming, groups),
+    )
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % ALIGNED_WIDTH
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    repeats = heads // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+
+def _summed(tensor: Tensor, groups: int) -> Tensor:
+    if tensor.shape[1] == groups:
+        return tensor
+    return tensor.unflatten(1, (groups, -1)).sum(2)

@@ -1,1 +1,0 @@
-"""From a plan to the PyTorch program that its stack stands for."""

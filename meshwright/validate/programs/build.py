@@ -1,0 +1,39 @@
+"""Which program stands for which stack."""
+
+from collections.abc import Callable
+
+from meshwright.hwprofiles import StackProfile
+from meshwright.hwprofiles.names import suggestion
+from meshwright.simulator import PlanError
+from meshwright.validate.programs.contract import ProgramRequest, RankProgram
+from meshwright.validate.programs.megatron import MegatronProgram
+from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
+from meshwright.validate.programs.strategies import build_data_parallel_module, build_servers
+
+PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
+    "dataparallel": build_data_parallel_module,
+    "ddp": build_ddp,
+    "fsdp": build_fully_sharded,
+    "megatron-core": MegatronProgram,
+    "megatron-lm-2021": MegatronProgram,
+    "megatron-lm-2022": MegatronProgram,
+    "parameter-server": build_servers,
+    "torchtitan": build_fully_sharded,
+}
+
+
+def build_program(request: ProgramRequest) -> RankProgram:
+    """Return one rank's program of a plan.
+
+    Raises:
+        PlanError: If no program stands for the stack, or it cannot express the plan.
+    """
+    check_program(request.stack)
+    return PROGRAMS[request.stack.name](request)
+
+
+def check_program(stack: StackProfile) -> None:
+    """Raise PlanError if no program stands for *stack*."""
+    if stack.name not in PROGRAMS:
+        known = suggestion(stack.name, PROGRAMS)
+        raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")

@@ -1,0 +1,26 @@
+"""What every program offers, and the weights and batches that all of them begin with."""
+
+from meshwright.validate.programs.contract.request import (
+    BETAS,
+    CLIP_NORM,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    ProgramRequest,
+    RankProgram,
+    refuse_offload,
+)
+from meshwright.validate.programs.contract.weights import initial_weight, token_batch
+
+__all__ = [
+    "BETAS",
+    "CLIP_NORM",
+    "EPSILON",
+    "LEARNING_RATE",
+    "WEIGHT_DECAY",
+    "ProgramRequest",
+    "RankProgram",
+    "initial_weight",
+    "refuse_offload",
+    "token_batch",
+]

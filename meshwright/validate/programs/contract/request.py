@@ -1,0 +1,70 @@
+"""What every program of a plan offers, whichever stack it stands for."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.hwprofiles import Offload, StackProfile
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.validate.ranks import ByteKind
+
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramRequest:
+    """What to build: one rank's part of a plan.
+
+    Args:
+        job: What is trained.
+        plan: How it is laid out.
+        stack: Whose program.
+        rank: Rank in the process group, which is initialised and has ``plan.world_size`` ranks.
+        device: Where tensors live.
+        initialise: Give weights their initial values; fake tensors have none.
+        num_microbatches: Microbatches of a step; fewer than the plan's where counts scale.
+        dropout: Probability of dropout where the model has it; 0 to compare losses.
+    """
+
+    job: TrainingJob
+    plan: ParallelPlan
+    stack: StackProfile
+    rank: int
+    device: torch.device
+    initialise: bool
+    num_microbatches: int
+    dropout: float = 0.1
+
+
+class RankProgram(Protocol):
+    """One rank's training program, built and ready."""
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks; names as in `CollectiveCount`."""
+
+    def run_step(self, step: int) -> list[Tensor]:
+        """Run one whole training step, update included.
+
+        Returns:
+            The loss of each microbatch (mean over its tokens) in their order, detached, where
+            the rank holds the head and is the one of its tensor-parallel group that reports;
+            empty elsewhere.
+        """
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield tensors that live between and through steps: weights, gradients, states."""
+
+
+def refuse_offload(plan: ParallelPlan, *allowed: Offload) -> None:
+    """Raise PlanError for a plan that keeps on the host what no program of its stack does."""
+    if plan.offload not in (Offload.NONE, *allowed):
+        names = ", ".join((Offload.NONE, *allowed))
+        raise PlanError(f"offload={plan.offload} has no PyTorch program; allowed: {names}")

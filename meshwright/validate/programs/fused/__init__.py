@@ -1,0 +1,29 @@
+"""Kernels that training stacks fuse, as operators: each allocates what the fused kernel does.
+
+PyTorch's eager operators would keep or allocate more than the kernels that stand behind these
+in Megatron-Core, Transformer Engine, FlashAttention or code from torch.compile.  The
+implementations are written for correctness; memory and FLOPs are those of the kernel.
+"""
+
+from meshwright.validate.programs.fused.attention import FusedAttention, flash_attention
+from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
+from meshwright.validate.programs.fused.norms import RmsNorm
+from meshwright.validate.programs.fused.residual import BiasDropoutAdd
+from meshwright.validate.programs.fused.rotary import Rotary
+from meshwright.validate.programs.fused.softmax import CausalSoftmax
+from meshwright.validate.programs.fused.swiglu import PackedSwiglu, Swiglu
+from meshwright.validate.programs.fused.weight_gradients import accumulate_weight_gradient
+
+__all__ = [
+    "AutogradFunction",
+    "BiasDropoutAdd",
+    "CausalSoftmax",
+    "Context",
+    "FusedAttention",
+    "PackedSwiglu",
+    "RmsNorm",
+    "Rotary",
+    "Swiglu",
+    "accumulate_weight_gradient",
+    "flash_attention",
+]

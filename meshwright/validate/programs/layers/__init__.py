@@ -1,0 +1,15 @@
+"""The layers of a transformer, made of the parts of a stack."""
+
+from meshwright.validate.programs.layers.transformer import (
+    LayerOptions,
+    ResidualAdd,
+    TransformerLayer,
+    VirtualStage,
+)
+
+__all__ = [
+    "LayerOptions",
+    "ResidualAdd",
+    "TransformerLayer",
+    "VirtualStage",
+]

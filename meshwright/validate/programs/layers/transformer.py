@@ -1,0 +1,251 @@
+"""One virtual stage of a transformer, GPT or Llama style; its layers come from a stack's parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.hwprofiles import Attention, Recompute
+from meshwright.simulator import ModelSpec
+from meshwright.validate.programs.fused import CausalSoftmax, FusedAttention, Rotary, Swiglu
+from meshwright.validate.programs.layers.selective_recompute import operator_contexts
+
+ROTARY_BASE = 10_000.0
+DROPOUT = 0.1
+
+
+class Parts(Protocol):
+    """What differs between stacks: how a layer is made parallel and what is fused.
+
+    Widths are those of the whole model; a part that splits a weight over ranks divides them.
+    ``seq_dim`` is the dim of activations that counts tokens: 0 or 1.
+    """
+
+    seq_dim: int
+    fuses_qkv: bool
+
+    def norm(self, model: ModelSpec) -> nn.Module:
+        """Return a norm of the model's kind and width."""
+
+    def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a linear layer whose outputs are split where tensor parallelism is by hand."""
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
+
+    def activation(self, model: ModelSpec) -> nn.Module:
+        """Return the activation between the two products of an MLP."""
+
+    def residual_add(self, row: nn.Module, *, dropout: float) -> "ResidualAdd":
+        """Return what adds the output of *row* to the residual stream, dropped out."""
+
+    def embedding(self, model: ModelSpec) -> nn.Module:
+        """Return the module from token ids to activations."""
+
+    def head(self, model: ModelSpec) -> nn.Module:
+        """Return the module from activations to logits, final norm included."""
+
+
+ResidualAdd = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions:
+    """Switches of every layer.
+
+    Args:
+        attention: Kernel of the attention core.
+        recompute: What backward computes again.
+        dropout: Probability of hidden and attention dropout.
+    """
+
+    attention: Attention
+    recompute: Recompute
+    dropout: float
+
+
+class AttentionCore(nn.Module):
+    """Scores, softmax and values: the part without weights."""
+
+    def __init__(self, model: ModelSpec, options: LayerOptions, seq_dim: int) -> None:
+        super().__init__()
+        self.causal = model.causal
+        self.scale = 1 / sqrt(model.head_dim)
+        self.seq_dim = seq_dim
+        self.flash = options.attention is Attention.FLASH
+        self.dropout = 0.0 if self.flash else options.dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return ``[.., .., heads, width]`` laid out as *query*."""
+        if self.flash:
+            out: Tensor = FusedAttention.apply(query, key, value, self.seq_dim, self.causal)
+            return out
+        heads = query.shape[2]
+        q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        weights = CausalSoftmax.apply(scores, self.scale, self.causal)
+        del scores
+        if self.dropout and self.training:
+            weights = torch.native_dropout(weights, self.dropout, train=True)[0]
+        return self._unbatched(torch.bmm(weights, v), query.shape)
+
+    def _batched(self, tensor: Tensor) -> Tensor:
+        """Return ``[batch * heads, tokens, width]``; a view where the layout allows it."""
+        if self.seq_dim == 0:
+            return tensor.flatten(1, 2).transpose(0, 1)
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    def _unbatched(self, tensor: Tensor, shape: torch.Size) -> Tensor:
+        if self.seq_dim == 0:
+            return tensor.transpose(0, 1).contiguous().view(shape)
+        batch, _, heads, _ = shape
+        return tensor.unflatten(0, (batch, heads)).transpose(1, 2).contiguous()
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    repeats = heads // tensor.shape[2]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
+
+
+class SelfAttention(nn.Module):
+    """Projections around the attention core; local heads follow from the width that arrives."""
+
+    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+        super().__init__()
+        width, kv_width, bias = model.hidden_size, model.kv_hidden_size, model.attention_bias
+        self.head_dim = model.head_dim
+        self.queries_per_group = model.num_heads // model.num_kv_heads
+        self.rotary = model.positions == "rotary"
+        self.seq_dim = parts.seq_dim
+        self.recomputes = options.recompute is Recompute.SELECTIVE
+        self.fused = parts.fuses_qkv
+        if self.fused:
+            self.qkv = parts.column_linear(width, width + 2 * kv_width, bias=bias)
+        else:
+            self.query = parts.column_linear(width, width, bias=bias)
+            self.key = parts.column_linear(width, kv_width, bias=bias)
+            self.value = parts.column_linear(width, kv_width, bias=bias)
+        self.core = AttentionCore(model, options, parts.seq_dim)
+        self.output = parts.row_linear(width, width, bias=model.output_bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the projected attention of normalised activations."""
+        query, key, value = self._projected(inputs)
+        if self.rotary:
+            query, key = (Rotary.apply(each, self.seq_dim, ROTARY_BASE) for each in (query, key))
+        if self.recomputes and self.training:
+            context = checkpoint(self.core, query, key, value, use_reentrant=False)
+        else:
+            context = self.core(query, key, value)
+        del query, key, value
+        out: Tensor = self.output(context.flatten(2))
+        return out
+
+    def _projected(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as ``[.., .., heads, width]``.
+
+        A fused projection holds, for each group of heads, its queries, its key and its value.
+        """
+        if not self.fused:
+            query, key, value = (
+                each(inputs).unflatten(-1, (-1, self.head_dim))
+                for each in (self.query, self.key, self.value)
+            )
+            return query, key, value
+        grouped = self.qkv(inputs).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
+        query, key, value = grouped.split([self.queries_per_group, 1, 1], dim=3)
+        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+class Mlp(nn.Module):
+    """Two products around an activation; a gated one has gate and value apart unless fused."""
+
+    def __init__(self, model: ModelSpec, parts: Parts) -> None:
+        super().__init__()
+        width, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.mlp_bias
+        self.separate = model.gated_mlp and not parts.fuses_qkv
+        if self.separate:
+            self.gate = parts.column_linear(width, ffn, bias=bias)
+        widths = 2 * ffn if model.gated_mlp and not self.separate else ffn
+        self.expand = parts.column_linear(width, widths, bias=bias)
+        self.activation = parts.activation(model)
+        self.contract = parts.row_linear(ffn, width, bias=bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the MLP of normalised activations."""
+        if self.separate:
+            hidden = Swiglu.apply(self.gate(inputs), self.expand(inputs))
+        else:
+            hidden = self.activation(self.expand(inputs))
+        out: Tensor = self.contract(hidden)
+        return out
+
+
+class TransformerLayer(nn.Module):
+    """One transformer layer with its norms before attention and MLP."""
+
+    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+        super().__init__()
+        self.attention_norm = parts.norm(model)
+        self.attention = SelfAttention(model, options, parts)
+        self.mlp_norm = parts.norm(model)
+        self.mlp = Mlp(model, parts)
+        self.add_attention = parts.residual_add(self.attention.output, dropout=options.dropout)
+        self.add_mlp = parts.residual_add(self.mlp.contract, dropout=options.dropout)
+        self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the activations after the layer."""
+        if not (self.keeps_operators and self.training):
+            return self._run(inputs)
+        out: Tensor = checkpoint(
+            self._run, inputs, use_reentrant=False, context_fn=operator_contexts
+        )
+        return out
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
+        return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
+
+
+class VirtualStage(nn.Module):
+    """Consecutive layers, with the embedding before the first and the head after the last.
+
+    Args:
+        model: Whose layers.
+        layers: Which, counted from 0 in the whole model.
+        options: Switches of every layer.
+        parts: What the stack makes layers of.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        layers: range,
+        options: LayerOptions,
+        parts: Parts,
+        *,
+        has_embedding: bool,
+        has_head: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = parts.embedding(model) if has_embedding else None
+        self.layers = nn.ModuleDict(
+            {str(index): TransformerLayer(model, options, parts) for index in layers}
+        )
+        self.head = parts.head(model) if has_head else None
+        self.recomputes = options.recompute is Recompute.FULL
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return activations of token ids or activations; logits where the head is."""
+        hidden = inputs if self.embedding is None else self.embedding(inputs)
+        for layer in self.layers.values():
+            if self.recomputes and self.training:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return hidden if self.head is None else self.head(hidden)

@@ -1,0 +1,156 @@
+"""Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from meshwright.hwprofiles import MEBI
+from meshwright.validate.programs.fused import AutogradFunction, Context
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
+
+NUM_STATISTICS = 3
+PART_BYTES = 64 * MEBI
+
+
+class _EagerLoss(AutogradFunction):
+    """Mean loss as Megatron-LM computes it; keeps fp32 probabilities.
+
+    Three numbers a token are reduced over the ranks: maximum, target's logit, sum of exponents.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        logits: Tensor,
+        targets: Tensor,
+        tp: TensorParallelGroup,
+    ) -> Tensor:
+        maximum = tp.maximum(logits.max(dim=-1).values)
+        shifted = logits - maximum.unsqueeze(-1)
+        local, outside = _local_targets(targets, shifted.shape[-1], tp)
+        target_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        tp.sum(target_logit.masked_fill_(outside, 0.0))
+        exponents = shifted.exp_()
+        total = tp.sum(exponents.sum(dim=-1))
+        exponents.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponents, local, outside)
+        return (total.log() - target_logit).mean()
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, local, outside = ctx.saved_tensors
+        _subtract_targets(probabilities, local, outside)
+        return probabilities.mul_(gradient / local.numel()), None, None
+
+
+def _local_targets(
+    targets: Tensor, num_rows: int, tp: TensorParallelGroup
+) -> tuple[Tensor, Tensor]:
+    """Return the targets counted from this rank's first row, and which lie outside its rows."""
+    local = targets - tp.rank * num_rows
+    outside = (local < 0) | (local >= num_rows)
+    return local.masked_fill_(outside, 0), outside
+
+
+def _subtract_targets(probabilities: Tensor, local: Tensor, outside: Tensor) -> None:
+    ones = (~outside).to(probabilities.dtype).unsqueeze(-1)
+    probabilities.scatter_add_(-1, local.unsqueeze(-1), -ones)
+
+
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of tokens whose fp32 copies are small: the fused kernel makes none at all."""
+    token_bytes = logits[0].numel() * torch.float32.itemsize
+    step = max(1, PART_BYTES // token_bytes)
+    yield from (slice(start, start + step) for start in range(0, logits.shape[0], step))
+
+
+@torch.library.custom_op("meshwright::softmax_statistics", mutates_args=())
+def softmax_statistics(logits: Tensor, local: Tensor, outside: Tensor) -> Tensor:
+    """Return ``[3, tokens, batch]`` fp32: maximum, sum of exponents, target's logit."""
+    maximum = logits.amax(dim=-1).float()
+    total = torch.empty_like(maximum)
+    for part in _parts(logits):
+        exponents = (logits[part].float() - maximum[part].unsqueeze(-1)).exp_()
+        torch.sum(exponents, dim=-1, out=total[part])
+    target = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).float()
+    return torch.stack([maximum, total, target.masked_fill_(outside, 0.0)])
+
+
+@softmax_statistics.register_fake
+def _(logits: Tensor, local: Tensor, outside: Tensor) -> Tensor:  # noqa: ARG001
+    return logits.new_empty((NUM_STATISTICS, *local.shape), dtype=torch.float32)
+
+
+@torch.library.custom_op("meshwright::logits_to_gradient", mutates_args={"logits"})
+def logits_to_gradient(
+    logits: Tensor, statistics: Tensor, local: Tensor, outside: Tensor
+) -> Tensor:
+    """Write the gradient of each token's loss over its logits; return the losses.
+
+    Args:
+        logits: ``[tokens, batch, rows]``, changed in place.
+        statistics: ``[ranks, 3, tokens, batch]`` of all ranks.
+        local: Targets counted from this rank's first row.
+        outside: Which targets other ranks hold.
+    """
+    maximum = statistics[:, 0].max(dim=0).values
+    total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(dim=0)
+    target = statistics[:, 2].sum(dim=0)
+    for part in _parts(logits):
+        probabilities = (logits[part].float() - maximum[part].unsqueeze(-1)).exp_()
+        probabilities.div_(total[part].unsqueeze(-1))
+        _subtract_targets(probabilities, local[part], outside[part])
+        logits[part] = probabilities
+    return total.log() + maximum - target
+
+
+@logits_to_gradient.register_fake
+def _(
+    logits: Tensor,  # noqa: ARG001
+    statistics: Tensor,
+    local: Tensor,
+    outside: Tensor,  # noqa: ARG001
+) -> Tensor:
+    return statistics.new_empty(local.shape)
+
+
+class _FusedLoss(AutogradFunction):
+    """Mean loss as Transformer Engine computes it: the gradient replaces a copy of the logits.
+
+    One gather of three numbers a token from every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
+        own = logits.clone()
+        local, outside = _local_targets(targets, own.shape[-1], tp)
+        statistics = softmax_statistics(own, local, outside)
+        everyone = tp.gather_tokens(statistics).unflatten(0, (tp.size, NUM_STATISTICS))
+        losses = logits_to_gradient(own, everyone, local, outside)
+        ctx.save_for_backward(own)
+        ctx.num_tokens = targets.numel()
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (own,) = ctx.saved_tensors
+        return own.mul_(gradient / ctx.num_tokens), None, None
+
+
+def vocabulary_loss(
+    logits: Tensor, targets: Tensor, tp: TensorParallelGroup, *, fused: bool
+) -> Tensor:
+    """Return the mean loss of ``[tokens, batch, local rows]`` logits.
+
+    Args:
+        logits: This rank's part, in the precision of the products.
+        targets: ``[tokens, batch]`` ids of the whole vocabulary.
+        tp: Who holds the other rows.
+        fused: As Transformer Engine computes it; if not, as Megatron-LM does in fp32.
+    """
+    if fused:
+        loss: Tensor = _FusedLoss.apply(logits, targets, tp)
+    else:
+        loss = _EagerLoss.apply(logits.float(), targets, tp)
+    return loss

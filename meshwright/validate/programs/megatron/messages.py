@@ -1,0 +1,107 @@
+"""Messages between the stages of a pipeline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbours:
+    """The ranks of a pipeline, and a group for each kind of message.
+
+    On NCCL the messages between two ranks go one after the other, in the order in which both ask
+    for them. With groups of their own for activations and gradients, and for those that return
+    from one end of the pipeline to the other, that is the order in which they are needed. (Of two
+    ranks with virtual stages each sends activations to the other: in one group both would wait.)
+
+    Args:
+        ranks: All of them, in the order of stages.
+        index: Which is this one.
+        groups: By direction (1 for activations) and whether the message returns; empty for one.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    groups: Mapping[tuple[int, bool], dist.ProcessGroup]
+
+    def peer(self, distance: int) -> int:
+        """Return the rank *distance* places on."""
+        return self.ranks[(self.index + distance) % len(self.ranks)]
+
+    def returns(self, distance: int) -> bool:
+        """Return whether the rank *distance* places on is at the other end."""
+        return not 0 <= self.index + distance < len(self.ranks)
+
+
+class PipelineMessages:
+    """Messages of one rank; a sent tensor is kept until it has left."""
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self.neighbours = neighbours
+        self._leaving: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensor: Tensor, distance: int) -> None:
+        """Send *tensor* to the rank next to it: *distance* is 1 or -1."""
+        neighbours = self.neighbours
+        group = neighbours.groups[distance, neighbours.returns(distance)]
+        work = dist.isend(tensor, dst=neighbours.peer(distance), group=group)
+        assert work is not None
+        self._leaving = [item for item in self._leaving if not item[0].is_completed()]
+        if not work.is_completed():
+            self._leaving.append((work, tensor))
+
+    def receive(self, buffer: Tensor, distance: int) -> Tensor:
+        """Return *buffer*, filled by the rank *distance* places on."""
+        neighbours = self.neighbours
+        group = neighbours.groups[-distance, neighbours.returns(distance)]
+        work = dist.irecv(buffer, src=neighbours.peer(distance), group=group)
+        assert work is not None
+        work.wait()
+        return buffer
+
+    def flush(self) -> None:
+        """Wait until every message has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+class ActivationMessages:
+    """Activations and gradients of equal shape, whole or in parts.
+
+    Args:
+        messages: Where messages go.
+        shape: Of the activation that one rank holds.
+        like: A tensor with the messages' precision and device.
+        tp: Who shares the activation, where each rank sends a part of it and the receivers
+            gather it (Narayanan et al. 2021, section 4.1); None to send it whole.
+    """
+
+    def __init__(
+        self,
+        messages: PipelineMessages,
+        shape: tuple[int, ...],
+        like: Tensor,
+        tp: TensorParallelGroup | None,
+    ) -> None:
+        self.messages, self.shape, self.tp = messages, shape, tp
+        self.dtype, self.device = like.dtype, like.device
+
+    def send(self, value: Tensor, distance: int) -> None:
+        """Send *value* to the rank *distance* places on."""
+        if self.tp is not None:
+            value = self.tp.own_tokens(value)
+        self.messages.send(value.contiguous(), distance)
+
+    def receive(self, distance: int) -> Tensor:
+        """Return the next message of the rank *distance* places on."""
+        parts = 1 if self.tp is None else self.tp.size
+        shape = (self.shape[0] // parts, *self.shape[1:])
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        value = self.messages.receive(buffer, distance)
+        return value if self.tp is None else self.tp.gather_tokens(value)

@@ -1,0 +1,103 @@
+"""AdamW over contiguous shards: fp32 master copies and moments, clipped by the global norm."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.validate.programs.contract import (
+    BETAS,
+    CLIP_NORM,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+)
+from meshwright.validate.programs.megatron.buffers import ParameterBucket, StageBuffers
+from meshwright.validate.ranks import ByteKind
+
+
+class ShardedAdam:
+    """The optimizer of one rank: its part of every bucket, or all of it.
+
+    Args:
+        buffers: Of the rank's virtual stages.
+        norm: Ranks over which the gradient norm is summed; None where there is one.
+    """
+
+    def __init__(self, buffers: Sequence[StageBuffers], norm: dist.ProcessGroup | None) -> None:
+        self.norm = norm
+        self.shards = [(each, bucket) for each in buffers for bucket in each.buckets]
+        self.masters = [self._master(buffers, bucket) for buffers, bucket in self.shards]
+        self.adam = torch.optim.AdamW(
+            self.masters,
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            eps=EPSILON,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def step(self) -> None:
+        """Clip, update, and hand the new weights out.
+
+        Gradients kept in 16 bits are copied to fp32 first, and the copies clipped
+        (`MixedPrecisionOptimizer` of megatron/core/optimizer/optimizer.py, core r0.8).
+        """
+        gradients = [gradient.float() for gradient in self._gradients()]
+        self._clip(gradients)
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        del gradients
+        self.adam.step()
+        for master, (buffers, bucket) in zip(self.masters, self.shards, strict=True):
+            master.grad = None
+            weights = bucket.weights[_own(buffers, bucket)]
+            if weights.dtype is not master.dtype:
+                weights.copy_(master.detach())
+        for buffers in dict.fromkeys(buffers for buffers, _ in self.shards):
+            buffers.gather()
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield master copies and moments."""
+        for master, (_, bucket) in zip(self.masters, self.shards, strict=True):
+            if master.dtype is not bucket.weights.dtype:
+                yield master, ByteKind.OPTIMIZER
+            for name, state in self.adam.state[master].items():
+                if name != "step":
+                    yield state, ByteKind.OPTIMIZER
+
+    def _gradients(self) -> list[Tensor]:
+        return [bucket.gradients[_own(buffers, bucket)] for buffers, bucket in self.shards]
+
+    def _master(self, buffers: StageBuffers, bucket: ParameterBucket) -> Tensor:
+        """Return what the optimizer updates: an fp32 copy, or the weights if they are fp32."""
+        weights = bucket.weights[_own(buffers, bucket)]
+        return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole model's gradients, each counted once."""
+        total = self.masters[0].new_zeros((), dtype=torch.float32)
+        for gradient, (buffers, bucket) in zip(gradients, self.shards, strict=True):
+            for part in _counted_once(bucket, _own(buffers, bucket)):
+                total += torch.linalg.vector_norm(gradient[part]).square()
+        if self.norm is not None:
+            dist.all_reduce(total, group=self.norm)
+        return total.sqrt()
+
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        factor = (CLIP_NORM / (self.gradient_norm(gradients) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _own(buffers: StageBuffers, bucket: ParameterBucket) -> slice:
+    return bucket.shard(buffers.dp) if buffers.shards else slice(0, bucket.weights.numel())
+
+
+def _counted_once(bucket: ParameterBucket, own: slice) -> Iterator[slice]:
+    """Yield the parts of *own* that no other rank counts."""
+    for entry in bucket.entries:
+        start, end = max(entry.start, own.start), min(entry.end, own.stop)
+        if start < end and not entry.is_duplicate:
+            yield slice(start - own.start, end - own.start)

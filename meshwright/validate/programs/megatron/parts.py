@@ -1,0 +1,188 @@
+"""What Megatron-LM and Megatron-Core make a transformer layer of."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from meshwright.simulator import ModelSpec
+from meshwright.simulator.model import padded_vocab_size
+from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm
+from meshwright.validate.programs.layers import ResidualAdd
+from meshwright.validate.programs.megatron.tensor_parallel import (
+    ColumnLinear,
+    GradientSink,
+    RowLinear,
+    TensorParallelGroup,
+    column_product,
+    scatter_sum,
+    scatter_tokens,
+    sum_ranks,
+)
+
+NORM_EPSILON = 1e-5
+
+
+class LayerNorm(nn.Module):
+    """Layer norm; keeps its input and two statistics a token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the normalised values."""
+        return F.layer_norm(values, self.weight.shape, self.weight, self.bias, NORM_EPSILON)
+
+
+class MegatronRmsNorm(nn.Module):
+    """RMS norm; keeps its input and one statistic a token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the normalised values."""
+        out: Tensor = RmsNorm.apply(values, self.weight, NORM_EPSILON)
+        return out
+
+
+class Gelu(nn.Module):
+    """GELU; keeps its input."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the activated values."""
+        return F.gelu(values)
+
+
+class GatedSilu(nn.Module):
+    """SiLU gate times value of a packed tensor; keeps it."""
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return the activated values."""
+        out: Tensor = PackedSwiglu.apply(packed)
+        return out
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token and position tables; each rank holds some rows of the first."""
+
+    def __init__(self, model: ModelSpec, tp: TensorParallelGroup, *, dropout: float) -> None:
+        super().__init__()
+        self.tp, self.dropout = tp, dropout
+        self.num_rows = padded_vocab_size(model, tp.size) // tp.size
+        self.weight = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
+        learned = model.positions == "learned"
+        shape = (model.max_positions, model.hidden_size)
+        self.positions = nn.Parameter(torch.empty(shape)) if learned else None
+        self.norm = megatron_norm(model) if model.embedding_norm else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return activations of ``[batch, tokens]`` ids."""
+        hidden = self._looked_up(tokens.t().contiguous())
+        if self.tp.splits_tokens and self.positions is None:
+            hidden = scatter_sum(hidden, self.tp)
+        else:
+            hidden = sum_ranks(hidden, self.tp)
+            if self.positions is not None:
+                places = torch.arange(tokens.shape[1], device=tokens.device)
+                hidden = hidden + F.embedding(places, self.positions).unsqueeze(1)
+            if self.tp.splits_tokens:
+                hidden = scatter_tokens(hidden, self.tp)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if self.dropout and self.training:
+            hidden = torch.native_dropout(hidden, self.dropout, train=True)[0]
+        return hidden
+
+    def _looked_up(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.tp.rank * self.num_rows
+        outside = (local < 0) | (local >= self.num_rows)
+        hidden = F.embedding(local.masked_fill_(outside, 0), self.weight)
+        return hidden.masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+class OutputMatrix(nn.Module):
+    """This rank's rows of the output matrix."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class VocabularyHead(nn.Module):
+    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        tp: TensorParallelGroup,
+        sink: GradientSink,
+        tied: nn.Parameter | None,
+    ) -> None:
+        super().__init__()
+        self.norm = megatron_norm(model)
+        self.tp, self.sink = tp, sink
+        shape = (padded_vocab_size(model, tp.size) // tp.size, model.hidden_size)
+        self.output = OutputMatrix(nn.Parameter(torch.empty(shape)) if tied is None else tied)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return this rank's logits of all tokens."""
+        return column_product(self.norm(hidden), self.output.weight, None, self.tp, self.sink)
+
+
+def megatron_norm(model: ModelSpec) -> nn.Module:
+    """Return the norm of the model's kind."""
+    kind = LayerNorm if model.norm == "layernorm" else MegatronRmsNorm
+    return kind(model.hidden_size)
+
+
+class MegatronParts:
+    """Parts of Megatron's layers: fused, tensor parallel, tokens first."""
+
+    seq_dim = 0
+    fuses_qkv = True
+
+    def __init__(self, tp: TensorParallelGroup, sink: GradientSink, *, dropout: float) -> None:
+        self.tp, self.sink, self.dropout = tp, sink, dropout
+        self.table: nn.Parameter | None = None
+
+    def norm(self, model: ModelSpec) -> nn.Module:
+        """Return a norm."""
+        return megatron_norm(model)
+
+    def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a column-parallel layer."""
+        return ColumnLinear(inputs, outputs // self.tp.size, self.tp, self.sink, bias=bias)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a row-parallel layer."""
+        return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
+
+    def activation(self, model: ModelSpec) -> nn.Module:
+        """Return the activation."""
+        return GatedSilu() if model.gated_mlp else Gelu()
+
+    def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:
+        """Return the fused bias, dropout and addition after *row*."""
+
+        def add(values: Tensor, residual: Tensor) -> Tensor:
+            probability = dropout if row.training else 0.0
+            out: Tensor = BiasDropoutAdd.apply(values, row.bias, residual, probability)
+            return out
+
+        return add
+
+    def embedding(self, model: ModelSpec) -> nn.Module:
+        """Return the embedding, and remember its table for a tied head."""
+        embedding = VocabularyEmbedding(model, self.tp, dropout=self.dropout)
+        self.table = embedding.weight
+        return embedding
+
+    def head(self, model: ModelSpec) -> nn.Module:
+        """Return the head."""
+        tied = self.table if model.tied_embeddings else None
+        return VocabularyHead(model, self.tp, self.sink, tied)

@@ -1,0 +1,268 @@
+"""The program of the Megatron stacks: a rank's virtual stages, pipeline, buffers, optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.hwprofiles import Precision
+from meshwright.simulator import ModelSpec, PlanError
+from meshwright.simulator.layout import gradient_bytes, rank_stages
+from meshwright.simulator.schedules import Phase, get_schedule
+from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.megatron.buffers import (
+    BucketRule,
+    StageBuffers,
+    sum_tied_table,
+    sum_unsplit_weights,
+)
+from meshwright.validate.programs.megatron.groups import MegatronGroups, megatron_groups
+from meshwright.validate.programs.megatron.loss import vocabulary_loss
+from meshwright.validate.programs.megatron.messages import ActivationMessages, PipelineMessages
+from meshwright.validate.programs.megatron.optimizer import ShardedAdam
+from meshwright.validate.programs.megatron.parts import MegatronParts
+from meshwright.validate.programs.megatron.pipeline import PipelineRank, StageInput
+from meshwright.validate.programs.megatron.tensor_parallel import LateSink
+from meshwright.validate.programs.megatron.weights import fill_weights, weight_parts
+from meshwright.validate.ranks import ByteKind
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.FP16: torch.float16,
+    Precision.BF16: torch.bfloat16,
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters *dtype* for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class MegatronProgram:
+    """One rank of a Megatron plan.
+
+    Args:
+        request: What to build.
+    """
+
+    def __init__(self, request: ProgramRequest) -> None:
+        check_megatron(request)
+        self.request = request
+        plan, job, stack = request.plan, request.job, request.stack
+        self._groups = megatron_groups(plan, request.rank, request.device)
+        if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
+            torch.manual_seed(request.rank // plan.tp)
+        self.stages, self.buffers = _virtual_stages(request, self._groups)
+        self.adam = ShardedAdam(self.buffers, self._groups.norm)
+        index = self._groups.pipeline.index
+        actions = get_schedule(plan.schedule).rank_actions(
+            index, plan.pp, request.num_microbatches, plan.num_virtual_stages
+        )
+        self._last_backward = {
+            action.chunk: action.microbatch for action in actions if action.phase is Phase.BACKWARD
+        }
+        shares = rank_stages(plan, index)
+        self.messages = PipelineMessages(self._groups.pipeline)
+        stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
+        loss = partial(vocabulary_loss, tp=self._groups.tp, fused=stack.fused_loss)
+        self.pipeline = PipelineRank(
+            actions,
+            self.stages,
+            [(each.has_embedding, each.has_head) for each in shares],
+            stage_messages.send,
+            stage_messages.receive,
+            lambda logits, targets: loss(logits, targets.t().contiguous()),
+        )
+        self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
+        self._unsplit = _unsplit_weights(self.stages, job.model, self._groups)
+        self._table = _tied_table(self.stages, request)
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its ranks."""
+        return self._groups.names
+
+    def run_step(self, step: int) -> list[Tensor]:
+        """Run a whole training step; return the losses of its microbatches."""
+        for buffers in self.buffers:
+            buffers.start_step()
+        losses = self.pipeline.run(partial(self._microbatch, step), self._before_backward)
+        self.messages.flush()
+        self._sum_gradients()
+        self.adam.step()
+        return losses if self.reports else []
+
+    def _sum_gradients(self) -> None:
+        """Sum what is left to sum after the last backward pass.
+
+        Megatron-Core reduces over data ranks, then sums over tensor ranks, then over both ends
+        (`finalize_model_grads`, core r0.8). Before, tensor ranks came first, and the distributed
+        optimizer scattered last (`reduce_model_grads` of Megatron-LM 3.0, 2022).
+        """
+        is_core = self.request.stack.overlap_gradient_reduce
+        scatters_last = self.buffers[0].shards and not is_core
+        if not is_core:
+            sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
+        if scatters_last:
+            self._sum_table()
+        for buffers in self.buffers:
+            buffers.finish()
+        if is_core:
+            sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
+        if not scatters_last:
+            self._sum_table()
+
+    def _sum_table(self) -> None:
+        if self._table is not None and self._groups.ends is not None:
+            sum_tied_table(self.buffers, self._table, self._groups.ends)
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield weights, gradients and optimizer states."""
+        for buffers in self.buffers:
+            for bucket in buffers.buckets:
+                yield bucket.weights, ByteKind.PARAMETERS
+                yield bucket.gradients, ByteKind.GRADIENTS
+        yield from self.adam.persistent_tensors()
+
+    def _before_backward(self, virtual_stage: int, microbatch: int) -> None:
+        is_last = self._last_backward[virtual_stage] == microbatch
+        self.buffers[virtual_stage].last_pass = is_last
+
+    def _microbatch(self, step: int, index: int) -> StageInput:
+        request = self.request
+        size = request.plan.microbatch_size
+        if not request.initialise:
+            ids = torch.zeros(size, request.job.seq_len, dtype=torch.long, device=request.device)
+            return StageInput(tokens=ids, targets=ids)
+        per_replica = request.plan.num_microbatches(request.job) * size
+        first = self._groups.dp.rank * per_replica + index * size
+        sequences = range(first, first + size)
+        tokens, targets = token_batch(request.job, step, sequences, request.device)
+        return StageInput(tokens=tokens, targets=targets)
+
+
+def check_megatron(request: ProgramRequest) -> None:
+    """Raise PlanError for what this program does not express."""
+    plan, model = request.plan, request.job.model
+    if model.num_kv_heads % plan.tp:
+        raise PlanError(
+            f"num_kv_heads={model.num_kv_heads} and tp={plan.tp}: the program does not copy "
+            "key-value heads; tp must divide them"
+        )
+    if request.job.precision not in DTYPES:
+        raise PlanError(
+            f"precision={request.job.precision} has no program; allowed: {', '.join(DTYPES)}"
+        )
+    refuse_offload(plan)
+    if model.mlm_head or model.token_types or model.positions == "alibi":
+        raise PlanError(
+            f"{model.name} has no program; allowed: models in the style of GPT and Llama"
+        )
+
+
+def _virtual_stages(
+    request: ProgramRequest, groups: MegatronGroups
+) -> tuple[list[VirtualStage], list[StageBuffers]]:
+    """Return the rank's virtual stages and their buffers."""
+    plan, model = request.plan, request.job.model
+    index = groups.pipeline.index
+    dropout = request.dropout if model.dropout else 0.0
+    options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
+    precision = request.job.precision
+    kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
+    stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
+    stages, all_buffers = [], []
+    for virtual_stage, share in enumerate(rank_stages(plan, index)):
+        first = sum(plan.stages[: index + virtual_stage * plan.pp])
+        sink = LateSink()
+        with default_dtype(DTYPES[precision]), request.device:
+            stage = VirtualStage(
+                model,
+                range(first, first + share.num_layers),
+                options,
+                MegatronParts(groups.tp, sink, dropout=dropout),
+                has_embedding=share.has_embedding,
+                has_head=share.has_head,
+            )
+        if request.initialise:
+            fill_weights(stage, model, groups.tp)
+        far_table = _tied_table([stage], request)
+        buffers = StageBuffers(
+            stage,
+            stack,
+            groups.dp,
+            shards=plan.zero_stage > 0 and plan.dp > 1,
+            is_duplicate=_duplicates(stage, request, groups),
+            rule=BucketRule.of(stack, plan.dp, is_first=share.has_embedding, far_table=far_table),
+        )
+        if share.has_embedding and share.has_head and model.tied_embeddings:
+            buffers.shared.update(_tables(stage, request))
+        sink.target = buffers
+        stages.append(stage)
+        all_buffers.append(buffers)
+    return stages, all_buffers
+
+
+def _duplicates(
+    stage: VirtualStage, request: ProgramRequest, groups: MegatronGroups
+) -> Callable[[nn.Parameter], bool]:
+    """Return which weights another rank counts in the gradient norm."""
+    model = request.job.model
+    copies = set()
+    for part in weight_parts(stage, model, request.plan.tp):
+        if part.whole.tp_dim is None and groups.tp.rank > 0:
+            copies.add(part.parameter)
+        if part.whole.name == "word_embedding.weight" and stage.embedding is None:
+            copies.add(part.parameter)
+    return copies.__contains__
+
+
+def _unsplit_weights(
+    stages: list[VirtualStage], model: ModelSpec, groups: MegatronGroups
+) -> list[nn.Parameter]:
+    """Return the weights that see only a rank's own tokens."""
+    names = ("norm.", "attention_output.bias", "mlp_out.bias")
+    return [
+        part.parameter
+        for stage in stages
+        for part in weight_parts(stage, model, groups.tp.size)
+        if part.whole.tp_dim is None and any(name in part.whole.name for name in names)
+    ]
+
+
+def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
+    """Return the table that first and last stage share, on these."""
+    if request.plan.pp == 1 or not request.job.model.tied_embeddings:
+        return None
+    tables = [table for stage in stages for table in _tables(stage, request)]
+    return tables[0] if tables else None
+
+
+def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
+    """Return the word table of *stage* if it has one."""
+    return [
+        part.parameter
+        for part in weight_parts(stage, request.job.model, request.plan.tp)
+        if part.whole.name == "word_embedding.weight"
+    ]
+
+
+def _stage_messages(
+    request: ProgramRequest, groups: MegatronGroups, messages: PipelineMessages, stage: nn.Module
+) -> ActivationMessages:
+    plan, job = request.plan, request.job
+    splits = groups.tp.splits_tokens
+    tokens = job.seq_len // plan.tp if splits else job.seq_len
+    in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
+    like = next(iter(stage.parameters()))
+    shape = (tokens, plan.microbatch_size, job.model.hidden_size)
+    return ActivationMessages(messages, shape, like, groups.tp if in_parts else None)

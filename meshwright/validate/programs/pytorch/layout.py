@@ -1,0 +1,153 @@
+"""Where a rank stands in a PyTorch program: its device mesh, its groups, its stages."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.simulator import ParallelPlan
+from meshwright.validate.programs.contract import ProgramRequest
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
+
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = {"pp": "pp", "dp_replicate": "replica", "dp_shard": "dp", "tp": "tp"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLayout:
+    """A rank's mesh, ranks numbered as in the simulator's mesh: tp fastest, then dp, then pp.
+
+    Ranks that share one set of shards are neighbours on the data-parallel axis.
+
+    Args:
+        mesh: Of dims `MESH_DIMS`.
+        norm_group: Ranks that hold different parts of the model; None if this one holds all.
+        table_group: First and last pipeline rank, where each holds a copy of a tied table and
+            this rank is one of them.
+        groups: Axis of each group by its ranks.
+    """
+
+    mesh: DeviceMesh
+    norm_group: dist.ProcessGroup | None
+    table_group: dist.ProcessGroup | None
+    groups: dict[tuple[int, ...], str]
+
+    def coordinate(self, dim: str) -> int:
+        """Return this rank's position along a dim of the mesh."""
+        return self.mesh.get_local_rank(dim)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the data-parallel replicas of the batch this rank trains on."""
+        shards = self.mesh["dp_shard"].size()
+        return self.coordinate("dp_replicate") * shards + self.coordinate("dp_shard")
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank is the one of its tensor-parallel group that reports losses."""
+        return self.coordinate("tp") == 0
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The mesh that FSDP shards over: hybrid where shards are replicated."""
+        if self.mesh["dp_replicate"].size() > 1:
+            return self.mesh["dp_replicate", "dp_shard"]
+        return self.mesh["dp_shard"]
+
+
+def make_layout(request: ProgramRequest) -> RankLayout:
+    """Return the layout of the request's plan; makes the process groups that it needs."""
+    plan, rank = request.plan, request.rank
+    shape = (plan.pp, plan.dp // plan.num_shards, plan.num_shards, plan.tp)
+    mesh = init_device_mesh(request.device.type, shape, mesh_dim_names=MESH_DIMS)
+    members = {dim: tuple(_along(rank, shape, index)) for index, dim in enumerate(MESH_DIMS)}
+    groups = {tuple(range(plan.world_size)): "world"}
+    different = _different_parts(plan, rank)
+    groups[different] = groups.get(different, "parts")
+    groups |= {members[dim]: AXES[dim] for dim in MESH_DIMS}
+    ends = _ends(request, members["pp"])
+    if ends:
+        groups.setdefault(ends, "table")
+    return RankLayout(
+        mesh=mesh,
+        norm_group=_group(different, groups, plan.world_size),
+        table_group=_group(ends, groups, plan.world_size),
+        groups={ranks: axis for ranks, axis in groups.items() if len(ranks) > 1},
+    )
+
+
+def stage_indices(plan: ParallelPlan, pp_rank: int) -> list[int]:
+    """Return the virtual stages of a pipeline rank, in model order.
+
+    >>> stage_indices(ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 1, 1, 1)), 1)
+    [1, 3]
+    """
+    return list(range(pp_rank, plan.num_stages, plan.pp))
+
+
+def build_stage(
+    request: ProgramRequest, index: int, parts: PlainParts, device: torch.device
+) -> VirtualStage:
+    """Return one virtual stage, whole and in fp32, on *device*; initialised if it is asked for."""
+    plan, model = request.plan, request.job.model
+    first = [0, *accumulate(plan.stages)]
+    options = LayerOptions(
+        attention=plan.attention, recompute=plan.recompute, dropout=parts.dropout
+    )
+    layers = range(first[index], first[index + 1])
+    is_last = index == plan.num_stages - 1
+    with device:
+        stage = VirtualStage(
+            model, layers, options, parts, has_embedding=index == 0, has_head=is_last
+        )
+    if request.initialise:
+        initialise_whole(stage, model)
+    return stage
+
+
+def _along(rank: int, shape: tuple[int, ...], dim: int) -> range:
+    """Return the ranks that differ from *rank* along one dim of a mesh only.
+
+    >>> list(_along(5, (2, 2, 2), 1))
+    [5, 7]
+    """
+    stride = 1
+    for size in shape[dim + 1 :]:
+        stride *= size
+    first = rank - rank // stride % shape[dim] * stride
+    return range(first, first + stride * shape[dim], stride)
+
+
+def _different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """Return the ranks of the replica of *rank*: all that hold different parts of the model.
+
+    >>> _different_parts(ParallelPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
+    (2, 3)
+    """
+    size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
+    stride = plan.dp * plan.tp
+    first = rank % stride // size * size
+    return tuple(
+        stage * stride + first + offset for stage in range(plan.pp) for offset in range(size)
+    )
+
+
+def _ends(request: ProgramRequest, pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    is_copied = request.job.model.tied_embeddings and len(pipeline) > 1
+    ends = (pipeline[0], pipeline[-1])
+    return ends if is_copied and request.rank in ends else ()
+
+
+def _group(
+    ranks: tuple[int, ...], groups: dict[tuple[int, ...], str], world_size: int
+) -> dist.ProcessGroup | None:
+    """Return the process group of *ranks*, or None where it would have fewer than two."""
+    assert not ranks or ranks in groups
+    if len(ranks) < 2:
+        return None
+    if len(ranks) == world_size:
+        return dist.group.WORLD
+    return dist.new_group(list(ranks), use_local_synchronization=True)

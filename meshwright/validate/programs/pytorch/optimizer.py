@@ -1,0 +1,86 @@
+"""The optimizer of the PyTorch programs, and the clipping of gradients before it."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.validate.programs.contract import (
+    BETAS,
+    CLIP_NORM,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+)
+from meshwright.validate.ranks import ByteKind
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Return AdamW in one kernel, which needs no temporaries; foreach needs the parameters' size.
+
+    Plain and distributed tensors, and those of different meshes, are in groups of their own: one
+    operator takes tensors of one kind.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": group} for group in groups.values()],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        fused=True,
+    )
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each gradient."""
+    gradients = (parameter.grad for parameter in parameters)
+    return [_local(gradient) for gradient in gradients if gradient is not None]
+
+
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, in fp32."""
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def clip_gradients(
+    own: list[Tensor], shared: list[Tensor], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most `CLIP_NORM`; return what it was.
+
+    Args:
+        own: Gradients that this rank counts: over the group each element is counted once.
+        shared: Those that another rank counts; scaled, too.
+        group: Ranks that hold different parts; None where this one holds everything.
+    """
+    total = sum_of_squares(own) if own else shared[0].new_zeros(())
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*own, *shared):
+        gradient.mul_(scale)
+    return norm
+
+
+def trained_tensors(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Tensor, ByteKind]]:
+    """Yield what lives between steps: weights, gradients and the optimizer's states."""
+    for parameter in parameters:
+        yield parameter, ByteKind.PARAMETERS
+        if parameter.grad is not None:
+            yield parameter.grad, ByteKind.GRADIENTS
+        for state in optimizer.state.get(parameter, {}).values():
+            yield state, ByteKind.OPTIMIZER
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

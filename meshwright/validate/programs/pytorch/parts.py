@@ -1,0 +1,215 @@
+"""Layers of PyTorch's own modules, for one rank or to be split from outside, and their weights."""
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from meshwright.simulator import ModelSpec
+from meshwright.simulator.model import padded_vocab_size
+from meshwright.validate.programs.contract import initial_weight
+from meshwright.validate.programs.fused import RmsNorm
+from meshwright.validate.programs.layers import ResidualAdd, VirtualStage
+
+NORM_EPSILON = 1e-5
+
+
+class PlainRmsNorm(nn.Module):
+    """RMSNorm in one kernel, also of tokens that are split over a mesh."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the normalised values, placed as they came."""
+        if not isinstance(values, DTensor):
+            return RmsNorm.apply(values, self.weight, NORM_EPSILON)
+        # The kernel runs on each rank's tokens: its weight gradient is a part of the sum.
+        assert isinstance(self.weight, DTensor)
+        weight = self.weight.to_local(grad_placements=[Partial()])
+        local = RmsNorm.apply(values.to_local(), weight, NORM_EPSILON)
+        return DTensor.from_local(local, values.device_mesh, values.placements)
+
+
+class DroppedAdd(nn.Module):
+    """Adds to the residual stream what dropout leaves; keeps a mask of one byte an element."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, update: Tensor, residual: Tensor) -> Tensor:
+        """Return the sum."""
+        return residual + drop(update, self.dropout, training=self.training)
+
+
+class Embedding(nn.Module):
+    """Rows of the word table, and of the position table where the model learns one."""
+
+    def __init__(self, model: ModelSpec, vocab_size: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, model.hidden_size)
+        learned = model.positions == "learned"
+        self.positions = nn.Embedding(model.max_positions, model.hidden_size) if learned else None
+        self.dropout = dropout
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the activations before the first layer."""
+        hidden: Tensor = self.words(ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return drop(hidden, self.dropout, training=self.training)
+
+
+class Head(nn.Module):
+    """The final norm and the output matrix."""
+
+    def __init__(self, norm: nn.Module, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+class PlainParts:
+    """Modules of whole layers, batch first, with queries, keys and values apart.
+
+    Args:
+        vocab_size: Rows of the word table, padding included.
+        dropout: Probability of dropout after the embedding.
+    """
+
+    seq_dim = 1
+    fuses_qkv = False
+
+    def __init__(self, vocab_size: int, dropout: float) -> None:
+        self.vocab_size = vocab_size
+        self.dropout = dropout
+
+    def norm(self, model: ModelSpec) -> nn.Module:
+        """Return a norm of the model's kind and width."""
+        if model.norm == "layernorm":
+            return nn.LayerNorm(model.hidden_size, eps=NORM_EPSILON)
+        return PlainRmsNorm(model.hidden_size)
+
+    def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a whole linear layer."""
+        return nn.Linear(inputs, outputs, bias=bias)
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """Return a whole linear layer."""
+        return nn.Linear(inputs, outputs, bias=bias)
+
+    def activation(self, model: ModelSpec) -> nn.Module:
+        """Return the exact GELU; a gated MLP has its activation in the gate."""
+        return nn.Identity() if model.gated_mlp else nn.GELU()
+
+    def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
+        """Return what adds an output to the residual stream, dropped out; its bias is in it."""
+        return DroppedAdd(dropout)
+
+    def embedding(self, model: ModelSpec) -> nn.Module:
+        """Return the module from token ids to activations."""
+        return Embedding(model, self.vocab_size, self.dropout)
+
+    def head(self, model: ModelSpec) -> nn.Module:
+        """Return the module from activations to logits, final norm included."""
+        return Head(self.norm(model), model.hidden_size, self.vocab_size)
+
+
+def plain_parts(model: ModelSpec, *, tp: int, dropout: float) -> PlainParts:
+    """Return the parts of *model* with its vocabulary padded for *tp* ranks."""
+    return PlainParts(padded_vocab_size(model, tp), dropout if model.dropout else 0.0)
+
+
+def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:
+    """Return *values* after dropout that keeps a mask of one byte an element, as on a GPU."""
+    if not (probability and training):
+        return values
+    return torch.native_dropout(values, probability, train=True)[0]
+
+
+def tie_embeddings(stage: VirtualStage) -> None:
+    """Make the output matrix of *stage* its word table, where it holds both."""
+    if isinstance(stage.embedding, Embedding) and isinstance(stage.head, Head):
+        stage.head.output.weight = stage.embedding.words.weight
+
+
+@torch.no_grad()
+def initialise_whole(stage: VirtualStage, model: ModelSpec) -> None:
+    """Give each parameter of a stage that is not split yet its part of `initial_weight`."""
+    for name, parameter in stage.named_parameters():
+        with parameter.device:
+            values = initial_parameter(model, name)
+        if values.shape != parameter.shape:  # a padded vocabulary: rows that no token has
+            parameter.zero_()
+        parameter[: values.shape[0]] = values
+
+
+def initial_parameter(model: ModelSpec, name: str) -> Tensor:
+    """Return the whole initial value of a parameter of a `VirtualStage` made of `PlainParts`.
+
+    Args:
+        model: Whose.
+        name: As in ``stage.named_parameters()``.
+
+    >>> from meshwright.simulator import load_model
+    >>> gpt2 = load_model("gpt2")
+    >>> tuple(initial_parameter(gpt2, "layers.7.attention.query.weight").shape)
+    (768, 768)
+    >>> initial_parameter(gpt2, "layers.7.mlp.expand.bias").equal(
+    ...     initial_weight("layers.7.mlp_in.bias", (3072,)))
+    True
+    """
+    layer, module, tensor = _split_name(name)
+    width, ffn = model.hidden_size, model.ffn_hidden_size
+    if module == "output" and not layer:
+        table = "word" if model.tied_embeddings else "output"
+        return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
+    if module in ("query", "key", "value"):
+        rows = width + 2 * model.kv_hidden_size
+        whole = _initial(f"{layer}qkv.{tensor}", rows, width)
+        return _of_groups(model, whole, module)
+    if module in ("gate", "expand"):
+        whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
+        return whole[-ffn:] if module == "expand" else whole[:ffn]
+    canonical, outputs, inputs = {
+        "words": ("word_embedding", model.vocab_size, width),
+        "positions": ("position_embedding", model.max_positions, width),
+        "attention_norm": (f"{layer}attention_norm", width, 0),
+        "output": (f"{layer}attention_output", width, width),
+        "mlp_norm": (f"{layer}mlp_norm", width, 0),
+        "contract": (f"{layer}mlp_out", width, ffn),
+        "norm": ("final_norm", width, 0),
+    }[module]
+    return _initial(f"{canonical}.{tensor}", outputs, inputs)
+
+
+def _initial(name: str, outputs: int, inputs: int) -> Tensor:
+    is_matrix = inputs and name.endswith("weight")
+    return initial_weight(name, (outputs, inputs) if is_matrix else (outputs,))
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """Return the layer's prefix, the module's last name and the tensor's.
+
+    >>> _split_name("layers.3.attention.query.weight")
+    ('layers.3.', 'query', 'weight')
+    """
+    layer = re.match(r"layers\.\d+\.", name)
+    *_, module, tensor = name.split(".")
+    return layer[0] if layer else "", module, tensor
+
+
+def _of_groups(model: ModelSpec, whole: Tensor, part: str) -> Tensor:
+    """Return the rows of queries, keys or values: each group has its queries, key, value."""
+    queries = model.num_heads // model.num_kv_heads
+    grouped = whole.unflatten(0, (model.num_kv_heads, queries + 2, model.head_dim))
+    first, last = {"query": (0, queries), "key": (-2, -1), "value": (-1, None)}[part]
+    return grouped[:, first:last].flatten(0, 2)

@@ -1,0 +1,294 @@
+"""The PyTorch programs of plans: DistributedDataParallel, FSDP2, torchtitan's composition."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # documented, not declared
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.hwprofiles import MEBI, Offload, Precision
+from meshwright.simulator import PlanError
+from meshwright.simulator.layout import chosen_formats, syncs_by_default
+from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
+from meshwright.validate.programs.layers import VirtualStage
+from meshwright.validate.programs.pytorch.fully_sharded import (
+    mixed_precision,
+    shard_stage,
+    views_returned,
+)
+from meshwright.validate.programs.pytorch.layout import (
+    RankLayout,
+    build_stage,
+    make_layout,
+    stage_indices,
+)
+from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch, loss_context
+from meshwright.validate.programs.pytorch.optimizer import (
+    clip_gradients,
+    local_gradients,
+    make_optimizer,
+    trained_tensors,
+)
+from meshwright.validate.programs.pytorch.parts import Embedding, Head, plain_parts, tie_embeddings
+from meshwright.validate.programs.pytorch.precision import DTYPES, autocast
+from meshwright.validate.programs.pytorch.runner import Runner, microbatch_loop, pipeline
+from meshwright.validate.programs.pytorch.tensor_parallel import split_over_tensor_ranks
+from meshwright.validate.ranks import ByteKind
+
+GRADIENT_BYTES = 4
+COMPRESSION = {Precision.BF16: bf16_compress_hook, Precision.FP16: fp16_compress_hook}
+
+
+def build_ddp(request: ProgramRequest) -> "DdpProgram":
+    """Return the program of a stack that keeps the whole model on every rank.
+
+    Raises:
+        PlanError: If PyTorch cannot express the request.
+    """
+    refuse_unsupported(request)
+    return DdpProgram(request)
+
+
+def build_fully_sharded(request: ProgramRequest) -> "FullyShardedProgram":
+    """Return the program of a stack that shards by FSDP2, with tensor parallelism and pipeline.
+
+    Raises:
+        PlanError: If PyTorch cannot express the request.
+    """
+    refuse_unsupported(request)
+    return FullyShardedProgram(request)
+
+
+def refuse_unsupported(request: ProgramRequest) -> None:
+    """Raise PlanError for what the PyTorch programs cannot express, by its name."""
+    model, plan = request.job.model, request.plan
+    refuse_offload(plan, Offload.PARAMETERS)
+    formats = f"allowed: {', '.join(DTYPES)}"
+    refusals = [
+        (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
+        (
+            plan.find_unused and not request.initialise,
+            "find_unused",
+            "True on tensors without values; allowed: False, or --backend gloo",
+        ),
+        (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
+        (model.mlm_head, "mlm_head", "True; allowed: False"),
+        (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
+        (model.embedding_norm, "embedding_norm", "True; allowed: False"),
+        (
+            model.num_kv_heads % plan.tp > 0,
+            "tp",
+            f"{plan.tp}; allowed: a divisor of num_kv_heads={model.num_kv_heads}",
+        ),
+        (
+            plan.schedule == "1f1b" and request.num_microbatches < plan.pp,
+            "num_microbatches",
+            f"{request.num_microbatches}; allowed: schedule=1f1b needs pp={plan.pp} or more",
+        ),
+    ]
+    for is_refused, name, text in refusals:
+        if is_refused:
+            raise PlanError(f"{model.name} has no PyTorch program with {name}={text}")
+
+
+class DdpProgram:
+    """A whole model on every rank; gradients are averaged in buckets under the last backward.
+
+    Gradients are views of the buckets and are zeroed, not freed, so that there is one copy of
+    them: by default PyTorch keeps buckets beside the gradients, 4 bytes a parameter more. Loss
+    scaling of fp16 is left out; it multiplies one number.
+
+    Args:
+        request: What to build; its process group is that of all ranks.
+    """
+
+    def __init__(self, request: ProgramRequest) -> None:
+        self._request = request
+        self._layout = make_layout(request)
+        device = request.device
+        stage = _whole_stage(request, 0, device)
+        if request.job.model.tied_embeddings:
+            tie_embeddings(stage)
+        bucket_bytes = request.stack.gradient_bucket_parameters * GRADIENT_BYTES
+        self._model = DistributedDataParallel(
+            stage,
+            device_ids=[device] if device.type == "cuda" else None,
+            # None keeps the first bucket of 1 MiB, which any number of our own would drop.
+            bucket_cap_mb=None if bucket_bytes == 25 * MEBI else bucket_bytes / MEBI,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=request.plan.find_unused,
+        )
+        hook = _compression(request)
+        if hook is not None:
+            self._model.register_comm_hook(None, hook)
+        self._optimizer = make_optimizer(self._model.parameters())
+        self._loss = LossOfMicrobatch(request.num_microbatches)
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks."""
+        return self._layout.groups
+
+    def run_step(self, step: int) -> list[Tensor]:
+        """Run one whole training step and return the loss of each microbatch."""
+        self._optimizer.zero_grad(set_to_none=False)
+        tokens, targets = _batch(self._request, self._layout, step)
+        count = self._request.num_microbatches
+        batches = list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
+        with nullcontext() if self._request.plan.sync_each_microbatch else self._model.no_sync():
+            for batch in batches[:-1]:
+                self._pass(*batch)
+        self._pass(*batches[-1])
+        clip_gradients(local_gradients(self._model.parameters()), [], None)
+        self._optimizer.step()
+        return self._loss.take()
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield weights, gradients and the optimizer's states."""
+        return trained_tensors(self._model.parameters(), self._optimizer)
+
+    def _pass(self, tokens: Tensor, targets: Tensor) -> None:
+        with autocast(self._request.job.precision, self._request.device.type):
+            loss = self._loss(self._model(tokens), targets)
+        loss.backward()
+
+
+class FullyShardedProgram:
+    """Stages sharded by FSDP2, also over one rank, where it still computes in 16 bit.
+
+    A tied table away from its end of a pipeline is a copy; the gradients of both are summed. Loss
+    scaling of fp16 is left out.
+
+    Args:
+        request: What to build; its process group is that of all ranks.
+    """
+
+    def __init__(self, request: ProgramRequest) -> None:
+        plan, self._request = request.plan, request
+        self._layout = make_layout(request)
+        indices = stage_indices(plan, self._layout.coordinate("pp"))
+        self._stages = {index: _sharded_stage(request, index, self._layout) for index in indices}
+        self._parameters = [p for stage in self._stages.values() for p in stage.parameters()]
+        self._optimizer = make_optimizer(self._parameters)
+        self._loss = LossOfMicrobatch(request.num_microbatches)
+        self._run = self._runner()
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks."""
+        return self._layout.groups
+
+    def run_step(self, step: int) -> list[Tensor]:
+        """Run one whole training step; return the losses where the rank reports them.
+
+        Gradients of the step stay until the next one.
+        """
+        self._optimizer.zero_grad()
+        tokens, targets = _batch(self._request, self._layout, step)
+        with loss_context(is_split=self._request.plan.tp > 1), views_returned():
+            self._run(tokens, targets)
+        table = self._table()
+        if table is not None:
+            dist.all_reduce(local_gradients([table])[0], group=self._layout.table_group)
+        counted = [each for each in self._parameters if self._counts(each)]
+        others = [each for each in self._parameters if not self._counts(each)]
+        clip_gradients(local_gradients(counted), local_gradients(others), self._layout.norm_group)
+        self._optimizer.step()
+        losses = self._loss.take()
+        return losses if self._layout.reports else []
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield this rank's shards of weights, gradients and the optimizer's states."""
+        return trained_tensors(self._parameters, self._optimizer)
+
+    def _runner(self) -> Runner:
+        request = self._request
+        if request.plan.pp > 1:
+            return pipeline(list(self._stages.items()), request, self._layout, self._loss)
+        plan = request.plan
+        each = syncs_by_default(request.stack, plan.zero_stage, plan.pp)
+        if plan.sync_each_microbatch is not None:
+            each = plan.sync_each_microbatch
+        return microbatch_loop(self._stages[0], request, self._loss, reduces_each=each)
+
+    def _table(self) -> Tensor | None:
+        """Return this rank's copy of a table that both ends of a pipeline hold."""
+        if self._layout.table_group is None:
+            return None
+        for stage in self._stages.values():
+            if isinstance(stage.embedding, Embedding):
+                return stage.embedding.words.weight
+            if isinstance(stage.head, Head):
+                return stage.head.output.weight
+        return None
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Tell whether this rank counts a gradient in the norm; some other rank counts the rest.
+
+        A weight that tensor parallelism does not split counts on its first rank, a table that
+        both ends of a pipeline hold on the first stage.
+        """
+        if parameter is self._table() and 0 not in self._stages:
+            return False
+        assert isinstance(parameter, DTensor)
+        names = parameter.device_mesh.mesh_dim_names or ()
+        is_split = "tp" in names and parameter.placements[names.index("tp")].is_shard()
+        return is_split or self._layout.coordinate("tp") == 0
+
+
+def _compression(
+    request: ProgramRequest,
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]] | None:
+    """Return the hook that reduces buckets in another format than gradients are kept in."""
+    wanted = request.plan.gradient_formats
+    chosen = chosen_formats(request.stack, request.job.precision, wanted)
+    if chosen.reduced is None or chosen.reduced == chosen.kept:
+        return None
+    compress = COMPRESSION[chosen.reduced]
+
+    # By its own name PyTorch refuses bfloat16 to all backends but NCCL.
+    def hook(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return compress(None, bucket)  # type: ignore[arg-type] # None is all ranks
+
+    return hook
+
+
+def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
+    parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=request.dropout)
+    return build_stage(request, index, parts, device)
+
+
+def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> VirtualStage:
+    plan = request.plan
+    # Sharding a layer moves it to its device: whole, one layer at a time is there.
+    first = torch.device("cpu") if request.initialise else request.device
+    stage = _whole_stage(request, index, first)
+    if plan.tp > 1:
+        split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
+    if request.job.model.tied_embeddings:
+        tie_embeddings(stage)
+    policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
+    shard_stage(
+        stage,
+        layout.data_mesh,
+        policy,
+        reshards=plan.reshard_after_forward,
+        offloads=plan.offload is Offload.PARAMETERS,
+    )
+    return stage
+
+
+def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets of this rank's share of the global batch."""
+    plan, job = request.plan, request.job
+    first = layout.dp_rank * (job.global_batch_size // plan.dp)
+    sequences = range(first, first + request.num_microbatches * plan.microbatch_size)
+    return token_batch(job, step, sequences, request.device)

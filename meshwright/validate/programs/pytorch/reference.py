@@ -1,0 +1,55 @@
+"""The model trained by one process without any parallelism: what every layout must agree with."""
+
+from torch.optim import Optimizer
+
+from meshwright.hwprofiles import Attention, Recompute
+from meshwright.simulator import TrainingJob
+from meshwright.validate.programs.contract import token_batch
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.pytorch.loss import token_loss
+from meshwright.validate.programs.pytorch.optimizer import (
+    clip_gradients,
+    local_gradients,
+    make_optimizer,
+)
+from meshwright.validate.programs.pytorch.parts import initialise_whole, plain_parts, tie_embeddings
+from meshwright.validate.programs.pytorch.precision import autocast
+
+
+def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> list[float]:
+    """Return the mean loss of each of the first *num_steps* steps, one sequence at a time.
+
+    Weights are fp32; a 16-bit job computes under autocast. Agrees with another layout where that
+    needs no more padding of the vocabulary than one rank does.
+
+    Args:
+        job: What is trained.
+        num_steps: How many steps.
+        dropout: Probability, where the model has dropout.
+    """
+    model = job.model
+    parts = plain_parts(model, tp=1, dropout=dropout)
+    options = LayerOptions(
+        attention=Attention.FLASH, recompute=Recompute.NONE, dropout=parts.dropout
+    )
+    layers = range(model.num_layers)
+    stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
+    if model.tied_embeddings:
+        tie_embeddings(stage)
+    initialise_whole(stage, model)
+    optimizer = make_optimizer(stage.parameters())
+    return [_step(stage, optimizer, job, step) for step in range(num_steps)]
+
+
+def _step(stage: VirtualStage, optimizer: Optimizer, job: TrainingJob, step: int) -> float:
+    total = 0.0
+    for sequence in range(job.global_batch_size):
+        tokens, targets = token_batch(job, step, range(sequence, sequence + 1))
+        with autocast(job.precision, "cpu"):
+            loss = token_loss(stage(tokens), targets) / job.global_batch_size
+        loss.backward()
+        total += loss.item()
+    clip_gradients(local_gradients(stage.parameters()), [], None)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total

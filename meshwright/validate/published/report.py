@@ -1,0 +1,132 @@
+"""A scoreboard as a table a person reads, or as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+
+from meshwright.hwprofiles import GIBI, KILO
+from meshwright.validate.published.scoreboard import Comparison, Quantity, Scoreboard, SourceSummary
+
+
+class TableStyle(StrEnum):
+    """How a table is set: aligned columns, or markdown."""
+
+    TEXT = "text"
+    MARKDOWN = "markdown"
+
+
+SUMMARY_HEAD = ("quantity", "source", "rows", "mean abs", "median", "bias", "worst", "worst row")
+ROW_HEAD = ("row", "quantity", "published", "predicted", "error")
+EXCLUDED_HEAD = ("rows", "source", "why left out")
+
+
+def format_scoreboard(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT) -> str:
+    """Return the errors by source, the verdicts on runs that did not fit, and what is left out.
+
+    Args:
+        board: What to show.
+        style: How to set the tables.
+    """
+    parts = [_table(SUMMARY_HEAD, [_summary_cells(item) for item in board.summaries], style)]
+    if board.verdicts:
+        right = sum(verdict.is_called_right for verdict in board.verdicts)
+        parts.append(f"Out of memory as printed: {right} of {len(board.verdicts)} predicted so.")
+    if board.excluded:
+        counts = Counter((row.source, row.reason) for row in board.excluded)
+        cells = [(str(count), source, why) for (source, why), count in counts.items()]
+        parts.append(_table(EXCLUDED_HEAD, cells, style))
+    return "\n\n".join(parts) + "\n"
+
+
+def format_comparisons(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT) -> str:
+    """Return every published figure beside its prediction."""
+    return _table(ROW_HEAD, [_row_cells(row) for row in board.comparisons], style) + "\n"
+
+
+def scoreboard_json(board: Scoreboard) -> str:
+    """Return the scoreboard as JSON: summaries, comparisons, verdicts and rows left out."""
+    document = {
+        "summaries": [
+            {
+                "quantity": item.quantity,
+                "source": item.source,
+                "num_rows": item.num_rows,
+                "mean_abs_fraction": item.mean_abs_fraction,
+                "median_abs_fraction": item.median_abs_fraction,
+                "bias_fraction": item.bias_fraction,
+                "worst": {"id": item.worst.id, "error_fraction": item.worst.error_fraction},
+            }
+            for item in board.summaries
+        ],
+        "comparisons": [
+            {
+                "id": row.id,
+                "source": row.source,
+                "quantity": row.quantity,
+                "unit": "B" if row.quantity is Quantity.MEMORY else "s",
+                "published": row.published,
+                "predicted": row.predicted,
+                "error_fraction": row.error_fraction,
+                "rel_tol": row.rel_tol,
+            }
+            for row in board.comparisons
+        ],
+        "verdicts": [
+            {
+                "id": item.id,
+                "source": item.source,
+                "device_bytes": item.device_bytes,
+                "capacity_bytes": item.capacity_bytes,
+                "is_called_right": item.is_called_right,
+            }
+            for item in board.verdicts
+        ],
+        "excluded": [row.model_dump(mode="json") for row in board.excluded],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _summary_cells(item: SourceSummary) -> tuple[str, ...]:
+    return (
+        item.quantity,
+        item.source,
+        str(item.num_rows),
+        f"{item.mean_abs_fraction:.1%}",
+        f"{item.median_abs_fraction:.1%}",
+        f"{item.bias_fraction:+.1%}",
+        f"{item.worst.error_fraction:+.1%}",
+        item.worst.id,
+    )
+
+
+def _row_cells(row: Comparison) -> tuple[str, ...]:
+    return (
+        row.id,
+        row.quantity,
+        _figure(row.published, row.quantity),
+        _figure(row.predicted, row.quantity),
+        f"{row.error_fraction:+.1%}",
+    )
+
+
+def _figure(value: float, quantity: Quantity) -> str:
+    match quantity:
+        case Quantity.STEP_TIME:
+            return f"{value:.3f} s"
+        case Quantity.LAYER_TIME:
+            return f"{value * KILO:.2f} ms"
+        case Quantity.MEMORY:
+            return f"{value / GIBI:.1f} GiB"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], style: TableStyle) -> str:
+    if style is TableStyle.MARKDOWN:
+        lines = [head, ["---"] * len(head), *rows]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    widths = [max(len(cells[column]) for cells in (head, *rows)) for column in range(len(head))]
+    padded = [
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in (head, *rows)
+    ]
+    return "\n".join(padded)

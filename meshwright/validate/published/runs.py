@@ -1,0 +1,387 @@
+"""Published runs as typed rows: what was run, and the step time and memory that were printed."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from meshwright.hwprofiles import (
+    Attention,
+    Precision,
+    ProfileError,
+    Recompute,
+    load_stack,
+    nearest_names,
+)
+from meshwright.simulator import (
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    parse_stages,
+    resolve_stages,
+)
+from meshwright.simulator.model import parse_model
+
+RUNS_FILE = "published_runs.csv"
+LAYERS_FILE = "published_layers.csv"
+EXCLUDED_FILE = "published_excluded.csv"
+LENGTHS_FILE = "padded_lengths.csv"
+
+
+class Family(StrEnum):
+    """Architectures of published runs; sizes come from the row, switches from the family."""
+
+    GPT = "gpt"
+    BLOOM = "bloom"
+    NEMOTRON = "nemotron"
+    MPT = "mpt"
+    LLAMA = "llama"
+    BERT = "bert"
+
+
+class MemoryKind(StrEnum):
+    """What a printed memory figure counts."""
+
+    ALLOCATED = "allocated"
+    RESERVED = "reserved"
+    DEVICE = "device"
+
+
+class PublishedPhase(StrEnum):
+    """Direction of a timed pass through one layer."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+_SWITCHES: dict[Family, dict[str, object]] = {
+    Family.GPT: {},
+    Family.BLOOM: {"positions": "alibi", "embedding_norm": True},
+    # Squared ReLU between two matrices, no biases (Parmar et al. 2024, arXiv 2402.16819).
+    Family.NEMOTRON: {
+        "positions": "rotary",
+        "tied_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "dropout": False,
+    },
+    # Biases and learned positions: the printed parameter counts follow from them to the unit.
+    Family.MPT: {"dropout": False},
+    Family.LLAMA: {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "gated_mlp": True,
+        "tied_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "dropout": False,
+    },
+    Family.BERT: {
+        "causal": False,
+        "token_types": 2,
+        "mlm_head": True,
+        "embedding_norm": True,
+        # 20 masked positions of 128, 80 of 512.
+        "scored_fraction": 0.15625,
+    },
+}
+
+
+def _empty_is_none(value: object) -> object:
+    return None if value == "" else value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+Note = Annotated[str, Field(max_length=2000)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Tolerance = Annotated[float, Field(gt=0, le=1)]
+OptionalPositive = Annotated[Positive | None, BeforeValidator(_empty_is_none)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Text
+    source: Text
+
+
+class _ModelRow(_Row):
+    """The columns that say what was trained, on what, with which software."""
+
+    family: Family
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    ffn_hidden_size: Count
+    vocab_size: Count
+    seq_len: Count
+    cluster: Text
+    stack: Text
+    precision: Precision
+    microbatch_size: Count
+    tp: Count
+    sequence_parallel: bool
+    recompute: Recompute
+    attention: Attention
+    rel_tol: Tolerance
+    derived: Note
+    note: Note
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that the row describes."""
+        sizes = {
+            field: getattr(self, field)
+            for field in (
+                "num_layers",
+                "hidden_size",
+                "num_heads",
+                "num_kv_heads",
+                "ffn_hidden_size",
+                "vocab_size",
+                "seq_len",
+            )
+        }
+        data = {"name": self.id, "source": self.source, **sizes, **_SWITCHES[self.family]}
+        return parse_model(data, origin=self.id)
+
+
+class PublishedRun(_ModelRow):
+    """One published training run.
+
+    Args:
+        stages: Layers of each virtual stage where stated; empty for the rule of the stack.
+        step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
+            only its memory can be compared.
+        peak_memory_gib: Printed memory of the fullest device, if any.
+        memory_kind: What that figure counts.
+        out_of_memory: Whether the run is printed as not fitting.
+        rel_tol: Error of the prediction up to which a test accepts the row.
+        derived: Which columns were computed from other printed ones.
+        note: Assumptions and doubts.
+    """
+
+    global_batch_size: Count
+    pp: Count
+    dp: Count
+    vpp: Count
+    schedule: Text
+    stages: Note
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    step_time_s: OptionalPositive
+    peak_memory_gib: OptionalPositive
+    memory_kind: Annotated[MemoryKind | None, BeforeValidator(_empty_is_none)]
+    out_of_memory: bool
+
+    @model_validator(mode="after")
+    def _check_figures(self) -> Self:
+        has_figure = self.step_time_s is not None or self.peak_memory_gib is not None
+        if has_figure == self.out_of_memory:
+            raise ValueError(
+                f"step_time_s={self.step_time_s} with out_of_memory={self.out_of_memory}; "
+                "allowed: a time, a memory or both exactly where the run fits"
+            )
+        if (self.peak_memory_gib is None) != (self.memory_kind is None):
+            raise ValueError(
+                f"peak_memory_gib={self.peak_memory_gib} with memory_kind={self.memory_kind}; "
+                "allowed: both or neither"
+            )
+        return self
+
+    @property
+    def job(self) -> TrainingJob:
+        """What the run trains."""
+        return TrainingJob(
+            model=self.model,
+            global_batch_size=self.global_batch_size,
+            seq_len=self.seq_len,
+            precision=self.precision,
+        )
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """How the run is laid out."""
+        wanted = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
+        return ParallelPlan(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            num_virtual_stages=self.vpp,
+            microbatch_size=self.microbatch_size,
+            zero_stage=self.zero_stage,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            attention=self.attention,
+            schedule=self.schedule,
+            stages=resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
+        )
+
+
+class PublishedLayer(_ModelRow):
+    """One published time of a pass through one layer."""
+
+    phase: PublishedPhase
+    time_s: Positive
+
+
+class ExcludedRun(_Row):
+    """A published run that the simulator cannot express, and why."""
+
+    step_time_s: Positive
+    reason: Text
+
+
+class PaddedLength(_Row):
+    """Sequences that runs pad to less than the length they name, to that of their batch alone.
+
+    Args:
+        seq_len: Length that the rows of the source name.
+        padded_len: Length that these sequences run with.
+        num_sequences: How many of them the corpus holds.
+        note: Where the numbers come from.
+    """
+
+    seq_len: Count
+    padded_len: Count
+    num_sequences: Count
+    note: Note
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.padded_len > self.seq_len:
+            raise ValueError(
+                f"padded_len={self.padded_len} is longer than seq_len={self.seq_len}; "
+                f"allowed: 1 to {self.seq_len}"
+            )
+        return self
+
+
+R = TypeVar("R", bound=_Row)
+
+
+def load_published_runs(path: Path | None = None) -> tuple[PublishedRun, ...]:
+    """Return the published runs.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> load_published_runs()[0].plan.world_size
+    32
+    """
+    runs = _load(PublishedRun, path, RUNS_FILE)
+    for run in runs:
+        _check_layout(run, str(path or RUNS_FILE))
+    return runs
+
+
+def load_published_layers(path: Path | None = None) -> tuple[PublishedLayer, ...]:
+    """Return the published times of single layers.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> len(load_published_layers())
+    10
+    """
+    return _load(PublishedLayer, path, LAYERS_FILE)
+
+
+def load_excluded_runs(path: Path | None = None) -> tuple[ExcludedRun, ...]:
+    """Return the published runs that are left out, each with its reason.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> all(row.reason for row in load_excluded_runs())
+    True
+    """
+    return _load(ExcludedRun, path, EXCLUDED_FILE)
+
+
+def load_padded_lengths(path: Path | None = None) -> tuple[PaddedLength, ...]:
+    """Return the lengths to which the batches of some sources are padded.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> [each.padded_len for each in load_padded_lengths()][:3]
+    [64, 128, 192]
+    """
+    return _load(PaddedLength, path, LENGTHS_FILE)
+
+
+def _check_layout(run: PublishedRun, file: str) -> None:
+    try:
+        run.plan  # noqa: B018 - builds and checks model, plan and stages
+    except PlanError as error:
+        text = str(error).removeprefix(f"{run.id}: ")
+        raise ProfileError(f"{file}: {run.id}: {text}") from None
+
+
+def _load(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, ...]:
+    file = str(path or built_in)
+    rows: list[R] = []
+    ids: set[str] = set()
+    reader = csv.DictReader(_text(path, built_in).splitlines())
+    _check_columns(row_type, reader.fieldnames or (), file)
+    for data in reader:
+        row = _checked(row_type, data, f"{file}: line {reader.line_num}")
+        if row.id in ids:
+            raise ProfileError(
+                f"{file}: line {reader.line_num}: id={row.id!r} repeats; allowed: each id once"
+            )
+        ids.add(row.id)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _text(path: Path | None, built_in: str) -> str:
+    source = path or files("meshwright.validate") / "data" / built_in
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{source}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _check_columns(row_type: type[_Row], names: Sequence[str], file: str) -> None:
+    known = list(row_type.model_fields)
+    for name in names:
+        if name not in known:
+            near = ", ".join(nearest_names(name, known) or known)
+            raise ProfileError(f"{file}: column {name!r} is unknown; nearest: {near}")
+    for name in known:
+        if name not in names:
+            raise ProfileError(f"{file}: column {name!r} is missing; required: {', '.join(known)}")
+
+
+def _checked(row_type: type[R], data: Mapping[str, object], place: str) -> R:
+    try:
+        return row_type.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        if fault["type"] == "value_error":
+            raise ProfileError(f"{place}: {fault['ctx']['error']}") from None
+        column = ".".join(str(part) for part in fault["loc"][:1])
+        rule = fault["msg"][0].lower() + fault["msg"][1:]
+        raise ProfileError(f"{place}: {column}={fault['input']!r}: {rule}") from None

@@ -1,0 +1,52 @@
+"""What each rank, device or process of a plan is to do, and what one was seen to do."""
+
+from meshwright.validate.ranks.measurement import (
+    Backend,
+    ByteKind,
+    CollectiveCount,
+    RankMeasurement,
+    read_measurement,
+    write_measurement,
+)
+from meshwright.validate.ranks.members import (
+    SERVERS,
+    is_asynchronous,
+    member_kind,
+    num_members,
+    predict_members,
+    predicted_rounds,
+    usual_members,
+)
+from meshwright.validate.ranks.prediction import (
+    SEND,
+    RankPrediction,
+    capped,
+    default_ranks,
+    pipeline_rank,
+    without_dropout,
+)
+from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
+
+__all__ = [
+    "SEND",
+    "SERVERS",
+    "Backend",
+    "ByteKind",
+    "CollectiveCount",
+    "RankMeasurement",
+    "RankPrediction",
+    "ServerLayout",
+    "capped",
+    "default_ranks",
+    "is_asynchronous",
+    "member_kind",
+    "num_members",
+    "num_processes",
+    "pipeline_rank",
+    "predict_members",
+    "predicted_rounds",
+    "read_measurement",
+    "usual_members",
+    "without_dropout",
+    "write_measurement",
+]

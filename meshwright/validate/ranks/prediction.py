@@ -1,0 +1,183 @@
+"""What the simulator says of one rank, in the terms in which a run is measured."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from meshwright.hwprofiles import PS_PER_S, CollectiveOp
+from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import ParallelPlan, StepResult, get_schedule, simulate
+from meshwright.simulator.account import (
+    NO_TRAFFIC,
+    HostTraffic,
+    Traffic,
+    closing_traffic,
+    host_traffic,
+    message_traffic,
+    norm_ranks,
+    rank_flops,
+    rank_traffic,
+)
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.memory import reserved_bytes
+from meshwright.simulator.replication import NORM_BYTES
+from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
+
+SEND, RECEIVE = "send", "recv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPrediction:
+    """One rank's step: fields as in `RankMeasurement`.
+
+    ``reserved_bytes`` is what the device's allocator is to hold for the peak.
+    """
+
+    rank: int
+    flops: int
+    collectives: tuple[CollectiveCount, ...]
+    peak_bytes: int
+    bytes_at_peak: dict[ByteKind, int]
+    reserved_bytes: int
+    step_time_s: float
+    host_bytes: int = 0
+    host_traffic: HostTraffic = NO_TRAFFIC
+
+
+def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
+    """Return where *rank* stands in its pipeline; tensor ranks vary fastest, then data ranks."""
+    return rank // (plan.tp * plan.dp)
+
+
+def default_ranks(plan: ParallelPlan) -> tuple[int, ...]:
+    """Return one rank of each kind: first, last, and a middle one for each number of layers."""
+    stride = plan.tp * plan.dp
+    chosen = {0: None, plan.pp - 1: None}
+    known: set[tuple[int, ...]] = set()
+    for pp_rank in range(1, plan.pp - 1):
+        layers = tuple(plan.stages[index] for index in range(pp_rank, plan.num_stages, plan.pp))
+        if layers not in known:
+            known.add(layers)
+            chosen[pp_rank] = None
+    return tuple(sorted(pp_rank * stride for pp_rank in chosen))
+
+
+def capped(saved: SavedPlan) -> SavedPlan:
+    """Return the plan with no more microbatches than its counts need to scale exactly.
+
+    Twice the stages are enough where a schedule holds no more passes at a time with more.
+    """
+    plan, job = saved.plan, saved.job
+    schedule = get_schedule(plan.schedule)
+    whole = plan.num_microbatches(job)
+    few = 2 * plan.pp * plan.num_virtual_stages
+    if few >= whole:
+        return saved
+    in_flight = (
+        [
+            schedule.in_flight(rank, plan.pp, count, plan.num_virtual_stages)
+            for rank in range(plan.pp)
+        ]
+        for count in (few, whole)
+    )
+    if next(in_flight) != next(in_flight):
+        return saved
+    batch = few * plan.dp * plan.microbatch_size
+    return replace(saved, job=replace(job, global_batch_size=batch))
+
+
+def without_dropout(saved: SavedPlan) -> SavedPlan:
+    """Return the plan of a model without dropout: what real processes run, so losses compare."""
+    model = saved.job.model.model_copy(update={"dropout": False})
+    return replace(saved, job=replace(saved.job, model=model))
+
+
+def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
+    """Return what the simulator says of *rank* in one step of a plan.
+
+    Raises:
+        PlanError: If the plan cannot be simulated.
+    """
+    return predict_ranks(saved, (rank,))[rank]
+
+
+def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
+    """Return what the simulator says of some ranks.
+
+    Ranks of a stage differ in their number, and in what they send to their host.
+
+    Raises:
+        PlanError: If the plan cannot be simulated.
+    """
+    result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
+    of_stage: dict[int, RankPrediction] = {}
+    predictions = {}
+    for rank in ranks:
+        pp_rank = pipeline_rank(saved.plan, rank)
+        if pp_rank not in of_stage:
+            of_stage[pp_rank] = _predict(saved, result, rank)
+        traffic = _host_traffic(saved, rank)
+        predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
+    return predictions
+
+
+def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
+    job, plan, stack = saved.job, saved.plan, saved.stack
+    pp_rank = pipeline_rank(plan, rank)
+    memory = result.memory.by_stage[pp_rank]
+    microbatches = plan.num_microbatches(job)
+    return RankPrediction(
+        rank=rank,
+        flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
+        collectives=_collectives(saved, pp_rank, microbatches),
+        peak_bytes=memory.peak_bytes,
+        bytes_at_peak={
+            ByteKind.PARAMETERS: memory.parameters_bytes,
+            ByteKind.GRADIENTS: memory.gradients_bytes,
+            ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
+            ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
+        },
+        reserved_bytes=reserved_bytes(memory.peak_bytes, stack),
+        step_time_s=result.step_ps / PS_PER_S,
+        host_bytes=memory.host_bytes,
+    )
+
+
+def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
+    plan = saved.plan
+    shard = rank // plan.tp % plan.num_shards
+    return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
+
+
+def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[CollectiveCount, ...]:
+    job, plan, stack = saved.job, saved.plan, saved.stack
+    sent, received = message_traffic(job, plan, stack, pp_rank, microbatches=microbatches)
+    counted: Counter[tuple[str, str, int, int]] = Counter()
+    calls: list[tuple[str | None, Iterable[Traffic]]] = [
+        (None, rank_traffic(job, plan, stack, pp_rank)),
+        (None, closing_traffic(job, plan, stack, pp_rank)),
+        (SEND, sent),
+        (RECEIVE, received),
+    ]
+    for message, group in calls:
+        for each in group:
+            op = message if message and each.op is CollectiveOp.P2P else each.op.value
+            counted[each.axis.value, op, each.num_ranks, each.size_bytes] += each.num_calls
+    norm = norm_ranks(plan)
+    if norm > 1:
+        counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
+    return tuple(
+        sorted(
+            CollectiveCount(*key, count) for key, count in counted.items() if count and key[2] > 1
+        )
+    )
+
+
+def norm_axis(plan: ParallelPlan) -> str:
+    """Return the name of the group over which the gradient norm is summed."""
+    shards = plan.num_shards if plan.zero_stage else 1
+    degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
+    axes = [axis for axis, degree in degrees.items() if degree > 1]
+    if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
+        return axes[0].value
+    return "world" if norm_ranks(plan) == plan.world_size else "parts"
