@@ -12,6 +12,75 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("hwprofiles", "simulator", "planner", "validate")  # each may import those before it
 FRONT_DOOR = "meshwright"
+MOST_MODULES_OF_A_FOLDER = 12
+# The floors of the house, lowest first: which folders of its own package a folder may import.
+# It may import any folder of a lower package; each through its face, the folder's `__init__`.
+ALLOWED: dict[str, str] = {
+    "hwprofiles": "",
+    "simulator.model": "",
+    "simulator.schedules": "",
+    "simulator.layout": "model schedules",
+    "simulator.blocks": "layout model",
+    "simulator.costs": "blocks layout model",
+    "simulator.engine": "layout schedules",
+    "simulator.liveness": "blocks",
+    "simulator.memory": "blocks layout liveness schedules",
+    "simulator.replication": "blocks costs engine layout liveness memory model schedules",
+    "simulator.units": "blocks layout liveness memory replication",
+    "simulator.step": "blocks costs engine layout memory replication schedules units",
+    "simulator.account": "blocks costs engine layout memory replication schedules step",
+    "simulator.strategies": "account blocks costs engine layout liveness memory replication step",
+    "simulator": (
+        "account blocks costs engine layout liveness memory model schedules step strategies"
+    ),
+    "simulator.matmul": "blocks costs layout",
+    "planner.space": "",
+    "planner.footprint": "space",
+    "planner.bounds": "footprint space",
+    "planner.search": "bounds footprint space",
+    "planner": "search space",
+    "planner.options": "",
+    "planner.plots": "search",
+    "planner.reports": "plots search",
+    "planner.matmul": "options plots reports",
+    "planner.cli": "matmul options reports search space",
+    "validate.calibration.rows": "",
+    "validate.device": "",
+    "validate.calibration.measure": "calibration.rows device",
+    "validate.calibration.collectives": "calibration.measure calibration.rows",
+    "validate.calibration.fit": "calibration.rows",
+    "validate.traces": "",
+    "validate.calibration": (
+        "calibration.collectives calibration.fit calibration.measure calibration.rows traces"
+    ),
+    "validate.ranks": "",
+    "validate.launch": "ranks",
+    "validate.comparison": "launch ranks",
+    "validate.counting": "ranks",
+    "validate.programs.contract": "ranks",
+    "validate.programs.fused": "device",
+    "validate.programs.layers": "programs.fused",
+    "validate.programs.megatron": "programs.contract programs.fused programs.layers ranks",
+    "validate.programs.pytorch": "programs.contract programs.fused programs.layers ranks",
+    "validate.programs.strategies": (
+        "programs.contract programs.fused programs.layers programs.megatron programs.pytorch ranks"
+    ),
+    "validate.programs": (
+        "programs.contract programs.megatron programs.pytorch programs.strategies"
+    ),
+    "validate.runs": (
+        "counting device launch programs programs.contract "
+        "programs.pytorch programs.strategies ranks traces"
+    ),
+    "validate.probe": (
+        "comparison counting device programs programs.contract "
+        "programs.layers programs.pytorch ranks runs"
+    ),
+    "validate.cli": "comparison launch probe programs ranks runs",
+    "validate.published": "",
+    "validate": "calibration cli comparison launch published ranks runs",
+    "validate.calibration.steps": "launch programs programs.contract ranks",
+}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 BINARY_OR_DECIMAL_GIANTS = {10**9, 10**12, 2**30, 2**40}
 Value = int | float
@@ -82,13 +151,75 @@ def test_nothing_is_imported_by_the_short_name_of_a_package(path: Path) -> None:
     assert firsts & set(LAYERS) == set()
 
 
+def folder_of(module: str) -> str:
+    """Return the folder a module is in, as `ALLOWED` names it; a package is a folder."""
+    path = ROOT.joinpath(*module.split("."))
+    folder = module if path.is_dir() else module.rpartition(".")[0]
+    return folder.removeprefix(f"{FRONT_DOOR}.")
+
+
+def house_imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each module of the house that a file imports from, with the name it takes."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{FRONT_DOOR}."):
+            for alias in node.names:
+                module, inner = str(node.module), f"{node.module}.{alias.name}"
+                face = ROOT.joinpath(*module.split("."), "__init__.py")
+                is_module = ROOT.joinpath(*inner.split(".")).with_suffix(".py").exists()
+                is_shown = face.exists() and alias.name in (exported_names(face) or [])
+                yield (inner if is_module and not is_shown else module), alias.name
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def may_import(folder: str, other: str) -> bool:
+    layer, other_layer = folder.partition(".")[0], other.partition(".")[0]
+    if layer == other_layer:
+        return other.removeprefix(f"{layer}.") in ALLOWED[folder].split()
+    return LAYERS.index(other_layer) < LAYERS.index(layer)
+
+
 @every_source()
 def test_imports_point_down_only(path: Path) -> None:
-    layer = layer_of(path)
-    if layer == FRONT_DOOR:
+    if layer_of(path) == FRONT_DOOR:
         return
-    above = {*LAYERS[LAYERS.index(layer) + 1 :], FRONT_DOOR}
-    assert imported_packages(path) & above == set()
+    folder = folder_of(module_of(path))
+    others = {module for module, _ in house_imports(path) if not module.endswith(".errors")}
+    elsewhere = {folder_of(other) for other in others} - {folder}
+    assert {other for other in elsewhere if not may_import(folder, other)} == set()
+    assert FRONT_DOOR not in imported_modules(path)
+
+
+@every_source()
+def test_other_folders_are_entered_by_their_faces(path: Path) -> None:
+    if layer_of(path) == FRONT_DOOR:
+        return
+    folder = folder_of(module_of(path))
+    past_faces = {
+        module
+        for module, _ in house_imports(path)
+        if folder_of(module) not in {folder, module.removeprefix(f"{FRONT_DOOR}.")}
+        and not module.endswith(".errors")
+    }
+    assert past_faces == set()
+
+
+def test_the_floors_have_no_stairs_up() -> None:
+    assert set(ALLOWED) == {folder_of(module_of(path)) for path in SOURCES} - {FRONT_DOOR}
+    below: set[str] = set()
+    for folder, others in ALLOWED.items():
+        layer = folder.partition(".")[0]
+        assert {f"{layer}.{other}" for other in others.split()} <= below, folder
+        below.add(folder)
+
+
+@every_package()
+def test_a_folder_holds_few_modules(folder: Path) -> None:
+    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES_OF_A_FOLDER
 
 
 @every_source()

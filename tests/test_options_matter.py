@@ -47,7 +47,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "sync_each_microbatch": (DDP, ["--sync-each-microbatch"]),
     "find_unused": (DDP, ["--find-unused"]),
     "servers": (SERVED, ["--servers", "2"]),
-    "asynchronous": (SERVED, ["--async"]),
+    "async": (SERVED, ["--async"]),
     "slow_worker": (SERVED, ["--slow-worker", "3"]),
     "tokens": (STEP, ["--tokens", "1e9"]),
     "price": ([*STEP, "--tokens", "1e9"], ["--price", "2 USD/GPU-hour"]),

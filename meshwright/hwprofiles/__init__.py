@@ -1,5 +1,7 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
+from meshwright.hwprofiles.base import Profile
+from meshwright.hwprofiles.complaints import one_line
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
@@ -24,7 +26,7 @@ from meshwright.hwprofiles.loader import (
     load_stack,
     nearest_names,
 )
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles.names import shown, shown_path, suggestion
 from meshwright.hwprofiles.schema import (
     Cluster,
     CollectiveFact,
@@ -82,6 +84,7 @@ __all__ = [
     "Offload",
     "ParameterGather",
     "Precision",
+    "Profile",
     "ProfileError",
     "Recompute",
     "Source",
@@ -102,11 +105,14 @@ __all__ = [
     "load_link",
     "load_stack",
     "nearest_names",
+    "one_line",
     "parse_bandwidth",
     "parse_bytes",
     "parse_flops_per_s",
     "parse_price",
     "parse_time",
+    "shown",
     "shown_path",
+    "suggestion",
     "to_ps",
 ]

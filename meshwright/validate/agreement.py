@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from meshwright.hwprofiles import Offload
-from meshwright.hwprofiles.names import suggestion
+from meshwright.hwprofiles import Offload, suggestion
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words

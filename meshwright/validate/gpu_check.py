@@ -19,9 +19,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshwright.hwprofiles import Device, ProfileError, load_device
-from meshwright.hwprofiles.complaints import one_line
-from meshwright.hwprofiles.names import shown_path, suggestion
+from meshwright.hwprofiles import (
+    Device,
+    ProfileError,
+    load_device,
+    one_line,
+    shown_path,
+    suggestion,
+)
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator

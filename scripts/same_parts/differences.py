@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -31,13 +32,16 @@ def without_package(words: Sequence[str], part: str, data: bytes) -> bytes:
     """Return *data* with the worker's module as it was called before all code had one package.
 
     Scripts of ``validate --emit`` start ``-m validate.launch.worker``, which moves with the code
-    into the package ``meshwright``.  What they start is the same; nothing else may name a module.
+    into the package ``meshwright``, and ``spec.json`` beside them names the function that measures,
+    wherever it stands.  What they start is the same; nothing else may name a module.
 
     >>> without_package(["--emit"], "file x/run.sh", b"-m meshwright.validate.launch.worker")
     b'-m validate.launch.worker'
     """
     if "--emit" in words and part.endswith(("/run.sbatch", "/run.sh")):
         return data.replace(b"-m meshwright.validate.", b"-m validate.")
+    if "--emit" in words and part.endswith("/spec.json"):
+        return re.sub(rb'"measure": "[\w.]+:', b'"measure": ":', data)
     return data
 
 

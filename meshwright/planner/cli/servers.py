@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from meshwright.hwprofiles import StackProfile, Strategy
-from meshwright.hwprofiles.names import shown
+from meshwright.hwprofiles import StackProfile, Strategy, shown
 from meshwright.planner.options import Given, option_of
 from meshwright.simulator import ParallelPlan, ParameterServer, PlanError
 from meshwright.simulator.layout import SERVER_FIELDS

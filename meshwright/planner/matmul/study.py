@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from meshwright.hwprofiles import Cluster, Precision, load_cluster
-from meshwright.hwprofiles.names import shown
+from meshwright.hwprofiles import Cluster, Precision, load_cluster, shown
 from meshwright.planner.options import MatmulOptions
 from meshwright.simulator import Cost, PlanError
 from meshwright.simulator.costs import p2p_cost

@@ -21,7 +21,7 @@ from typing import (
 import typer
 from typer.main import get_command
 
-from meshwright.hwprofiles.names import shown, suggestion
+from meshwright.hwprofiles import shown, suggestion
 from meshwright.simulator import PlanError
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal

@@ -21,10 +21,11 @@ from meshwright.hwprofiles import (
     list_stacks,
     load_cluster,
     load_stack,
+    one_line,
+    shown,
     shown_path,
+    suggestion,
 )
-from meshwright.hwprofiles.complaints import one_line
-from meshwright.hwprofiles.names import shown, suggestion
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,

@@ -57,23 +57,27 @@ def _write(path: Path, text: str) -> None:
 
 
 def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
-    from meshwright.planner import plots  # noqa: PLC0415
+    from meshwright.planner.plots import (  # noqa: PLC0415
+        plot_breakdown,
+        plot_stage_memory,
+        plot_timeline,
+    )
 
     return {
-        "stage_memory": plots.plot_stage_memory(result),
-        "timeline": plots.plot_timeline(result),
-        "breakdown": plots.plot_breakdown(result),
+        "stage_memory": plot_stage_memory(result),
+        "timeline": plot_timeline(result),
+        "breakdown": plot_breakdown(result),
     }
 
 
 def _memory_time(result: SearchResult) -> "Figure":
-    from meshwright.planner import plots  # noqa: PLC0415
+    from meshwright.planner.plots import plot_memory_time  # noqa: PLC0415
 
-    return plots.plot_memory_time(result)
+    return plot_memory_time(result)
 
 
 def _save(files: Path, figures: Mapping[str, "Figure"]) -> None:
-    from meshwright.planner import plots  # noqa: PLC0415
+    from meshwright.planner.plots import save_figure  # noqa: PLC0415
 
     for name, figure in figures.items():
-        plots.save_figure(figure, files / f"{name}.png")
+        save_figure(figure, files / f"{name}.png")

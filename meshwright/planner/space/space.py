@@ -8,8 +8,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit
-from meshwright.hwprofiles.names import suggestion
+from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit, suggestion
 from meshwright.simulator import (
     SCHEDULES,
     ModelSpec,

@@ -104,7 +104,7 @@ def open_rows(folder: Path, machine: "Machine", *, force: bool) -> "RowFile":
     """
     from datetime import UTC, datetime
 
-    from meshwright.hwprofiles.names import shown_path
+    from meshwright.hwprofiles import shown_path
     from meshwright.validate.calibration.rows import FILE_NAME, RowFile
 
     path = folder / FILE_NAME

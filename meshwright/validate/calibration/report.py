@@ -9,9 +9,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.hwprofiles import Device, Link, format_bandwidth, format_flops_per_s, format_time
-from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles import (
+    Device,
+    Link,
+    Profile,
+    format_bandwidth,
+    format_flops_per_s,
+    format_time,
+    shown_path,
+)
 from meshwright.validate.calibration.fit import Residual, Summary, misfit_of, rate_unit, summaries
 from meshwright.validate.calibration.rows import CaseGroup, Coverage
 from meshwright.validate.traces import JobTrace

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Precision, load_device
-from meshwright.hwprofiles.names import shown
+from meshwright.hwprofiles import Precision, load_device, shown
 from meshwright.planner.options import option_name
 from meshwright.planner.reports import check_folder, output_path
 from meshwright.simulator import PlanError

@@ -91,7 +91,7 @@ def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
     """Write a launch folder and say what to do with it."""
     from rich.text import Text
 
-    from meshwright.hwprofiles.names import shown_path
+    from meshwright.hwprofiles import shown_path
     from meshwright.validate.runs import check_backend, write_launch
 
     assert options.emit is not None  # the mode says so

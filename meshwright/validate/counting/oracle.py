@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.hwprofiles.kinds import CollectiveOp
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.validate.counting.internals import (
     FROM_VALUES,
     WAIT,

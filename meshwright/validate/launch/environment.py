@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from meshwright.hwprofiles.names import shown
+from meshwright.hwprofiles import shown
 from meshwright.simulator import PlanError
 
 # torchrun and our own starter set the first name, srun the second.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from meshwright.hwprofiles.complaints import one_line
+from meshwright.hwprofiles import one_line
 from meshwright.simulator import PlanError
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**6)]

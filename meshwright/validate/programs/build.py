@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import StackProfile
-from meshwright.hwprofiles.names import suggestion
+from meshwright.hwprofiles import StackProfile, suggestion
 from meshwright.simulator import PlanError
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.hwprofiles import Strategy, format_bytes
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles import Strategy, format_bytes, shown_path
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError, count_parameters, simulate
 from meshwright.validate.launch import (

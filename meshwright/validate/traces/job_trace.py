@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import MEGA
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles import MEGA, shown_path
 from meshwright.simulator import PlanError
 
 GZIP_MAGIC = b"\x1f\x8b"

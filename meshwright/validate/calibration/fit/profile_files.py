@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from meshwright.hwprofiles import GIBI, GIGA, MEGA, TERA, Device, GemmKernels, Link
-from meshwright.hwprofiles.base import Profile
+from meshwright.hwprofiles import GIBI, GIGA, MEGA, TERA, Device, GemmKernels, Link, Profile
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
 

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import MEGA, CollectiveOp
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles import MEGA, CollectiveOp, shown_path
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.rows import Row, collective
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from meshwright.hwprofiles import Precision
-from meshwright.hwprofiles.names import shown_path
+from meshwright.hwprofiles import Precision, shown_path
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.machine import Machine, machine_of
 from meshwright.validate.calibration.rows.rows import SIZE_NAMES, BenchmarkCase, CaseGroup, Row
