@@ -32,8 +32,9 @@ from documents.terminal import NOT_RUN, PROGRAM, Terminal, out_folder, reason_no
 REFRESH = "run scripts/refresh, then look at git diff"
 # Minutes of fake tensors, or a network and time.
 TAKES_TORCH = {"agreement plans", "slurm script", "torchrun script"}
-# Of the large plans: first, a middle of each number of layers, last; and one of another stack.
-LARGE = {"gpt3 on 3072": (), "titan gpt3 on 3072": (3024,)}
+# Of the large plans: first, a middle of two layers, last, and one of another stack. A middle of one
+# layer is what docs/validate.md shows.
+LARGE = {"gpt3 on 3072": (0, 1488, 3024), "titan gpt3 on 3072": (3024,)}
 EXAMPLES_NOT_RUN = {
     "from meshwright.validate import format_comparisons": "the tables of its page, made once",
     "from pathlib import Path": "reads what a search left or a cluster sent; test_launch does that",
@@ -62,7 +63,7 @@ def current_regions() -> Iterator[object]:
             yield pytest.param(page, region, id=f"{page}: {region.label[:50]}", marks=marks)
 
 
-@pytest.mark.parametrize(("page", "region"), current_regions())
+@pytest.mark.parametrize(("page", "region"), [*current_regions()])
 def test_a_region_shows_what_the_program_makes(page: str, region: Region) -> None:
     if region.kind is Kind.PICTURE:
         shown = (ROOT / page).parent / region.name
@@ -123,7 +124,7 @@ def examples() -> Iterator[object]:
                 yield pytest.param(page, code, id=f"{page}: {number}")
 
 
-@pytest.mark.parametrize(("page", "code"), examples())
+@pytest.mark.parametrize(("page", "code"), [*examples()])
 def test_examples_in_python_run(page: str, code: str) -> None:
     exec(compile(code, page, "exec"), {})
 
@@ -146,7 +147,7 @@ def agreement_sample() -> Iterator[object]:
 
 
 @needs_torch
-@pytest.mark.parametrize(("name", "ranks"), agreement_sample())
+@pytest.mark.parametrize(("name", "ranks"), [*agreement_sample()])
 def test_ranks_of_a_plan_agree_with_pytorch_as_the_page_says(
     name: str, ranks: tuple[int, ...]
 ) -> None:
@@ -169,6 +170,15 @@ def test_the_page_has_every_plan_and_rank() -> None:
         for region, expected in ((RANKS, ranks), (HOSTS, on_hosts)):
             shown = [cells_of(line)[0][1] for line in agreement_rows(region, name)]
             assert tuple(map(int, shown)) == expected
+
+
+def test_the_session_with_a_rank_of_3072_is_a_row_of_the_table() -> None:
+    """It stands for that plan in the sample."""
+    sessions = regions_of(read_page("docs/validate.md"))
+    (session,) = (each for each in sessions if each.name.endswith("--rank 48"))
+    rows = map(cells_of, agreement_rows(RANKS, "gpt3 on 3072 full"))
+    ((found,),) = (each for each in rows if each[0][1] == "48")
+    assert all(number in session.text for number in (found[2], *found[4:6]))
 
 
 # --- the command itself, on a page of its own -----------------------------------------------------

@@ -1,7 +1,6 @@
 """The pictures below docs/images: which command draws each, and whether two look alike."""
 
 import shlex
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from PIL import Image
 
 from documents.makers.gallery import sections
 from documents.pages import DocumentError, commands_of, read_page
-from documents.terminal import out_folder, run, terminal
+from documents.terminal import out_folder, run, scratch_folder, terminal
 from meshwright import simulate
 from meshwright.planner.plots import plot_timeline, save_figure
 from meshwright.validate.plan_words import plan_of_words
@@ -57,16 +56,13 @@ def drawn_with() -> str:
     return f"matplotlib {mpl.__version__}, FreeType {mpl.ft2font.__freetype_version__}"
 
 
-@cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="meshwright-pictures-")
+_scratch = cache(scratch_folder)
 
 
 @cache
 def _matmul() -> Path:
-    folder = Path(_scratch().name)
-    run([*MATMUL.split(), "--out", "matmul"], folder)
-    return folder / "matmul"
+    run([*MATMUL.split(), "--out", "matmul"], _scratch())
+    return _scratch() / "matmul"
 
 
 def _timeline(target: str) -> Path:
@@ -78,7 +74,7 @@ def _timeline(target: str) -> Path:
             options = shlex.join([*words[:at], *words[at + 2 :]])
             saved = plan_of_words(options, words[at + 1])
             step = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
-            path = Path(_scratch().name) / Path(target).name
+            path = _scratch() / Path(target).name
             save_figure(plot_timeline(step), path)
             return path
     raise DocumentError(f"{GALLERY}: no command draws {target}")

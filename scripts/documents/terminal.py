@@ -1,11 +1,13 @@
 """The shell in which the commands of a page are typed, one after the other, in one folder."""
 
+import atexit
 import contextlib
 import io
 import json
 import os
 import re
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -71,8 +73,7 @@ class Terminal:
     def __init__(self, page: str) -> None:
         self._commands = commands_of(page)
         self._outputs: dict[str, str] = {}
-        self._scratch = tempfile.TemporaryDirectory(prefix="meshwright-page-")
-        self.folder = Path(self._scratch.name)
+        self.folder = scratch_folder()
         for text in fences(page, "toml"):
             if named := NAMED_FILE.match(text):
                 (self.folder / named["name"]).write_text(text, encoding="utf-8")
@@ -95,6 +96,13 @@ class Terminal:
             out = out_folder(earlier)
             if out and any(word.startswith(f"{out}/") for word in words):
                 yield earlier
+
+
+def scratch_folder() -> Path:
+    """Return a new folder, which goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-pages-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def reason_not_to_run(command: str) -> str:

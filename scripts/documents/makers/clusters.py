@@ -1,12 +1,11 @@
 """What docs/clusters.md and docs/run_on_a_cluster.md show: a mistake, and files to start a run."""
 
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from documents.pages import DocumentError
 from documents.tables import block
-from documents.terminal import Terminal, run
+from documents.terminal import Terminal, run, scratch_folder
 from meshwright import ProfileError, list_clusters, load_cluster
 
 # The plan of docs/run_on_a_cluster.md, 16 ranks on two nodes of 8, and its number of steps.
@@ -22,8 +21,7 @@ def silent_hosts() -> str:
 
 def mistake(page: str) -> str:
     """Return what is said of the page's own cluster file after a slip in one key."""
-    terminal = Terminal(page)
-    path = terminal.folder / "my-cluster.toml"
+    path = Terminal(page).folder / "my-cluster.toml"
     path.write_text(path.read_text("utf-8").replace("nics_per_node", "nics_per_nod"), "utf-8")
     try:
         load_cluster(path)
@@ -49,13 +47,8 @@ def _script(launcher: str, name: str) -> str:
 
 
 @cache
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="meshwright-scripts-")
-
-
-@cache
 def _plan_folder() -> Path:
     """Return the folder in which the plan is ``plan/plan.json``."""
-    folder = Path(_scratch().name)
+    folder = scratch_folder()
     run(["simulate", *PLAN, *BATCH, "--out", "plan"], folder)
     return folder
