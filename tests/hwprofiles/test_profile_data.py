@@ -142,14 +142,6 @@ def test_the_document_lists_every_built_in_profile(title: str, names: tuple[str,
     assert sorted(re.findall(r"`([\w.-]+)`", "".join(rows))) == list(names)
 
 
-def test_the_document_lists_the_clusters_that_say_nothing_of_their_hosts() -> None:
-    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    listed = re.search(r"refused on a cluster without them: (.*?)\. Where", text)
-    assert listed is not None
-    silent = [name for name in list_clusters() if load_cluster(name).host_link is None]
-    assert re.findall(r"`([\w.-]+)`", listed[1]) == silent
-
-
 @pytest.mark.parametrize(
     ("name", "whole", "part"),
     [

@@ -78,15 +78,6 @@ def test_the_example_of_the_cluster_page_loads(tmp_path: Path) -> None:
     assert cluster.price_usd_per_gpu_hour == 1.8
 
 
-def test_the_error_of_the_cluster_page_is_the_real_one(tmp_path: Path) -> None:
-    path = written_examples(tmp_path)
-    path.write_text(path.read_text("utf-8").replace("nics_per_node", "nics_per_nod"), "utf-8")
-    with pytest.raises(ProfileError) as caught:
-        load_cluster(path)
-    message = str(caught.value).replace(str(path), path.name)
-    assert f"```text\n{message}\n```" in DOCS.read_text(encoding="utf-8")
-
-
 def test_the_cluster_page_names_every_key() -> None:
     page = DOCS.read_text(encoding="utf-8")
     for model in (Cluster, Link, CollectiveFact, type(load_device("a100-sxm4-80gb"))):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import re
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from meshwright.planner.matmul.study import (
     parse_matrices,
     study_matmul,
 )
-from meshwright.planner.matmul.wording import boxing_text, format_sent, product_text
 from meshwright.planner.plots import save_figure
 from meshwright.simulator.blocks.operators import Gemm
 from meshwright.simulator.costs.collectives import p2p_cost
@@ -384,23 +382,7 @@ def test_times_in_json_are_seconds() -> None:
     assert result["signatures"][0]["total_time_s"] == first.time_ps / PS_PER_S
 
 
-# --- the page that explains it ----------------------------------------------------------------
-
-PAGE = (Path(__file__).parents[2] / "docs" / "placements.md").read_text(encoding="utf-8")
-
-
-def test_the_page_shows_the_signatures_of_the_textbook_product() -> None:
-    rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
-    shown = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows}
-    for row in study((4, 5), (5, 8)).rows:
-        signature = row.signature
-        placements = [*map(repr, signature.inputs), repr(signature.out)]
-        if isinstance(row, Refusal):
-            expected = [f"refused: {row.reason}", "", ""]
-        else:
-            sent = format_sent(row.boxing.sent_bytes)
-            expected = [product_text(row.run), boxing_text(row.boxing), sent]
-        assert shown[signature.name] == [*placements, *expected]
+# --- what docs/placements.md says of it --------------------------------------------------------
 
 
 def test_what_the_page_says_of_small_and_large_products_holds() -> None:
@@ -409,11 +391,3 @@ def test_what_the_page_says_of_small_and_large_products_holds() -> None:
     large = study((8192, 12288), (12288, 49152))
     assert max(large.chains, key=lambda chain: chain.compute_ps).flops == 2 * large.best.flops
     assert large.chains[-1].time_ps > large.best.time_ps
-
-
-def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    exec(compile(code, "docs/placements.md", "exec"), {})
-    first, *steps = capsys.readouterr().out.splitlines()
-    assert first.startswith("('all_reduce', 'all_gather') ")
-    assert len(steps) == 3

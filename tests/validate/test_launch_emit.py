@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from meshwright.validate.launch import (
 )
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[1] / "docs" / "run_on_a_cluster.md"
 SPEC = RunSpec(plans=(Path("plan.json"),), backend="nccl", results=Path("results"))
 GLOO = replace(SPEC, backend="gloo", threads_per_rank=2)
 
@@ -65,12 +63,6 @@ def test_scripts_are_shell(name: str) -> None:
     assert SCRIPTS[name].isascii()
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "-"], input=SCRIPTS[name], text=True, check=True)
-
-
-@pytest.mark.parametrize("name", ["slurm, two nodes", "torchrun, two nodes"])
-def test_scripts_are_those_of_the_document(name: str) -> None:
-    shown = re.findall(r"```bash\n(#!.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
-    assert SCRIPTS[name] in shown
 
 
 def test_a_job_asks_for_what_the_plan_occupies() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,6 @@ from meshwright.validate.runs.fake import check_torch
 
 pytest.importorskip("torch")
 
-DOCS = Path(__file__).parents[2] / "docs" / "validate.md"
-PAGE = DOCS.read_text(encoding="utf-8")
-SESSIONS = [
-    pytest.param(*each, id=each[0][:40], marks=[pytest.mark.slow] if "--rank" in each[0] else [])
-    for each in re.findall(r"```\n\$ meshwright (.*)\n((?:.*\n)*?)```", PAGE)
-]
 MODEL = """
 name = "tiny-gpt"
 num_layers = 4
@@ -322,27 +315,3 @@ def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fake_run, "find_spec", lambda _: None)
     with pytest.raises(meshwright.PlanError, match=r'pip install "meshwright\[validate\]"'):
         check_torch()
-
-
-@pytest.fixture(scope="module")
-def documented(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("documented")
-
-
-@pytest.mark.parametrize(("command", "shown"), SESSIONS)
-def test_commands_print_what_the_page_shows(
-    command: str,
-    shown: str,
-    documented: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(documented)
-    assert meshwright.main(shlex.split(command)) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == [line.rstrip() for line in shown.splitlines()]
-
-
-def test_the_page_goes_from_a_search_to_a_run() -> None:
-    commands = [str(session.values[0]).split()[0] for session in SESSIONS]
-    assert commands == ["search", "validate", "simulate", "validate", "validate"]

@@ -1,0 +1,1 @@
+"""Makers of regions, a module for each page or subject; `documents.registry` names them."""

@@ -1,0 +1,54 @@
+"""What docs/clusters.md and docs/run_on_a_cluster.md show: a mistake, and files to start a run."""
+
+from functools import cache
+from pathlib import Path
+
+from documents.pages import DocumentError
+from documents.tables import block
+from documents.terminal import Terminal, run, scratch_folder
+from meshwright import ProfileError, list_clusters, load_cluster
+
+# The plan of docs/run_on_a_cluster.md, 16 ranks on two nodes of 8, and its number of steps.
+PLAN = ("gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--tp", "4", "--pp", "2")
+BATCH, STEPS = ("--global-batch", "8"), ("--steps", "3")
+
+
+def silent_hosts() -> str:
+    """Return the clusters that say nothing of their hosts, as words."""
+    names = [f"`{name}`" for name in list_clusters() if load_cluster(name).host_link is None]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def mistake(page: str) -> str:
+    """Return what is said of the page's own cluster file after a slip in one key."""
+    path = Terminal(page).folder / "my-cluster.toml"
+    path.write_text(path.read_text("utf-8").replace("nics_per_node", "nics_per_nod"), "utf-8")
+    try:
+        load_cluster(path)
+    except ProfileError as error:
+        return block(f"```text\n{str(error).replace(str(path), path.name)}\n```")
+    raise DocumentError("nics_per_nod is taken for a key of a cluster file")
+
+
+def slurm_script() -> str:
+    """Return what starts the plan under Slurm."""
+    return block(f"```bash\n{_script('slurm', 'run.sbatch')}```")
+
+
+def torchrun_script() -> str:
+    """Return what starts the plan by torchrun."""
+    return block(f"```bash\n{_script('torchrun', 'run.sh')}```")
+
+
+def _script(launcher: str, name: str) -> str:
+    out = _plan_folder() / launcher
+    run(["validate", "plan/plan.json", "--emit", launcher, *STEPS, "--out", launcher], out.parent)
+    return (out / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plan_folder() -> Path:
+    """Return the folder in which the plan is ``plan/plan.json``."""
+    folder = scratch_folder()
+    run(["simulate", *PLAN, *BATCH, "--out", "plan"], folder)
+    return folder

@@ -1,0 +1,80 @@
+"""The pictures below docs/images: which command draws each, and whether two look alike."""
+
+import shlex
+from functools import cache
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from PIL import Image
+
+from documents.makers.gallery import sections
+from documents.pages import DocumentError, commands_of, read_page
+from documents.terminal import out_folder, run, scratch_folder, terminal
+from meshwright import simulate
+from meshwright.planner.plots import plot_timeline, save_figure
+from meshwright.validate.cli import plan_of_words
+
+MATMUL = "matmul 4x5 5x8 --devices 2 --precision fp32"  # as docs/placements.md names it
+GALLERY = "docs/gallery.md"
+
+
+def draw(page_name: str, target: str) -> Path:
+    """Return a picture of a page, drawn anew.
+
+    Args:
+        page_name: The page.
+        target: What the page links to; the name of the file says what it shows.
+
+    Raises:
+        DocumentError: If no command draws it.
+    """
+    if page_name == GALLERY:
+        return _timeline(target)
+    name = Path(target).name
+    if name == "matmul.png":
+        return _matmul() / name
+    for command in commands_of(read_page(page_name)):
+        if command.startswith("meshwright search ") and (out := out_folder(command)):
+            shell = terminal(page_name)
+            shell.output(command)
+            return shell.folder / out / name
+    raise DocumentError(f"{page_name}: no command draws {target}")
+
+
+def look_alike(first: Path, second: Path) -> bool:
+    """Return whether two pictures have the same pixels, whatever their bytes."""
+    if not (first.is_file() and second.is_file()):
+        return False
+    with Image.open(first) as left, Image.open(second) as right:
+        one, other = (np.asarray(each.convert("RGB")) for each in (left, right))
+    return one.shape == other.shape and bool((one == other).all())
+
+
+def drawn_with() -> str:
+    """Return what a difference may come from besides the numbers."""
+    return f"matplotlib {mpl.__version__}, FreeType {mpl.ft2font.__freetype_version__}"
+
+
+_scratch = cache(scratch_folder)
+
+
+@cache
+def _matmul() -> Path:
+    run([*MATMUL.split(), "--out", "matmul"], _scratch())
+    return _scratch() / "matmul"
+
+
+def _timeline(target: str) -> Path:
+    """Draw the timeline of a strategy alone: ``--out`` draws three pictures, at thrice the time."""
+    for section in sections(read_page(GALLERY)):
+        if section.picture == target:
+            words = shlex.split(section.command)[1:]
+            at = words.index("--cluster")
+            options = shlex.join([*words[:at], *words[at + 2 :]])
+            saved = plan_of_words(options, words[at + 1])
+            step = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
+            path = _scratch() / Path(target).name
+            save_figure(plot_timeline(step), path)
+            return path
+    raise DocumentError(f"{GALLERY}: no command draws {target}")

@@ -1,0 +1,78 @@
+"""Every made region by its name, and which of them take long."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from documents.makers import accuracy, agreement, clusters, gallery, layouts, matrices, speed
+from documents.pages import DocumentError
+
+
+class Place(NamedTuple):
+    """Where a made region stands.
+
+    Args:
+        page: The whole page, with the regions made before it.
+        text: What stands in the region; what is written by hand there is kept.
+    """
+
+    page: str
+    text: str
+
+
+Maker = Callable[[Place], str]
+
+
+def _alone(make: Callable[[], str]) -> Maker:
+    """Return the maker of what depends on nothing that is on the page."""
+    return lambda _: make()
+
+
+# A region that reads what another one of its page shows comes after it.
+MAKERS: dict[str, Maker] = {
+    "published layouts": _alone(layouts.published_layouts),
+    "table 1": _alone(accuracy.narayanan_table),
+    "gpt-3 days": _alone(layouts.gpt3_days),
+    "errors by source": _alone(accuracy.errors_by_source),
+    "every row": _alone(accuracy.every_row),
+    "bert times": _alone(accuracy.bert_times),
+    "bert rates": _alone(accuracy.bert_rates),
+    "bert adam": _alone(accuracy.bert_adam_efficiency),
+    "sharded now": lambda place: accuracy.sharded_now(place.text),
+    "torchtitan now": lambda place: accuracy.torchtitan_now(place.text),
+    "times now": lambda place: accuracy.times_now(place.text),
+    "memory now": lambda place: accuracy.memory_now(place.text),
+    "strategies": lambda place: gallery.strategies(place.page),
+    "bucket sizes": _alone(gallery.bucket_sizes),
+    "offloaded fsdp2": _alone(gallery.offloaded_fsdp2),
+    "largest models": _alone(gallery.largest_models),
+    "signatures": _alone(matrices.signatures),
+    "silent hosts": _alone(clusters.silent_hosts),
+    "cluster mistake": lambda place: clusters.mistake(place.page),
+    "slurm script": _alone(clusters.slurm_script),
+    "torchrun script": _alone(clusters.torchrun_script),
+    "agreement plans": _alone(agreement.plan_table),
+    "agreement ranks": _alone(agreement.rank_table),
+    "agreement hosts": _alone(agreement.host_table),
+    "agreement farthest": lambda place: agreement.farthest(place.page),
+    "search speed": _alone(speed.processes),
+    "search growth": _alone(speed.growth),
+}
+SLOW = {
+    "agreement ranks": "20 to 55 s a large plan; the gate compares a sample",
+    "agreement hosts": "with the ranks; the gate compares all, which are small",
+    "search speed": "times, which differ from run to run: never compared",
+    "search growth": "times, which differ from run to run: never compared",
+}
+
+
+def maker(name: str) -> Maker:
+    """Return the function of a made region.
+
+    Raises:
+        DocumentError: If there is none of this name.
+    """
+    if name not in MAKERS:
+        near = ", ".join(get_close_matches(name, MAKERS)) or ", ".join(MAKERS)
+        raise DocumentError(f"unknown region {name!r}; nearest: {near}")
+    return MAKERS[name]
