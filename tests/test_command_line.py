@@ -1,6 +1,7 @@
 """The commands: what they print, write and return."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,19 @@ def imported(words: list[str]) -> set[str]:
 @pytest.mark.parametrize("name", meshwright.__all__)
 def test_every_public_name_resolves(name: str) -> None:
     assert getattr(meshwright, name) is not None
+
+
+def test_a_script_of_a_user_runs_and_prints_short_records() -> None:
+    script = Path(__file__).with_name("user_script.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert re.fullmatch(
+        r"<StepResult gpt2 on dgx-a100: ParallelPlan\(.*\), [0-9.]+ s, .*>\n", done.stdout
+    )
+
+
+def test_public_records_are_told_by_name() -> None:
+    cluster, model = meshwright.load_cluster("dgx-a100"), meshwright.load_model("gpt2")
+    assert (repr(cluster), repr(model)) == ("Cluster('dgx-a100')", "ModelSpec('gpt2')")
 
 
 def test_unknown_public_name_is_an_attribute_error() -> None:

@@ -42,6 +42,11 @@ class Profile(BaseModel):
         allow_inf_nan=False,
     )
 
+    def __repr__(self) -> str:
+        """Return the name of what has one, as a person would tell it from others."""
+        name = getattr(self, "name", None)
+        return super().__repr__() if name is None else f"{type(self).__name__}({name!r})"
+
     @classmethod
     def file_keys(cls) -> tuple[str, ...]:
         """Return the keys a file may have.

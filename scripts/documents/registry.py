@@ -4,7 +4,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from documents.makers import accuracy, agreement, clusters, gallery, layouts, matrices, speed
+from documents.makers import accuracy, agreement, clusters, gallery, layouts, matrices, plans, speed
 from documents.pages import DocumentError
 
 
@@ -46,6 +46,8 @@ MAKERS: dict[str, Maker] = {
     "bucket sizes": _alone(gallery.bucket_sizes),
     "offloaded fsdp2": _alone(gallery.offloaded_fsdp2),
     "largest models": _alone(gallery.largest_models),
+    "plan fields": _alone(plans.plan_fields),
+    "mesh axes": _alone(plans.axes),
     "signatures": _alone(matrices.signatures),
     "silent hosts": _alone(clusters.silent_hosts),
     "cluster mistake": lambda place: clusters.mistake(place.page),

@@ -57,7 +57,7 @@ class Nearest:
     changes: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SearchResult:
     """The outcome of a search over layouts.
 
@@ -93,3 +93,9 @@ class SearchResult:
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
     nearest: Nearest | None
+
+    def __repr__(self) -> str:
+        """Return the search in a line: of what, how much of it is proven, and its best step."""
+        proof = "proven optimal" if self.optimal else f"within {self.bound_gap_fraction:.1%}"
+        best = f"{proof}, {self.plans[0]!r}" if self.plans else "nothing fits"
+        return f"<SearchResult of {self.space_size:,} layouts: {best}>"

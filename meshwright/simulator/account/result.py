@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile
+from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
 from meshwright.simulator.account.lanes import Lane
 from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
@@ -105,7 +105,7 @@ class AsyncRun:
         return max(self.staleness)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepResult:
     """One simulated training step.
 
@@ -140,6 +140,14 @@ class StepResult:
     times: StepTimes | None = None
     lanes: tuple[Lane, ...] = ()
     asynchronous: AsyncRun | None = None
+
+    def __repr__(self) -> str:
+        """Return the step in a line: of what, its time and its memory."""
+        size = format_bytes(self.memory.device_bytes)
+        return (
+            f"<StepResult {self.job.model.name} on {self.cluster.name}: {self.plan!r}, "
+            f"{self.step_time_s:.4g} s, {size}>"
+        )
 
     @property
     def step_time_s(self) -> float:

@@ -133,6 +133,15 @@ def _kind(hint: object) -> type:
     return cast("type", kind)
 
 
+def written(value: object) -> str:
+    """Return a value as Python code has it.
+
+    >>> written(Axis.TP), written((1, 2))
+    ('Axis.TP', '(1, 2)')
+    """
+    return f"{type(value).__name__}.{value.name}" if isinstance(value, StrEnum) else repr(value)
+
+
 def in_option_order(declared_fields: tuple[PlanField, ...]) -> list[PlanField]:
     """Return fields in the order in which help shows their options."""
     ordered = [each for each in declared_fields if each.declaration.after is None]

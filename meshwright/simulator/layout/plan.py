@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
-from meshwright.simulator.layout.fields import Declaration, degree, fields_of
+from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.schedules import SCHEDULES
@@ -239,7 +239,7 @@ class ParallelPlan(PlanFields):
     def __repr__(self) -> str:
         """Return what the plan says beside the defaults."""
         said = (
-            f"{each.name}={getattr(self, each.name)!r}"
+            f"{each.name}={written(getattr(self, each.name))}"
             for each in PLAN_FIELDS.values()
             if getattr(self, each.name) != each.default
         )

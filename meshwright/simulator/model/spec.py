@@ -67,6 +67,10 @@ class ModelSpec(BaseModel):
     dropout: bool = True
     source: str = "not given"
 
+    def __repr__(self) -> str:
+        """Return the model's name."""
+        return f"ModelSpec({self.name!r})"
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
