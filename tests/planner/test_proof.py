@@ -57,11 +57,10 @@ WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250
 CASES = {
     "gpt2 on one node": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 8, 16),
     "gpt2 on a partial node": Case(load_model("gpt2"), "dgx-a100", "megatron-lm-2022", 6, 12),
-    "gpt2 on twelve GPUs": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 12, 24),
     "uneven layers, blocking messages": Case(UNEVEN, "dgx-a100-40", "megatron-lm-2021", 16, 32),
     "greedy stages, host cost": Case(UNEVEN, "jean-zay-a100", "megatron-deepspeed-2022", 16, 32),
     "grouped queries on H100": Case(GROUPED, "dgx-h100", "megatron-core", 16, 16),
-    "shared network cards": Case(GROUPED, "a100-4xhdr200", "megatron-core", 32, 32),
+    "shared network cards": Case(GROUPED, "a100-4xhdr200", "megatron-core", 16, 16),
     "fp16 on V100": Case(GROUPED, "dgx-1v", "megatron-lm-2022", 8, 16, precision=Precision.FP16),
     "fp32": Case(UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32),
     "fp8 copies of weights": Case(
@@ -90,11 +89,11 @@ CASES = {
     "sharded gradients": Case(UNEVEN, "jean-zay-a100", "deepspeed", 16, 64),
     "many small buckets": Case(UNEVEN, "a100-4xhdr200", "ddp", 16, 64),
     "pinned axes": Case(
-        load_model("gpt2-medium"),
+        load_model("gpt2"),
         "dgx-a100",
         "megatron-core",
+        16,
         32,
-        64,
         limits=SpaceLimits(pp=(4,), max_tp=4, max_microbatch_size=4),
     ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),

@@ -25,7 +25,7 @@ from meshwright.validate.program.replicas_server_program import AsynchronousServ
 from meshwright.validate.program.replicas_servers import num_processes
 
 NUM_STEPS = 3
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 STACK = "parameter-server"
 
 

@@ -37,7 +37,7 @@ from meshwright.validate.program.weights import token_batch
 from meshwright.validate.strategy_prediction import SERVERS, predict_member
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120
+LIMIT_S = 240
 NUM_STEPS = 3
 MODULE, SERVER = "dataparallel", "parameter-server"
 GPT = ModelSpec(
