@@ -1,17 +1,20 @@
 """Plans that keep or reduce gradients in formats of their own, or in each microbatch."""
 
+import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.comparison import Verdict, compare_rank
+from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.fake_run import measure_fake
 from meshwright.validate.prediction import predict_rank
-
-pytest.importorskip("torch")
+from meshwright.validate.program.build import build_program
+from meshwright.validate.program.contract import ProgramRequest
 
 # Of sizes at which activations decide the peak; tensors have no data.
 GPT = ModelSpec(
@@ -106,8 +109,23 @@ def test_what_no_program_expresses_is_refused_by_name(
     stack: str, offload: Offload, allowed: str
 ) -> None:
     zero_stage = 3 if stack == "torchtitan" else 1
-    says = f"^offload={offload} has no PyTorch program; allowed: {allowed}$"
-    with pytest.raises(PlanError, match=says):
-        measure_fake(saved_plan(stack, zero_stage=zero_stage, offload=offload), 0)
+    saved = saved_plan(stack, zero_stage=zero_stage, offload=offload)
+    with fake_cluster(0, saved.plan.world_size), pytest.raises(PlanError) as refused:
+        build_program(request_of(saved))
+    assert str(refused.value) == f"offload={offload} has no PyTorch program; allowed: {allowed}"
+    # A plan that offloads is counted in another process, and its refusal comes back from there.
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
     with pytest.raises(PlanError, match=r"precision=fp8.* allowed: "):
         measure_fake(saved_plan(stack, Precision.FP8, zero_stage=zero_stage), 0)
+
+
+def request_of(saved: SavedPlan) -> ProgramRequest:
+    return ProgramRequest(
+        job=saved.job,
+        plan=saved.plan,
+        stack=saved.stack,
+        rank=0,
+        device=torch.device("cpu"),
+        initialise=False,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+    )
