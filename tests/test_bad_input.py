@@ -335,7 +335,7 @@ def check_contract(words: list[str]) -> None:
             assert json.loads(out)["job"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(words=commands())
 def test_any_options_end_in_an_answer_or_in_one_line(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

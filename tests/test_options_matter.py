@@ -75,15 +75,15 @@ SEARCH_CHANGES: dict[str, list[str]] = {
 # An option of validate: the other words of two commands, which must not come to the same.
 EMIT = ["--emit", "slurm", "--out", "OUT"]
 VALIDATE_CHANGES: dict[str, tuple[list[str], list[str]]] = {
-    "plan": (["PLAN"], []),
+    "plan": (["PLAN", *EMIT], EMIT),
     "backend": (["PLAN", *EMIT], ["PLAN", *EMIT, "--backend", "gloo"]),
-    "rank": (["PLAN"], ["PLAN", "--rank", "1"]),
+    "rank": (["PLAN", "--rank", "0"], ["PLAN", "--rank", "1"]),
     "device": (["PLAN", "--backend", "probe"], ["PLAN", "--backend", "probe", "--device", "tpu"]),
-    "ranks": (["PLAN", "--backend", "gloo", "--ranks", "3"], ["PLAN", "--rank", "0"]),
+    "ranks": tuple(["PLAN", "--backend", "gloo", "--ranks", each] for each in ("3", "4")),
     "steps": (["PLAN", *EMIT], ["PLAN", *EMIT, "--steps", "9"]),
     "timeout": (["PLAN", *EMIT], ["PLAN", *EMIT, "--timeout", "9"]),
     "emit": (["PLAN", *EMIT], ["PLAN", "--emit", "torchrun", "--out", "OUT"]),
-    "collect": (["PLAN", "--rank", "0"], ["PLAN", "--collect", "."]),
+    "collect": (["PLAN", *EMIT], ["PLAN", *EMIT, "--collect", "."]),
 }
 # Where results go, not what they are; test_command_line.py covers them.
 DESTINATIONS = {"json", "out", "force", "plan", "trace"}

@@ -39,6 +39,7 @@ from meshwright.simulator.memory.rank import (
     rank_memory,
     rank_parameters,
     reserved_bytes,
+    sharded_workspace_bytes,
     usable_bytes,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
@@ -427,6 +428,16 @@ def test_a_timeline_names_each_moment() -> None:
     ]
     peak = memory_peak(static_rank((chunk,), 64), events)
     assert (peak.total_bytes, peak.time_ps, peak.moment) == (9230, 20, "B0.0")
+
+
+def test_passes_gather_a_unit_and_the_next_and_make_one_whole_gradient() -> None:
+    state = StateBytes(parameter=2, gradient=4, optimizer=8, update_temporary=0)
+    units, whole = [10, 30, 20], 30 * 4
+    assert sharded_workspace_bytes(units, state, Shards(8, 8, 8)) == (50 * 2, 50 * 2 + whole)
+    kept = sharded_workspace_bytes(units, state, Shards(8, 8, 8), reshards=False)
+    assert kept == (60 * 2, 60 * 2 + whole)
+    assert sharded_workspace_bytes(units, state, Shards(1, 8, 8)) == (0, whole)
+    assert sharded_workspace_bytes(units, state, Shards(1, 1, 8)) == (0, 0)
 
 
 def test_a_device_shows_the_allocators_rounding_and_the_context() -> None:

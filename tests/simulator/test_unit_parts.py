@@ -24,9 +24,11 @@ from meshwright.simulator.engine import UnitPart, simulate_folded
 from meshwright.simulator.engine.work import num_gathers
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
+from meshwright.simulator.units.bytes import UnitBytes
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")
@@ -66,6 +68,16 @@ def test_a_stage_in_the_middle_has_no_root_and_each_end_has_its_own() -> None:
         *layers,
         StagePart(ROOT_LAST, ()),
     )
+
+
+def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
+    to = Replication.of(3, GroupSpan(7, 1, 7), reduces_each_microbatch=True)
+    assert LAYER % 7
+    state = StateBytes.of(TITAN, Precision.BF16)
+    units = UnitBytes.of(shape_of(), ONE_LAYER, to, state, 4)
+    assert units.gradients == units.layer_kept == (LAYER // 7 + 1) * state.gradient
+    assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
+    assert (units.layer, units.layer_wire) == (2 * LAYER, 4 * LAYER)
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:

@@ -28,7 +28,7 @@ from meshwright.validate.ranks.server_layout import num_processes
 from meshwright.validate.runs.fake import run_counted
 
 NUM_STEPS = 3
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 STACK = "parameter-server"
 
 

@@ -64,7 +64,7 @@ def saved(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
         "zero_stage": profile.zero_stage,
     }
     return SavedPlan(
-        job=TrainingJob(model=model, global_batch_size=8, seq_len=16, precision=Precision.FP32),
+        job=TrainingJob(model=model, global_batch_size=4, seq_len=16, precision=Precision.FP32),
         plan=ParallelPlan(**(usual | fields)),
         cluster=load_cluster("dgx-a100"),
         stack=profile,
@@ -79,40 +79,35 @@ INTERLEAVED: dict[str, Any] = {
 }
 SP: dict[str, Any] = {"sequence_parallel": True}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
+# Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
-    "ddp accumulates": saved(GPT, "ddp", dp=2),
-    "ddp full, microbatch of 2": saved(LLAMA, "ddp", dp=2, recompute=FULL, microbatch_size=2),
-    "fsdp": saved(GPT, "fsdp", dp=2),
+    "ddp accumulates, full": saved(LLAMA, "ddp", dp=2, recompute=FULL),
     "fsdp keeps": saved(LLAMA, "fsdp", dp=2, reshard_after_forward=False),
     "hsdp": saved(GPT, "fsdp", dp=4, dp_shard=2),
-    "fsdp offloads": saved(GPT, "fsdp", dp=2, microbatch_size=4, **OFFLOADS),
-    "titan offloads, accumulates": saved(LLAMA, "torchtitan", dp=2, recompute=FULL, **OFFLOADS),
-    "titan offloads, hybrid": saved(GPT, "torchtitan", tp=2, pp=2, dp=2, **OFFLOADS, **SP),
+    "fsdp offloads": saved(GPT, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
+    "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
     "titan tp": saved(GPT, "torchtitan", tp=2),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
-    "titan tp operators": saved(GPT, "torchtitan", tp=2, recompute=OPERATORS),
-    "titan tp sp operators": saved(LLAMA, "torchtitan", tp=2, dp=2, recompute=OPERATORS, **SP),
-    "titan tp sp fsdp": saved(GPT, "torchtitan", tp=2, dp=2, **SP),
-    "titan 1f1b": saved(LLAMA, "torchtitan", pp=2),
+    "titan operators": saved(GPT, "torchtitan", tp=2, dp=2, recompute=OPERATORS, **SP),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
     "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
-    "tp": saved(GPT, "megatron-core", tp=2),
-    "tp sp": saved(LLAMA, "megatron-core", tp=2, **SP),
-    "tp sp full": saved(GPT, "megatron-core", tp=2, recompute=FULL, **SP),
+    "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
-    "gpipe": saved(GPT, "megatron-lm-2021", pp=2, schedule="gpipe"),
-    "1f1b": saved(GPT, "megatron-core", pp=2),
+    "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4": saved(LLAMA, "megatron-core", pp=4),
-    "interleaved": saved(GPT, "megatron-core", **INTERLEAVED),
     "interleaved zero 1": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **INTERLEAVED),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
-    "zero 1": saved(GPT, "megatron-core", dp=2, zero_stage=1),
     "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
-    "hybrid unfused": saved(
-        LLAMA, "megatron-core", tp=2, pp=2, dp=2, attention=Attention.UNFUSED, recompute=FULL
-    ),
-    "hybrid 2021": saved(GPT, "megatron-lm-2021", tp=2, pp=2, dp=2),
 }
+# One of each program; tests beside this one hold fake ranks of other plans to the simulator.
+ALSO_FAKE = (
+    "ddp accumulates, full",
+    "hsdp",
+    "fsdp offloads",
+    "titan hybrid",
+    "interleaved zero 1",
+    "tp sp selective",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,7 +164,7 @@ def test_every_process_counts_what_the_simulator_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALSO_FAKE)
 def test_fake_tensors_count_what_real_ones_do(
     name: str, counted: dict[str, list[RankMeasurement]]
 ) -> None:

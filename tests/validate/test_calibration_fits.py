@@ -264,10 +264,11 @@ def test_an_unknown_device_has_the_best_rates_as_its_peaks(rows: list[Row]) -> N
     ours = device.peak_flops_per_s[Precision.BF16] * device.gemm.plateau_fraction
     theirs = TRUE.peak_flops_per_s[Precision.BF16] * TRUE.gemm.plateau_fraction
     assert ours == pytest.approx(theirs, rel=0.03)
-    given = calibrated_device(
-        file_of(rows, machine), "mine", like=None, peak={Precision.BF16: 312e12}
-    )
-    assert given.gemm.plateau_fraction == pytest.approx(TRUE.gemm.plateau_fraction, rel=0.03)
+    peak = {Precision.BF16: 312e12}
+    # A third of the rows in a third of the time; noise weighs twice.
+    given = calibrated_device(file_of(rows[::3], machine), "mine", like=None, peak=peak)
+    assert given.peak_flops_per_s == peak
+    assert given.gemm.plateau_fraction == pytest.approx(TRUE.gemm.plateau_fraction, rel=0.06)
 
 
 def test_a_calibrated_cluster_simulates(calibrated: Device, tmp_path: Path) -> None:

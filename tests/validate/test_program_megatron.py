@@ -73,7 +73,6 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         ParallelPlan(stages=(4,), recompute=Recompute.SELECTIVE),
         "megatron-lm-2022",
     ),
-    "tp2": ("gpt", ParallelPlan(tp=2, stages=(4,), attention=FLASH), "megatron-core"),
     "tp2 2021 full": (
         "gpt",
         ParallelPlan(tp=2, stages=(4,), recompute=Recompute.FULL, microbatch_size=2),
@@ -105,23 +104,15 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-lm-2021",
     ),
     "pp2 uneven": ("llama", ParallelPlan(pp=2, stages=(3, 1), attention=FLASH), "megatron-core"),
-    "pp2 interleaved": ("gpt", INTERLEAVED, "megatron-core"),
     "pp2 interleaved llama": (
         "llama-tied",
         replace(INTERLEAVED, recompute=Recompute.FULL),
         "megatron-core",
     ),
-    "dp2 2021": ("gpt", ParallelPlan(dp=2, stages=(4,)), "megatron-lm-2021"),
     "dp2": ("gpt", ParallelPlan(dp=2, stages=(4,), attention=FLASH), "megatron-core"),
-    "dp2 zero": (
-        "gpt-untied",
-        ParallelPlan(dp=2, stages=(4,), zero_stage=1, attention=FLASH),
-        "megatron-core",
-    ),
     "hybrid 2022": ("gpt", replace(HYBRID, attention=UNFUSED), "megatron-lm-2022"),
     "hybrid full": ("gpt", replace(HYBRID, recompute=Recompute.FULL), "megatron-core"),
     "dp2 zero 2022": ("llama", ParallelPlan(dp=2, stages=(4,), zero_stage=1), "megatron-lm-2022"),
-    "tp2 pp2": ("gpt", ParallelPlan(tp=2, pp=2, stages=(2, 2)), "megatron-lm-2021"),
     "tp2 pp2 interleaved sp": (
         "gpt",
         replace(INTERLEAVED, tp=2, sequence_parallel=True),
@@ -133,7 +124,6 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-core",
     ),
     "pp4": ("llama-tied", ParallelPlan(pp=4, stages=(1, 1, 1, 1)), "megatron-lm-2022"),
-    "hybrid": ("gpt", HYBRID, "megatron-core"),
     "hybrid llama": ("llama", HYBRID, "megatron-core"),
     "hybrid 2021": (
         "gpt-untied",
@@ -172,7 +162,7 @@ class Shown(NamedTuple):
 
 
 def job_of(model: str, precision: Precision = Precision.FP32) -> TrainingJob:
-    return TrainingJob(model=MODELS[model], global_batch_size=8, seq_len=16, precision=precision)
+    return TrainingJob(model=MODELS[model], global_batch_size=4, seq_len=16, precision=precision)
 
 
 @cache

@@ -73,36 +73,26 @@ INTERLEAVED = {
     "schedule": "interleaved",
 }
 ON_TWO = {
-    "ddp": Case(GPT, "ddp", plan(dp=2, zero_stage=0)),
     "ddp full recompute": Case(LLAMA, "ddp", plan(dp=2, zero_stage=0, recompute=Recompute.FULL)),
     "fsdp": Case(GPT, "fsdp", plan(dp=2)),
-    "fsdp kept": Case(LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False)),
-    "fsdp full recompute": Case(GPT, "fsdp", plan(dp=2, recompute=Recompute.FULL)),
-    "fsdp microbatch of two": Case(LLAMA, "fsdp", plan(dp=2, microbatch_size=2)),
+    "fsdp kept, microbatch of two": Case(
+        LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
+    ),
     "titan selective recompute": Case(
         LLAMA, "torchtitan", plan(dp=2, recompute=Recompute.SELECTIVE)
     ),
-    "titan operators": Case(LLAMA, "torchtitan", plan(dp=2, recompute=OPERATORS)),
-    "tp operators": Case(GPT, "torchtitan", plan(tp=2, recompute=OPERATORS)),
+    "tp": Case(GPT, "torchtitan", plan(tp=2)),
     "tp sp operators llama": Case(
         LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=OPERATORS)
+    ),
+    "tp sp full recompute llama": Case(
+        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)
     ),
     "1f1b operators llama": Case(
         LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
     ),
-    "tp": Case(GPT, "torchtitan", plan(tp=2)),
-    "tp llama": Case(LLAMA, "torchtitan", plan(tp=2)),
-    "tp sp": Case(GPT, "torchtitan", plan(tp=2, sequence_parallel=True)),
-    "tp sp full recompute llama": Case(
-        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)
-    ),
     "gpipe": Case(GPT, "torchtitan", plan(schedule="gpipe", **PIPELINE)),
-    "1f1b": Case(GPT, "torchtitan", plan(**PIPELINE)),
-    "1f1b recompute llama": Case(
-        LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=Recompute.FULL)
-    ),
     "interleaved": Case(GPT, "torchtitan", plan(**INTERLEAVED)),
-    "interleaved llama": Case(LLAMA, "torchtitan", plan(**INTERLEAVED)),
 }
 ON_FOUR = {
     "hsdp": Case(GPT, "fsdp", plan(dp=4, dp_shard=2)),
@@ -115,7 +105,7 @@ ON_FOUR = {
 
 
 def job_of(model: ModelSpec) -> TrainingJob:
-    return TrainingJob(model=model, global_batch_size=8, seq_len=16, precision=Precision.FP32)
+    return TrainingJob(model=model, global_batch_size=4, seq_len=16, precision=Precision.FP32)
 
 
 def launch(world_size: int, cases: Mapping[str, Case], folder: Path) -> dict[str, Outcome]:

@@ -304,7 +304,6 @@ BIG = {
         LLAMA,
         plan(tp=2, dp=512, dp_shard=8, recompute=Recompute.FULL),
     ),
-    "fsdp on 512": ("fsdp", LLAMA, plan(dp=512)),
     "ddp on 1,000": ("ddp", LLAMA, plan(dp=1000, zero_stage=0)),
     "interleaved on 512": (
         "torchtitan",
@@ -320,7 +319,7 @@ def test_any_rank_of_a_large_cluster_runs(name: str) -> None:
     stack, model, parallel = BIG[name]
     model = model.model_copy(update={"num_layers": sum(parallel.stages)})
     for rank in (parallel.world_size // 2, parallel.world_size - 1):
-        asked = request(stack, parallel, rank=rank, model=model, microbatches=parallel.pp)
+        asked = request(stack, parallel, rank=rank, model=model, microbatches=min(4, parallel.pp))
         oracle, held = counted(asked)
         axes = {call.axis for call in oracle.collectives}
         assert axes & {"dp", "world", "parts"}

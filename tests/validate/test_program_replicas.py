@@ -40,7 +40,7 @@ from meshwright.validate.runs.devices import measure_devices
 from meshwright.validate.runs.fake import run_counted
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120
+LIMIT_S = 240
 NUM_STEPS = 3
 MODULE, SERVER = "dataparallel", "parameter-server"
 GPT = ModelSpec(
@@ -89,8 +89,9 @@ def alone() -> list[float]:
     return reference_losses(job_of(), NUM_STEPS)
 
 
-@pytest.mark.parametrize("fields", [{}, {"microbatch_size": 2}, {"recompute": Recompute.FULL}])
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dp", "fields"), [(1, {}), (2, {"microbatch_size": 2}), (4, {"recompute": Recompute.FULL})]
+)
 def test_replicas_of_one_process_train_as_one(
     dp: int, fields: dict[str, Any], alone: list[float]
 ) -> None:
@@ -113,21 +114,21 @@ def test_copies_made_by_hand_give_the_gradients_of_the_library() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
-@pytest.mark.parametrize(("dp", "passes"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("dp", "passes", "precision"), [(2, 1, Precision.FP32), (4, 2, Precision.FP16)]
+)
 def test_each_device_computes_and_copies_what_the_simulator_says(
     dp: int, passes: int, precision: Precision
 ) -> None:
     saved = saved_plan(MODULE, job_of(dp * passes, precision), plan_of(dp))
-    for device, found in enumerate(measure_devices(saved)):
+    measured = measure_devices(saved)
+    for device, found in enumerate(measured):
         said = predict_member(saved, device)
         assert found.collectives == said.collectives
         assert found.flops == said.flops
     weights = {"parameter broadcast", "gradient reduction"}
     crossing = sum(
-        each.size_bytes * each.num_calls
-        for each in measure_devices(saved)[0].collectives
-        if each.axis in weights
+        each.size_bytes * each.num_calls for each in measured[0].collectives if each.axis in weights
     )
     assert crossing == module_link_bytes(4 * PARAMETERS, dp, passes)
 
@@ -150,9 +151,15 @@ LLAMA = WIDER.model_copy(
 )
 
 
-@pytest.mark.parametrize(("precision", "tokens"), [(Precision.FP32, 16), (Precision.FP16, 256)])
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
-@pytest.mark.parametrize("model", [WIDER, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("model", "recompute", "precision", "tokens"),
+    [
+        (WIDER, Recompute.NONE, Precision.FP32, 16),
+        (WIDER, Recompute.FULL, Precision.FP16, 256),
+        (LLAMA, Recompute.NONE, Precision.FP16, 256),
+        (LLAMA, Recompute.FULL, Precision.FP32, 16),
+    ],
+)
 def test_each_device_holds_what_the_simulator_says(
     model: ModelSpec, precision: Precision, recompute: Recompute, tokens: int
 ) -> None:
@@ -201,8 +208,15 @@ def test_each_worker_meets_each_server_once(
         assert last == list(range(workers))
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
-@pytest.mark.parametrize("options", [(1, False), (3, False), ("all", False), (2, True)])
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ((1, False), Precision.FP16),
+        ((3, False), Precision.FP32),
+        (("all", False), Precision.FP16),
+        ((2, True), Precision.FP32),
+    ],
+)
 def test_workers_and_servers_send_what_the_simulator_says(
     options: tuple[Any, bool], precision: Precision
 ) -> None:
@@ -210,7 +224,7 @@ def test_workers_and_servers_send_what_the_simulator_says(
     server = ParameterServer(servers=servers, asynchronous=asynchronous)
     saved = saved_plan(SERVER, job_of(8, precision), plan_of(4, server))
     processes = num_processes(saved.plan, saved.stack)
-    for rank in range(processes):
+    for rank in sorted({0, 3, processes - 1}):  # a worker, the last one, the last server
         oracle = counted(saved, rank, processes)
         said = predict_member(saved, rank)
         assert oracle.collectives == said.collectives
@@ -239,13 +253,12 @@ def test_asynchronous_servers_on_workers_are_refused() -> None:
 
 
 CASES = {
-    "one server": ParameterServer(),
     "two servers": ParameterServer(servers=2),
     "all": ParameterServer(servers="all"),
     "own pace": ParameterServer(servers=2, asynchronous=True),
     "slow worker": ParameterServer(asynchronous=True, slow_worker=30.0),
 }
-IN_STEP = ("one server", "two servers", "all")
+IN_STEP = ("two servers", "all")
 
 
 @pytest.fixture(scope="module")
@@ -281,8 +294,12 @@ def test_workers_in_step_train_as_one_process(
 @pytest.mark.slow
 def test_real_bytes_are_those_of_the_closed_forms(trained: dict[str, list[dict[str, Any]]]) -> None:
     size_bytes = 4 * PARAMETERS
-    server = trained["one server"][2]
-    moved = sum(size * calls for _, op, _, size, calls in server["collectives"])
+    moved = sum(
+        size * calls
+        for server in trained["two servers"][2:]
+        for _, op, _, size, calls in server["collectives"]
+        if op != "all_reduce"
+    )
     assert moved == server_link_bytes(size_bytes, 2)
     for worker in trained["all"]:
         sent = sum(

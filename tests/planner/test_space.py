@@ -1,0 +1,91 @@
+"""The space of layouts against loops over everything, and the rules at their limits."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from meshwright.hwprofiles import GIBI, Recompute, load_cluster, load_stack
+from meshwright.planner import SpaceLimits, enumerate_space
+from meshwright.planner.space.rules import Candidates, fits_memory
+from meshwright.planner.space.space import tp_divides
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+
+STACK = load_stack("megatron-core")
+# One block of choices each: the others are products of what divides.
+NARROW = SpaceLimits(recompute=(Recompute.NONE,), sequence_parallel=(False,), zero_stage=(1,))
+
+
+def model_of(num_layers: int = 6, num_kv_heads: int = 12) -> ModelSpec:
+    return ModelSpec(
+        name="small",
+        num_layers=num_layers,
+        hidden_size=48,
+        num_heads=12,
+        num_kv_heads=num_kv_heads,
+        vocab_size=512,
+        seq_len=16,
+    )
+
+
+def plans_of(model: ModelSpec, batch: int, num_gpus: int) -> set[tuple[int, ...]]:
+    job = TrainingJob(model=model, global_batch_size=batch, seq_len=16)
+    space = enumerate_space(job, STACK, num_gpus, NARROW)
+    plans = [space.plan(index) for index in range(len(space))]
+    found = {key_of(plan) for plan in plans}
+    assert len(found) == len(plans)
+    return found
+
+
+def key_of(plan: ParallelPlan) -> tuple[int, ...]:
+    named = ("gpipe", "1f1b", "interleaved").index(plan.schedule)
+    return (plan.tp, plan.pp, plan.dp, plan.num_virtual_stages, plan.microbatch_size, named)
+
+
+def by_loops(model: ModelSpec, batch: int, num_gpus: int) -> set[tuple[int, ...]]:
+    """Walk all numbers up to the largest; layers, heads, ranks and sequences must come out even."""
+    found = set()
+    degrees = range(1, num_gpus + 1)
+    for tp, pp, dp, vpp in product(degrees, degrees, degrees, range(1, model.num_layers + 1)):
+        if tp * pp * dp != num_gpus or batch % dp or pp * vpp > model.num_layers:
+            continue
+        if model.num_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads):
+            continue
+        layers_are_even = not all((model.num_layers + ends) % (pp * vpp) for ends in (0, 2))
+        if vpp > 1 and (pp == 1 or not layers_are_even):
+            continue
+        for size in range(1, batch // dp + 1):
+            if (batch // dp) % size:
+                continue
+            if vpp == 1:
+                found |= {(tp, pp, dp, vpp, size, named) for named in (0, 1)}
+            elif (batch // dp // size) % pp == 0:
+                found.add((tp, pp, dp, vpp, size, 2))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "batch", "num_gpus"),
+    [(6, 12, 8, 12), (6, 2, 18, 12), (10, 4, 16, 8), (5, 12, 6, 6), (7, 3, 4, 4)],
+)
+def test_a_space_is_all_that_comes_out_even(
+    num_layers: int, num_kv_heads: int, batch: int, num_gpus: int
+) -> None:
+    model = model_of(num_layers, num_kv_heads)
+    assert plans_of(model, batch, num_gpus) == by_loops(model, batch, num_gpus)
+
+
+def test_key_value_heads_are_split_or_repeated() -> None:
+    model = model_of(num_kv_heads=2)
+    assert [tp for tp in range(1, 13) if tp_divides(model, tp)] == [1, 2, 4, 6, 12]
+    model = model_of(num_kv_heads=3)
+    assert [tp for tp in range(1, 13) if tp_divides(model, tp)] == [1, 3, 6, 12]
+
+
+def test_what_just_fits_is_kept() -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=4, seq_len=16)
+    space = enumerate_space(job, STACK, 1, NARROW)
+    sizes = np.resize(np.array([GIBI - 1, GIBI, GIBI + 1]), len(space))
+    (mask,) = fits_memory(Candidates(space, load_cluster("dgx-a100"), sizes, GIBI)).values()
+    assert mask.tolist() == [size > GIBI for size in sizes.tolist()]
+    assert mask.any()
