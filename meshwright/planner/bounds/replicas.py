@@ -73,7 +73,6 @@ class ReplicaCosts:
     """Computes `ReplicaTimes`, each stage and degree once."""
 
     def __init__(self, space: Space, costs: CostModel) -> None:
-        self._space = space
         self._costs = costs
         self._stack = costs.stack
         self._wire = Wire.of(costs.stack, space.job.precision)
@@ -88,14 +87,15 @@ class ReplicaCosts:
         sums_ps = tensor_sums_cost(self._costs, shape, role.stages, self._wire).time_ps
         if to.in_units:
             times = self._sharded_times(shape, role, to, update)
-            return _with_sums(times, sums_ps, self._stack, is_serial=False)
+            return _with_sums(times, sums_ps, self._stack, to)
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, to).time_ps
         first, last = (self._parts(shape, role.stages[end], to.dp)[-1].stage for end in (0, -1))
         gathers = self._gathers(shape, role.stages[0], to)
         if self._stack.overlap_gradient_reduce and to.dp > 1:
             known = {
-                stage: self._reductions(shape, stage, to) for stage in dict.fromkeys(role.stages)
+                stage: self._costs_of(self._parts(shape, stage, to.dp), reduce_cost, to)
+                for stage in dict.fromkeys(role.stages)
             }
             reductions = [known[stage] for stage in role.stages]
         else:
@@ -114,17 +114,18 @@ class ReplicaCosts:
             gather_first=gathers[0],
             gather_all=sum(gathers),
             update=update,
-            shared_embedding=self._shared_embedding(shape, pp, to.dp),
+            shared_embedding=_shared_embedding(self._costs, shape, pp, to.dp),
         )
-        is_serial = not self._stack.overlap_gradient_reduce
-        return _with_sums(times, sums_ps, self._stack, is_serial=is_serial)
+        return _with_sums(times, sums_ps, self._stack, to)
 
     def _sharded_times(
         self, shape: BlockShape, role: Role, to: Replication, update: int
     ) -> ReplicaTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
-        gathers = [self._part_times(shape, stage, to, gathers=True) for stage in role.stages]
-        reduces = [self._part_times(shape, stage, to, gathers=False) for stage in role.stages]
+        gathers, reduces = (
+            [self._part_times(shape, stage, to, gathers=gathers) for stage in role.stages]
+            for gathers in (True, False)
+        )
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
         port_again = sum(self._again(shape, stage, to) for stage in role.stages)
         each, has_root = to.reduces_each_microbatch, self._stack.root_unit
@@ -153,10 +154,11 @@ class ReplicaCosts:
             times = times._replace(
                 forward_wait=port_gather, backward_wait=port_again + port_reduce * each
             )
-        held = [reduced_parts(shape, stage, to) for stage in role.stages]
-        return _with_copies(
-            times, [_StageCopies.of(self._costs, each, self._wire, to) for each in held], to
-        )
+        copies = [
+            _StageCopies.of(self._costs, reduced_parts(shape, stage, to), self._wire, to)
+            for stage in role.stages
+        ]
+        return _with_copies(times, copies, to)
 
     def _part_times(
         self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
@@ -198,18 +200,15 @@ class ReplicaCosts:
             self._parameters[key] = sum_parameters(shape, stages)
         return self._parameters[key]
 
-    def _reductions(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
-        return self._costs_of(self._parts(shape, stage, to.dp), reduce_cost, to)
-
     def _gathers(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
         if to.dp == 1 or to.gather_op is None or not self._stack.overlap_parameter_gather:
             return [0]
         return self._costs_of(self._parts(shape, stage, to.dp), gather_cost, to)
 
-    def _shared_embedding(self, shape: BlockShape, pp: int, dp: int) -> int:
-        plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp)
-        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-        return shared_embedding_ps(self._costs, shape, plan, mesh)
+
+def _shared_embedding(costs: CostModel, shape: BlockShape, pp: int, dp: int) -> int:
+    plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp)
+    return shared_embedding_ps(costs, shape, plan, Mesh.of(plan, costs.cluster.devices_per_node))
 
 
 class _StageCopies(NamedTuple):
@@ -256,7 +255,7 @@ def _with_copies(
 
 
 def _with_sums(
-    times: ReplicaTimes, sums_ps: int, stack: StackProfile, *, is_serial: bool
+    times: ReplicaTimes, sums_ps: int, stack: StackProfile, to: Replication
 ) -> ReplicaTimes:
     """Return *times* with the sums over tensor-parallel ranks that are left to the end.
 
@@ -264,5 +263,6 @@ def _with_sums(
     """
     if not sums_first(stack):
         return times._replace(sums_last=sums_ps)
+    is_serial = not (to.in_units or stack.overlap_gradient_reduce)
     both = times.exposed + sums_ps if is_serial else max(times.exposed, sums_ps)
     return times._replace(exposed=both)

@@ -98,7 +98,8 @@ class Run:
         inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
         chunks, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
         now = 0
-        for phase, chunk, microbatch in self.work.actions[place.pp_rank]:
+        for action in self.work.actions[place.pp_rank]:
+            phase, chunk, microbatch = action
             instruction = instructions[chunk if phase is Phase.FORWARD else chunks + chunk]
             slot = instruction.inbox
             if slot >= 0:
@@ -109,7 +110,6 @@ class Run:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
             if instruction.units:
-                action = Action(phase, chunk, microbatch)
                 now = yield from self._sharded_pass(place, instruction, action, now)
             elif instruction.gathers and microbatch == 0:
                 now = yield from self._gathered_forward(place, instruction.gathers, now)
