@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from meshwright.simulator.account import Lane, Span, StepResult, rank_streams
+from meshwright.simulator.account import ResourceLane, Span, StepResult, rank_streams
 from meshwright.simulator.costs import CostModel
 from meshwright.simulator.engine import StepTimes
 from meshwright.simulator.layout import Axis
@@ -139,7 +139,7 @@ def _timed(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEv
     yield from _memory(times, built, pp_rank)
 
 
-def _lane(tid: int, lane: Lane) -> Iterator[TraceEvent]:
+def _lane(tid: int, lane: ResourceLane) -> Iterator[TraceEvent]:
     """Yield the name of a lane and its spans."""
     yield _metadata("thread_name", 0, tid, EventArguments(name=lane.name))
     yield _metadata("thread_sort_index", 0, tid, EventArguments(sort_index=tid))
@@ -159,8 +159,8 @@ def _lane(tid: int, lane: Lane) -> Iterator[TraceEvent]:
 def _complete(span: Span, pid: int, tid: int) -> TraceEvent:
     args = EventArguments(phase=span.kind.value)
     name = span.kind.value
-    if span.chunk >= 0:
-        args["chunk"] = span.chunk
+    if span.virtual_stage >= 0:
+        args["chunk"] = span.virtual_stage
     if span.microbatch >= 0:
         args["microbatch"] = span.microbatch
         name = f"{name} {span.microbatch}"

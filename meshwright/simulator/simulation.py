@@ -34,7 +34,7 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
-from meshwright.simulator.strategies import STRATEGIES, Case
+from meshwright.simulator.strategies import STRATEGIES, StrategyCase
 
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = SavedTensor("embedding table", 0)
@@ -67,7 +67,7 @@ def simulate(
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
-        return STRATEGIES[stack.strategy](Case(job, plan, costs, memory_limit_bytes))
+        return STRATEGIES[stack.strategy](StrategyCase(job, plan, costs, memory_limit_bytes))
     built = build_step(job, plan, costs)
     return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
 
@@ -164,6 +164,6 @@ def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action 
     if any(stage.num_layers for stage in stages):
         again = action.phase is Phase.BACKWARD
         tensors += layer_tensors(shape) if again else saved_tensors(shape)
-    if stages[action.chunk].has_head:
+    if stages[action.virtual_stage].has_head:
         tensors.append(logits_tensor(shape))
     return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -19,7 +19,7 @@ from meshwright.simulator import (
     simulate_folded,
     simulate_unfolded,
 )
-from meshwright.simulator.engine import ChunkWork, Message, RankWork
+from meshwright.simulator.engine import Message, RankWork, VirtualStageWork
 
 pytestmark = pytest.mark.bench
 
@@ -27,14 +27,14 @@ Benchmark = Callable[..., Any]
 
 
 def plain_work(pp: int, num_microbatches: int) -> StepWork:
-    chunk = ChunkWork(
+    virtual_stage = VirtualStageWork(
         forward_ps=10**9,
         backward_ps=2 * 10**9,
         forward_message=Message(10**7, 10**6),
         backward_message=Message(10**7, 10**6),
     )
     return StepWork(
-        ranks=(RankWork(chunks=(chunk,)),) * pp,
+        ranks=(RankWork(virtual_stages=(virtual_stage,)),) * pp,
         actions=SCHEDULES["1f1b"].actions(pp, num_microbatches, 1),
         num_microbatches=num_microbatches,
     )

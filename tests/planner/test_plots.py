@@ -244,8 +244,8 @@ def test_timeline_draws_every_pass_once_with_one_collection_a_colour() -> None:
         str(each.get_label()): each for each in axes.collections if isinstance(each, PolyCollection)
     }
     assert list(shapes) == [layer.name for layer in timeline_layers(result)]
-    for chunk in range(2):
-        passes = shapes[f"forward, virtual stage {chunk}"].get_paths()
+    for virtual_stage in range(2):
+        passes = shapes[f"forward, virtual stage {virtual_stage}"].get_paths()
         assert len(passes) == result.plan.pp * result.num_microbatches
     numbers = [text.get_text() for text in axes.texts if text.get_text().isdigit()]
     assert len(numbers) > result.plan.pp * result.num_microbatches

@@ -12,7 +12,11 @@ from meshwright import main
 from meshwright.hwprofiles import GIBI, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner import SearchResult, SpaceLimits
 from meshwright.planner.search import search
-from meshwright.planner.search.replica_search import computing_ps, enumerate_replicas, replica_field
+from meshwright.planner.search.replica_search import (
+    computing_ps,
+    enumerate_strategies,
+    strategy_field,
+)
 from meshwright.simulator import (
     CostModel,
     PlanError,
@@ -71,7 +75,7 @@ def search_of(
 def brute_force(case: Case) -> tuple[StepResult, ...]:
     """Return every layout, simulated."""
     job, cluster, stack = job_of(case), load_cluster("dgx-a100"), load_stack(case.stack)
-    space = enumerate_replicas(job, cluster, stack, case.num_gpus, SpaceLimits())
+    space = enumerate_strategies(job, cluster, stack, case.num_gpus, SpaceLimits())
     return tuple(
         simulate(
             job,
@@ -103,7 +107,7 @@ def test_the_proven_layout_is_the_fastest_of_all_that_fit(name: str) -> None:
 def test_memory_is_exact_and_no_bound_exceeds_the_simulated_time(name: str) -> None:
     case = CASES[name]
     job, cluster, stack = job_of(case), load_cluster("dgx-a100"), load_stack(case.stack)
-    field = replica_field(job, cluster, stack, case.num_gpus, SpaceLimits())
+    field = strategy_field(job, cluster, stack, case.num_gpus, SpaceLimits())
     costs = CostModel(cluster, stack, case.num_gpus)
     for index, result in enumerate(brute_force(case)):
         assert field.runs.memory_peaks[index] == result.memory.peak_bytes
@@ -124,7 +128,7 @@ def test_no_layout_beats_the_frontier(name: str) -> None:
 
 def test_the_space_is_every_microbatch_recomputation_and_number_of_servers() -> None:
     case = Case(SERVER, 4, 16)
-    space = enumerate_replicas(
+    space = enumerate_strategies(
         job_of(case), load_cluster("dgx-a100"), load_stack(SERVER), 4, SpaceLimits()
     )
     plans = [space.plan(index) for index in range(len(space))]
@@ -149,7 +153,7 @@ def test_pins_and_hosts_narrow_the_space() -> None:
     # The workers' host is the only one: no server has one of its own.
     job, host, stack = job_of(Case(SERVER, 1, 4)), load_cluster("localhost-cpu"), load_stack(SERVER)
     assert host.num_nodes == 1
-    assert set(enumerate_replicas(job, host, stack, 1, SpaceLimits()).servers) == {"all"}
+    assert set(enumerate_strategies(job, host, stack, 1, SpaceLimits()).servers) == {"all"}
 
 
 def test_where_nothing_fits_the_nearest_layout_is_named() -> None:

@@ -8,8 +8,8 @@ import pytest
 from meshwright.hwprofiles import GIBI, Recompute, load_cluster, load_stack
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.space.rules import Candidates, fits_memory
-from meshwright.planner.space.space import tp_divides
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
 # One block of choices each: the others are products of what divides.
@@ -76,10 +76,10 @@ def test_a_space_is_all_that_comes_out_even(
 
 
 def test_key_value_heads_are_split_or_repeated() -> None:
-    model = model_of(num_kv_heads=2)
-    assert [tp for tp in range(1, 13) if tp_divides(model, tp)] == [1, 2, 4, 6, 12]
-    model = model_of(num_kv_heads=3)
-    assert [tp for tp in range(1, 13) if tp_divides(model, tp)] == [1, 3, 6, 12]
+    for num_kv_heads, degrees in ((2, [1, 2, 4, 6, 12]), (3, [1, 3, 6, 12])):
+        model = model_of(num_kv_heads=num_kv_heads)
+        job = TrainingJob(model=model, global_batch_size=1, seq_len=16)
+        assert [tp for tp in range(1, 13) if divides(job, Axis.TP, tp)] == degrees
 
 
 def test_what_just_fits_is_kept() -> None:

@@ -21,7 +21,7 @@ from meshwright.simulator.liveness.products import (
     cast_row_steps,
     highest,
 )
-from meshwright.simulator.memory.rank import chunk_memory, pass_workspace_bytes
+from meshwright.simulator.memory.rank import pass_workspace_bytes, virtual_stage_memory
 from meshwright.simulator.replication.buckets import gradient_buckets
 from meshwright.simulator.step.build import build_step
 
@@ -76,11 +76,15 @@ def test_a_tied_tables_gradient_waits_for_that_of_the_embedding() -> None:
         ("megatron-lm-2021", Precision.FP16, 2),
     ):
         shape = shape_of(stack, precision=precision, tokens=1, attention=Attention.UNFUSED)
-        chunk = chunk_memory(shape, 3, has_embedding=True, has_head=True)
-        needed = chunk.saved_bytes + chunk.backward_workspace_bytes
+        virtual_stage = virtual_stage_memory(shape, 3, has_embedding=True, has_head=True)
+        needed = virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes
         assert needed == pytest.approx(2 * MATRIX * size, rel=0.01)
-    chunk = chunk_memory(shape_of("megatron-core", tokens=1), 3, has_embedding=True, has_head=True)
-    assert chunk.saved_bytes + chunk.backward_workspace_bytes == pytest.approx(2 * MATRIX, rel=0.05)
+    virtual_stage = virtual_stage_memory(
+        shape_of("megatron-core", tokens=1), 3, has_embedding=True, has_head=True
+    )
+    assert virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes == pytest.approx(
+        2 * MATRIX, rel=0.05
+    )
 
 
 def test_a_16_bit_weight_gradient_meets_its_fp32_one_but_not_its_operands() -> None:
@@ -122,7 +126,7 @@ def backward_bytes(job: TrainingJob, reduced: Precision | None) -> int:
     """Return what a backward pass of a DDP rank needs beside what is kept."""
     plan = ParallelPlan(dp=8, stages=(1,), attention=Attention.FLASH, reduce_precision=reduced)
     built = build_step(job, plan, CostModel(load_cluster("dgx-a100"), DDP, 8))
-    return built.memory[0].chunks[0].backward_workspace_bytes
+    return built.memory[0].virtual_stages[0].backward_workspace_bytes
 
 
 def test_a_bucket_is_cast_once_its_gradients_are_there() -> None:

@@ -138,14 +138,18 @@ def test_replayed_gathers_explain_when_first_forward_passes_end(result: StepResu
         streams = rank_streams(result.work, result.times, pp_rank)
         gathered: dict[int, list[int]] = defaultdict(list)
         for span in streams.data_parallel:
-            if span.kind is SpanKind.PARAMETER_GATHER and span.chunk >= 0:
-                gathered[span.chunk].append(span.end_ps)
+            if span.kind is SpanKind.PARAMETER_GATHER and span.virtual_stage >= 0:
+                gathered[span.virtual_stage].append(span.end_ps)
         waited_ps = 0
         for span in streams.compute:
-            if span.kind is SpanKind.FORWARD and span.microbatch == 0 and span.chunk in gathered:
-                segments = result.work.ranks[pp_rank].chunks[span.chunk].gathers
+            if (
+                span.kind is SpanKind.FORWARD
+                and span.microbatch == 0
+                and span.virtual_stage in gathered
+            ):
+                segments = result.work.ranks[pp_rank].virtual_stages[span.virtual_stage].gathers
                 now = span.start_ps
-                for segment, ready_ps in zip(segments, gathered[span.chunk], strict=True):
+                for segment, ready_ps in zip(segments, gathered[span.virtual_stage], strict=True):
                     waited_ps += max(0, ready_ps - now)
                     now = max(now, ready_ps) + segment.compute_ps
                 assert now == span.end_ps
@@ -197,6 +201,6 @@ def test_shared_port_cases_really_share_it() -> None:
     """Otherwise the replay of paused collectives would be tested on nothing."""
     work = step("overlapped").work
     assert work.shared_port
-    assert work.ranks[1].chunks[0].gathers
-    assert work.ranks[1].chunks[0].reductions
+    assert work.ranks[1].virtual_stages[0].gathers
+    assert work.ranks[1].virtual_stages[0].reductions
     assert step("no-pipeline").times.ranks[0].gather_wait_ps > 0

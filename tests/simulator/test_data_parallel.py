@@ -19,7 +19,7 @@ from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Wire,
+    WireBytes,
     gather_cost,
     norm_cost,
     reduce_cost,
@@ -68,7 +68,7 @@ def test_parameters_of_a_rank_are_those_of_its_stages() -> None:
 @RELAXED
 @given(n=PARAMETERS, span=SPANS)
 def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupSpan) -> None:
-    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)
     assert (wire.reduce_bytes, wire.gather_bytes) == (4, 2)
     plain, sharded = (Replication.of(stage, span) for stage in (0, 1))
 
@@ -84,7 +84,7 @@ def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupS
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
-    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)
     alone = Replication.of(zero_stage, GroupSpan(1, 1, 1))
     assert reduce_cost(costs, 10**9, wire, alone).time_ps == 0
     assert gather_cost(costs, 10**9, wire, alone).time_ps == 0
@@ -93,7 +93,7 @@ def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
 @RELAXED
 @given(n=PARAMETERS, dp=st.integers(1, 4096))
 def test_the_update_moves_the_share_of_a_rank_once(n: int, dp: int) -> None:
-    costs, wire = cost_model(), Wire.of(CORE, Precision.BF16)
+    costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)
     span = GroupSpan(dp, dp, 1)
     for zero_stage, share in ((0, n), (1, -(-n // dp))):
         cost = update_cost(costs, n, wire, Replication.of(zero_stage, span))
@@ -103,9 +103,9 @@ def test_the_update_moves_the_share_of_a_rank_once(n: int, dp: int) -> None:
 
 
 def test_fp32_reduces_gathers_and_updates_fp32() -> None:
-    wire = Wire.of(CORE, Precision.FP32)
+    wire = WireBytes.of(CORE, Precision.FP32)
     # Adam reads weight, gradient and two moments and writes all but the gradient: 7 x 4 bytes.
-    assert wire == Wire(reduce_bytes=4, gather_bytes=4, update_traffic_bytes=28)
+    assert wire == WireBytes(reduce_bytes=4, gather_bytes=4, update_traffic_bytes=28)
 
 
 def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator.engine import (
-    ChunkWork,
     Message,
+    PassSegment,
     RankTimes,
     RankWork,
-    Segment,
     StepTimes,
     StepWork,
+    VirtualStageWork,
     simulate_folded,
     simulate_unfolded,
     with_overhead,
@@ -55,31 +55,31 @@ class LongestPath:
 def producer(work: StepWork, pp_rank: int, action: Action) -> tuple[int, Action] | None:
     """Return the pass whose message *action* waits for, by its virtual stage in model order."""
     step = -1 if action.phase is Phase.FORWARD else 1
-    stage = action.chunk * work.pp + pp_rank + step
+    stage = action.virtual_stage * work.pp + pp_rank + step
     if not 0 <= stage < work.pp * work.num_virtual_stages:
         return None
-    chunk, other = divmod(stage, work.pp)
-    return other, action._replace(chunk=chunk)
+    virtual_stage, other = divmod(stage, work.pp)
+    return other, action._replace(virtual_stage=virtual_stage)
 
 
 def message_of(work: StepWork, pp_rank: int, action: Action) -> Message:
     """Return what a pass sends: nothing at the ends of the model."""
-    stage = action.chunk * work.pp + pp_rank
-    chunk = work.ranks[pp_rank].chunks[action.chunk]
+    stage = action.virtual_stage * work.pp + pp_rank
+    virtual_stage = work.ranks[pp_rank].virtual_stages[action.virtual_stage]
     if action.phase is Phase.FORWARD:
         is_end = stage == work.pp * work.num_virtual_stages - 1
-        return Message() if is_end else chunk.forward_message
-    return Message() if stage == 0 else chunk.backward_message
+        return Message() if is_end else virtual_stage.forward_message
+    return Message() if stage == 0 else virtual_stage.backward_message
 
 
-def segments_of(work: StepWork, pp_rank: int, action: Action) -> tuple[Segment, ...]:
+def segments_of(work: StepWork, pp_rank: int, action: Action) -> tuple[PassSegment, ...]:
     """Return the parts of a pass: itself, or parts with collectives between."""
-    chunk = work.ranks[pp_rank].chunks[action.chunk]
+    virtual_stage = work.ranks[pp_rank].virtual_stages[action.virtual_stage]
     if action.phase is Phase.FORWARD:
-        parts = chunk.gathers if action.microbatch == 0 else ()
-        return parts or (Segment(chunk.forward_ps, 0),)
-    parts = chunk.reductions if action.microbatch == work.num_microbatches - 1 else ()
-    return parts or (Segment(chunk.backward_ps, 0),)
+        parts = virtual_stage.gathers if action.microbatch == 0 else ()
+        return parts or (PassSegment(virtual_stage.forward_ps, 0),)
+    parts = virtual_stage.reductions if action.microbatch == work.num_microbatches - 1 else ()
+    return parts or (PassSegment(virtual_stage.backward_ps, 0),)
 
 
 class RankPath:
@@ -117,7 +117,7 @@ class RankPath:
         self.compute = ("start", self.pp_rank, index)
         self.graph.add(self.compute, 0, after)
 
-    def add_part(self, phase: Phase, segment: Segment) -> None:
+    def add_part(self, phase: Phase, segment: PassSegment) -> None:
         part, collective = ((kind, self.pp_rank, self.num_parts) for kind in ("part", "collective"))
         if phase is Phase.FORWARD:
             self.graph.add(collective, segment.collective_ps, [(self.wire, 0)])
@@ -138,7 +138,7 @@ class RankPath:
     def add_reduction(self) -> None:
         rank, after = self.work.ranks[self.pp_rank], self.free()
         sums, reduced = (("sums", self.pp_rank, 0), ("reduced", self.pp_rank, 0))
-        under = any(chunk.reductions for chunk in rank.chunks)
+        under = any(virtual_stage.reductions for virtual_stage in rank.virtual_stages)
         if self.work.sums_first:
             self.graph.add(sums, rank.sums_ps, after)
             after = [(sums, 0)]
@@ -176,18 +176,18 @@ def messages(draw: st.DrawFn) -> Message:
     return Message(draw(TIMES), draw(TIMES))
 
 
-def segments(draw: st.DrawFn, *, wanted: bool) -> tuple[Segment, ...]:
+def segments(draw: st.DrawFn, *, wanted: bool) -> tuple[PassSegment, ...]:
     if not wanted:
         return ()
     # A collective takes time: one of no length has no place among the messages of a port.
-    parts = st.builds(Segment, compute_ps=TIMES, collective_ps=st.integers(1, 80))
+    parts = st.builds(PassSegment, compute_ps=TIMES, collective_ps=st.integers(1, 80))
     return tuple(draw(st.lists(parts, min_size=1, max_size=3)))
 
 
-def chunk_works(draw: st.DrawFn, *, gathers: bool, reductions: bool) -> ChunkWork:
+def virtual_stage_works(draw: st.DrawFn, *, gathers: bool, reductions: bool) -> VirtualStageWork:
     gathered = segments(draw, wanted=gathers)
     reduced = segments(draw, wanted=reductions)
-    return ChunkWork(
+    return VirtualStageWork(
         forward_ps=sum(part.compute_ps for part in gathered) if gathered else draw(TIMES),
         backward_ps=sum(part.compute_ps for part in reduced) if reduced else draw(TIMES),
         forward_message=draw(messages()),
@@ -209,8 +209,9 @@ def works(draw: st.DrawFn, *, collectives: bool, shared_port: bool = False) -> S
     tied_ps = draw(TIMES)
     ranks = tuple(
         RankWork(
-            chunks=tuple(
-                chunk_works(draw, gathers=gathers, reductions=reductions) for _ in range(vpp)
+            virtual_stages=tuple(
+                virtual_stage_works(draw, gathers=gathers, reductions=reductions)
+                for _ in range(vpp)
             ),
             reduce_ps=0 if reductions else draw(TIMES),
             sums_ps=draw(TIMES),
@@ -254,14 +255,14 @@ def test_overlapped_gathers_and_reductions_take_the_longest_path(work: StepWork)
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_slow_port_makes_messages_queue(name: str, *, blocking: bool) -> None:
-    chunk = ChunkWork(
+    virtual_stage = VirtualStageWork(
         forward_ps=10,
         backward_ps=20,
         forward_message=Message(35, 4),
         backward_message=Message(25, 4),
     )
     work = StepWork(
-        ranks=(RankWork(chunks=(chunk,)),) * 3,
+        ranks=(RankWork(virtual_stages=(virtual_stage,)),) * 3,
         actions=get_schedule(name).actions(3, 6, 1),
         num_microbatches=6,
         blocking_messages=blocking,
@@ -308,19 +309,24 @@ def test_512_ranks_run_like_their_representatives(work: StepWork, data: st.DataO
 def test_512_ranks_with_everything_at_once_run_like_their_representatives(
     *, blocking: bool, shared_port: bool
 ) -> None:
-    chunks = tuple(
-        ChunkWork(
+    virtual_stages = tuple(
+        VirtualStageWork(
             forward_ps=30 + c,
             backward_ps=60 + c,
             forward_message=Message(7, 3),
             backward_message=Message(8, 2),
-            gathers=(Segment(10 + c, 45), Segment(20, 50)),
-            reductions=(Segment(40, 70), Segment(20 + c, 90)),
+            gathers=(PassSegment(10 + c, 45), PassSegment(20, 50)),
+            reductions=(PassSegment(40, 70), PassSegment(20 + c, 90)),
         )
         for c in range(2)
     )
     ranks = tuple(
-        RankWork(chunks=chunks, sums_ps=9 - r, shared_embedding_ps=33, optimizer_ps=11 + r)
+        RankWork(
+            virtual_stages=virtual_stages,
+            sums_ps=9 - r,
+            shared_embedding_ps=33,
+            optimizer_ps=11 + r,
+        )
         for r in range(4)
     )
     work = StepWork(
@@ -376,15 +382,15 @@ def test_messages_that_touch_leave_no_gap_for_a_collective(marks: list[int]) -> 
 
 
 def test_a_shared_port_delays_reductions_by_the_messages_on_it() -> None:
-    chunk = ChunkWork(
+    virtual_stage = VirtualStageWork(
         forward_ps=10,
         backward_ps=20,
         forward_message=Message(6, 0),
         backward_message=Message(6, 0),
-        reductions=(Segment(20, 100),),
+        reductions=(PassSegment(20, 100),),
     )
     work = StepWork(
-        ranks=(RankWork(chunks=(chunk,)),) * 2,
+        ranks=(RankWork(virtual_stages=(virtual_stage,)),) * 2,
         actions=get_schedule("1f1b").actions(2, 1, 1),
         num_microbatches=1,
         shared_port=True,
@@ -397,10 +403,10 @@ def test_a_shared_port_delays_reductions_by_the_messages_on_it() -> None:
 
 
 def test_a_prefetched_gather_hides_under_what_runs_before_it() -> None:
-    gathers = (Segment(10, 8), Segment(10, 8), Segment(10, 25))
-    chunk = ChunkWork(forward_ps=30, backward_ps=60, gathers=gathers)
+    gathers = (PassSegment(10, 8), PassSegment(10, 8), PassSegment(10, 25))
+    virtual_stage = VirtualStageWork(forward_ps=30, backward_ps=60, gathers=gathers)
     work = StepWork(
-        ranks=(RankWork(chunks=(chunk,)),),
+        ranks=(RankWork(virtual_stages=(virtual_stage,)),),
         actions=get_schedule("1f1b").actions(1, 2, 1),
         num_microbatches=2,
     )
@@ -412,7 +418,7 @@ def test_a_prefetched_gather_hides_under_what_runs_before_it() -> None:
 
 def plain_work(*, pp: int, num_microbatches: int) -> StepWork:
     return StepWork(
-        ranks=(RankWork(chunks=(ChunkWork(forward_ps=1, backward_ps=2),)),) * pp,
+        ranks=(RankWork(virtual_stages=(VirtualStageWork(forward_ps=1, backward_ps=2),)),) * pp,
         actions=get_schedule("1f1b").actions(pp, num_microbatches, 1),
         num_microbatches=num_microbatches,
     )
@@ -467,10 +473,12 @@ def test_a_pass_listed_twice_waits_for_a_second_message() -> None:
 
 
 def test_the_chunk_of_an_interleaved_deadlock_is_named() -> None:
-    chunk = ChunkWork(forward_ps=1, backward_ps=2)
+    virtual_stage = VirtualStageWork(forward_ps=1, backward_ps=2)
     actions = get_schedule("interleaved").actions(2, 2, 2)
     work = StepWork(
-        ranks=(RankWork(chunks=(chunk, chunk)),) * 2, actions=actions, num_microbatches=2
+        ranks=(RankWork(virtual_stages=(virtual_stage, virtual_stage)),) * 2,
+        actions=actions,
+        num_microbatches=2,
     )
     first = [action for action in actions[1] if action != Action(Phase.FORWARD, 0, 1)]
     with pytest.raises(DeadlockError, match=r"forward message of microbatch 1, chunk 1$"):

@@ -37,7 +37,7 @@ from meshwright.simulator.layout.mesh import Axis, Mesh
 from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.model.parameters import local_shape, padded_vocab_size, parameter_tensors
 from meshwright.simulator.replication.buckets import (
-    Bucket,
+    GradientBucket,
     StagePart,
     bucket_parts,
     gradient_buckets,
@@ -73,9 +73,11 @@ def test_the_buckets_of_gpt2_under_ddp() -> None:
     (50,304 x 768).
     """
     buckets = gradient_buckets(shape_of(), WHOLE)
-    assert buckets[0] == Bucket(1536 + 2_359_296, "layer", 11)
-    assert buckets[1:-1] == tuple(Bucket(7_087_872, "layer", layer) for layer in range(10, -1, -1))
-    assert buckets[-1] == Bucket(4_728_576 + 786_432 + 50_304 * 768, "embedding", 0)
+    assert buckets[0] == GradientBucket(1536 + 2_359_296, "layer", 11)
+    assert buckets[1:-1] == tuple(
+        GradientBucket(7_087_872, "layer", layer) for layer in range(10, -1, -1)
+    )
+    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_304 * 768, "embedding", 0)
 
 
 def test_the_parts_of_gpt2_under_megatron_core() -> None:
@@ -109,11 +111,11 @@ def test_megatron_core_cuts_its_first_stage_alone(num_layers: int) -> None:
     """A layer has 7,087,872 parameters; a tied table is apart where two stages hold it."""
     shape = shape_of(FIXED.model_copy(update={"gradient_bucket_parameters": 10**6}))
     inner = Stage(num_layers, has_embedding=False, has_head=False)
-    assert gradient_buckets(shape, inner) == (Bucket(num_layers * 7_087_872, "layer", 0),)
+    assert gradient_buckets(shape, inner) == (GradientBucket(num_layers * 7_087_872, "layer", 0),)
     last = inner._replace(has_head=True)
     assert gradient_buckets(shape, last) == (
-        Bucket(50_304 * 768, "head", 0),
-        Bucket(2 * 768 + num_layers * 7_087_872, "layer", 0),
+        GradientBucket(50_304 * 768, "head", 0),
+        GradientBucket(2 * 768 + num_layers * 7_087_872, "layer", 0),
     )
     assert len(gradient_buckets(shape, inner._replace(has_embedding=True))) > 2 * num_layers
 
@@ -163,7 +165,7 @@ def brute_force(
     return buckets
 
 
-def place_of(bucket: Bucket, stage: Stage) -> int:
+def place_of(bucket: GradientBucket, stage: Stage) -> int:
     if bucket.block == "head":
         return stage.has_embedding + stage.num_layers
     return 0 if bucket.block == "embedding" else stage.has_embedding + bucket.layer
@@ -418,9 +420,9 @@ def test_a_stack_that_hides_nothing_reduces_a_rank_at_once() -> None:
     )
     assert simulate_folded(once).step_ps < simulate_folded(every).step_ps
     reduce_ps = once.ranks[0].reduce_ps
-    (segment,) = every.ranks[0].chunks[0].reductions
+    (segment,) = every.ranks[0].virtual_stages[0].reductions
     assert (segment.compute_ps, segment.collective_ps, every.ranks[0].reduce_ps) == (
-        once.ranks[0].chunks[0].backward_ps,
+        once.ranks[0].virtual_stages[0].backward_ps,
         reduce_ps,
         0,
     )
@@ -496,7 +498,7 @@ def test_a_sharded_gradient_is_cast_as_backward_makes_it() -> None:
     layer = shape_of(TITAN).parameters.layer
     scatter = costs.collective(CollectiveOp.REDUCE_SCATTER, 2 * layer, span, Axis.DP)
     cast = costs.memory_traffic((2 + 4) * -(-layer // 8))
-    unit = half.work.ranks[0].chunks[0].backward_units[1]
+    unit = half.work.ranks[0].virtual_stages[0].backward_units[1]
     assert unit.reduce_ps == scatter.time_ps + cast.time_ps
     # fp32 on the wire is what the stack does: its constants were fitted with that cast.
     default = build_step(job, ddp_plan(zero_stage=3), costs)

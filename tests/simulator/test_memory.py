@@ -29,18 +29,18 @@ from meshwright.simulator.liveness.ends import embedding_backward_steps, head_wo
 from meshwright.simulator.liveness.layer import layer_workspace_bytes
 from meshwright.simulator.liveness.products import highest
 from meshwright.simulator.memory.rank import (
-    ChunkMemory,
-    Moment,
+    PassPeak,
     RankMemory,
     Shards,
     StateBytes,
-    chunk_memory,
+    VirtualStageMemory,
     device_bytes,
     rank_memory,
     rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
+    virtual_stage_memory,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
 from meshwright.simulator.model.catalogue import load_model
@@ -278,10 +278,10 @@ def test_stages_hold_the_model_and_a_copied_table() -> None:
 def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
     layer, head = layer_workspace_bytes(shape), head_workspace_bytes(shape)
-    inner = chunk_memory(shape, 3, has_embedding=False, has_head=False)
+    inner = virtual_stage_memory(shape, 3, has_embedding=False, has_head=False)
     assert inner.saved_bytes == 3 * saved_layer_bytes(shape)
     assert (inner.forward_workspace_bytes, inner.backward_workspace_bytes) == layer
-    ends = chunk_memory(shape, 3, has_embedding=True, has_head=True)
+    ends = virtual_stage_memory(shape, 3, has_embedding=True, has_head=True)
     extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
     assert ends.saved_bytes - inner.saved_bytes == extra
     # A layer runs while nothing of the head is kept yet, or any more.
@@ -291,40 +291,42 @@ def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
 
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    embedding = chunk_memory(shape, 0, has_embedding=True, has_head=False)
-    assert embedding == ChunkMemory(
+    embedding = virtual_stage_memory(shape, 0, has_embedding=True, has_head=False)
+    assert embedding == VirtualStageMemory(
         saved_bytes=saved_embedding_bytes(shape),
         forward_workspace_bytes=0,
         backward_workspace_bytes=highest(embedding_backward_steps(shape)),
     )
-    head = chunk_memory(shape, 0, has_embedding=False, has_head=True)
+    head = virtual_stage_memory(shape, 0, has_embedding=False, has_head=True)
     workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)
     assert workspaces == head_workspace_bytes(shape)
 
 
-def chunk_bytes() -> st.SearchStrategy[ChunkMemory]:
+def virtual_stage_sizes() -> st.SearchStrategy[VirtualStageMemory]:
     return st.builds(
-        ChunkMemory,
+        VirtualStageMemory,
         saved_bytes=BYTES,
         forward_workspace_bytes=BYTES,
         backward_workspace_bytes=BYTES,
     )
 
 
-def static_rank(chunks: tuple[ChunkMemory, ...], update_temporary_bytes: int = 0) -> RankMemory:
+def static_rank(
+    virtual_stages: tuple[VirtualStageMemory, ...], update_temporary_bytes: int = 0
+) -> RankMemory:
     return RankMemory(
         parameters_bytes=1000,
         gradients_bytes=2000,
         optimizer_states_bytes=6000,
         update_temporary_bytes=update_temporary_bytes,
-        chunks=chunks,
+        virtual_stages=virtual_stages,
     )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @RELAXED
 @given(
-    chunk=chunk_bytes(),
+    virtual_stage=virtual_stage_sizes(),
     update_bytes=BYTES,
     pp=st.integers(1, 8),
     num_microbatches=st.integers(1, 24),
@@ -332,7 +334,7 @@ def static_rank(chunks: tuple[ChunkMemory, ...], update_temporary_bytes: int = 0
 )
 def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     name: str,
-    chunk: ChunkMemory,
+    virtual_stage: VirtualStageMemory,
     update_bytes: int,
     pp: int,
     num_microbatches: int,
@@ -341,12 +343,12 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     pp_rank = data.draw(st.integers(0, pp - 1))
     schedule = get_schedule(name)
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, 1)
-    memory = static_rank((chunk,), update_bytes)
+    memory = static_rank((virtual_stage,), update_bytes)
     passes = [(action, 10 * i, 10 * i + 7) for i, action in enumerate(actions)]
     events = memory_timeline(memory, passes, 10 * len(actions))
     in_flight = schedule.in_flight(pp_rank, pp, num_microbatches, 1)
-    workspace = max(chunk.forward_workspace_bytes, chunk.backward_workspace_bytes)
-    expected = max(in_flight * chunk.saved_bytes + workspace, update_bytes)
+    workspace = max(virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
+    expected = max(in_flight * virtual_stage.saved_bytes + workspace, update_bytes)
     peak = memory_peak(memory, events)
     assert peak.total_bytes == 9000 + expected
     assert peak.activations_bytes + peak.buffers_bytes == expected
@@ -356,47 +358,54 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @RELAXED
-@given(chunks=st.lists(chunk_bytes(), min_size=3, max_size=3), multiple=st.integers(1, 4))
+@given(
+    virtual_stages=st.lists(virtual_stage_sizes(), min_size=3, max_size=3),
+    multiple=st.integers(1, 4),
+)
 def test_no_activation_outlives_the_last_backward(
-    name: str, chunks: list[ChunkMemory], multiple: int
+    name: str, virtual_stages: list[VirtualStageMemory], multiple: int
 ) -> None:
     schedule = SCHEDULES[name]
     vpp = 3 if schedule.interleaves else 1
     for pp_rank in range(4):
         actions = schedule.rank_actions(pp_rank, 4, 4 * multiple, vpp)
         passes = [(action, i, i + 1) for i, action in enumerate(actions)]
-        events = memory_timeline(static_rank(tuple(chunks)), passes, len(actions))
+        events = memory_timeline(static_rank(tuple(virtual_stages)), passes, len(actions))
         assert [event.time_ps for event in events] == sorted(event.time_ps for event in events)
         assert min(event.activations_bytes for event in events) >= 0
         assert (events[-1].activations_bytes, events[-1].moment) == (0, "optimizer")
 
 
 def test_gradients_that_come_late_are_not_there_before_their_first_backward() -> None:
-    """Two chunks; in the first backward pass of each, 3 of its 10 are still missing at its peak.
+    """Two stages; in the first backward pass of each, 3 of its 10 are still missing at its peak.
 
-    What is gathered after a pass counts until the next pass of its chunk, whose workspace has it.
+    What is gathered after a pass counts until the next pass of its virtual stage, whose workspace
+    has it.
     """
-    chunk = ChunkMemory(
+    virtual_stage = VirtualStageMemory(
         saved_bytes=100,
         forward_workspace_bytes=7,
         backward_workspace_bytes=30,
         late_gradients_bytes=10,
-        first_backward=Moment(25, absent_bytes=3),
+        first_backward=PassPeak(25, absent_bytes=3),
         after_forward_bytes=2,
         after_backward_bytes=5,
     )
     forward, backward = Phase.FORWARD, Phase.BACKWARD
     order = [(forward, 0), (forward, 1), (backward, 1), (backward, 0), (forward, 0), (backward, 0)]
-    actions = [Action(phase, of_chunk, index // 4) for index, (phase, of_chunk) in enumerate(order)]
+    actions = [
+        Action(phase, of_virtual_stage, index // 4)
+        for index, (phase, of_virtual_stage) in enumerate(order)
+    ]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    memory = replace(static_rank((chunk, chunk), 1), message_buffers_bytes=1000)
+    memory = replace(static_rank((virtual_stage, virtual_stage), 1), message_buffers_bytes=1000)
     events = memory_timeline(memory, passes, 99)
     assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
         (1100, 7, 20),
         (1100, 2, 20),
         (1200, 7 + 2, 20),
         (1200, 2 + 2, 20),
-        (1200, 25 + 2, 10 + 3),  # the other chunk's are missing, too
+        (1200, 25 + 2, 10 + 3),  # the other virtual stage's are missing, too
         (1100, 5 + 2, 10),
         (1100, 25 + 5, 3),
         (1000, 5 + 5, 0),
@@ -411,10 +420,12 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
 
 
 def test_a_timeline_names_each_moment() -> None:
-    chunk = ChunkMemory(saved_bytes=100, forward_workspace_bytes=7, backward_workspace_bytes=30)
+    virtual_stage = VirtualStageMemory(
+        saved_bytes=100, forward_workspace_bytes=7, backward_workspace_bytes=30
+    )
     actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((chunk,), 64), passes, 99)
+    events = memory_timeline(static_rank((virtual_stage,), 64), passes, 99)
     assert [(e.time_ps, e.moment, e.activations_bytes, e.buffers_bytes) for e in events] == [
         (0, "F0.0", 100, 7),
         (5, "after F0.0", 100, 0),
@@ -426,7 +437,7 @@ def test_a_timeline_names_each_moment() -> None:
         (35, "after B0.1", 0, 0),
         (99, "optimizer", 0, 64),
     ]
-    peak = memory_peak(static_rank((chunk,), 64), events)
+    peak = memory_peak(static_rank((virtual_stage,), 64), events)
     assert (peak.total_bytes, peak.time_ps, peak.moment) == (9230, 20, "B0.0")
 
 
@@ -452,18 +463,18 @@ def test_a_device_shows_the_allocators_rounding_and_the_context() -> None:
 
 def test_sums_of_gradients_leave_with_the_last_backward() -> None:
     """Of 10 bytes of sums 8 go in the pass that reduces them, which holds less than others do."""
-    chunk = ChunkMemory(
+    virtual_stage = VirtualStageMemory(
         saved_bytes=100,
         forward_workspace_bytes=7,
         backward_workspace_bytes=30,
         late_gradients_bytes=10,
-        first_backward=Moment(25, absent_bytes=3),
-        last_backward=Moment(28, absent_bytes=1),
+        first_backward=PassPeak(25, absent_bytes=3),
+        last_backward=PassPeak(28, absent_bytes=1),
         reduced_gradients_bytes=8,
     )
     actions = [Action(phase, 0, index) for index in range(3) for phase in Phase]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((chunk,), 1), passes, 99)
+    events = memory_timeline(static_rank((virtual_stage,), 1), passes, 99)
     first = [(7, 10), (0, 10), (25, 3), (0, 0)]
     later = [(7, 0), (0, 0), (30, 0), (0, 0)]
     last = [(7, 0), (0, 0), (28, 1), (0, 8)]

@@ -37,7 +37,7 @@ from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.replication.buckets import StagePart, reduced_parts, unit_shards
-from meshwright.simulator.replication.data_parallel import Replication, Wire, stage_parameters
+from meshwright.simulator.replication.data_parallel import Replication, WireBytes, stage_parameters
 from meshwright.simulator.step.offload import (
     TILE_PARAMETERS,
     HostSide,
@@ -77,12 +77,14 @@ def side_of(
     offload: Offload, *, cluster: Cluster = DGX, gpus: int = 8, reduces_each: bool = True
 ) -> HostSide:
     stack, zero_stage = OFFLOADS[offload]
-    to = Replication.of(
+    replication = Replication.of(
         zero_stage, GroupSpan(gpus, 1, gpus), reduces_each_microbatch=reduces_each
     )._replace(offload=offload)
     costs = CostModel(cluster, stack, gpus)
     precision = Precision.FP16 if offload is Offload.OPTIMIZER else Precision.BF16
-    return HostSide(costs, Wire.of(stack, precision), StateBytes.of(stack, precision), to)
+    return HostSide(
+        costs, WireBytes.of(stack, precision), StateBytes.of(stack, precision), replication
+    )
 
 
 def run(
@@ -126,7 +128,7 @@ def test_the_update_reads_four_and_writes_three_words_a_parameter(
         side = side_of(offload, gpus=gpus)
         share = -(-num_parameters // gpus)
         rate = 409.6e9 / gpus * stack.host_bandwidth_fraction
-        time_ps = host_update_cost(side.costs, num_parameters, side.to).time_ps
+        time_ps = host_update_cost(side.costs, num_parameters, side.replication).time_ps
         assert time_ps == pytest.approx(28 * share / rate * PS_PER_S, abs=1)
 
 
@@ -145,7 +147,7 @@ def test_a_copy_back_slower_than_the_update_follows_its_first_tile(tiles: int) -
     memory = {"host_memory_bandwidth_bytes_per_s": 10e12}
     side = side_of(Offload.OPTIMIZER, cluster=DGX.model_copy(update=memory), gpus=1)
     copy_ps = copy_cost(side.costs, 2 * TILE_PARAMETERS).time_ps
-    update_ps = host_update_cost(side.costs, tiles * TILE_PARAMETERS, side.to).time_ps
+    update_ps = host_update_cost(side.costs, tiles * TILE_PARAMETERS, side.replication).time_ps
     expected = update_ps // tiles + tiles * copy_ps - update_ps
     assert copy_back_ps(side, tiles * TILE_PARAMETERS) == expected
 
@@ -198,7 +200,7 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     moved = run(Offload.PARAMETERS, stack=stack, batch=batch)
     side = side_of(Offload.PARAMETERS)
     shape = BlockShape.of(moved.job, moved.plan, stack)
-    parts = reduced_parts(shape, Stage(6, has_embedding=True, has_head=True), side.to)
+    parts = reduced_parts(shape, Stage(6, has_embedding=True, has_head=True), side.replication)
     units = [count for part in parts for count in part.buckets]
     layer = shape.parameters.layer
     root = stage_parameters(shape, Stage(0, has_embedding=True, has_head=True))
@@ -212,7 +214,7 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     assert moved.times is not None
     passes_ps = moved.times.ranks[0].passes_end_ps - plain.times.ranks[0].passes_end_ps
     assert passes_ps == expected
-    update_ps = host_update_cost(costs, sum(units), side.to).time_ps
+    update_ps = host_update_cost(costs, sum(units), side.replication).time_ps
     assert moved.breakdown_ps[Category.OPTIMIZER] == update_ps
     assert moved.breakdown_ps[Category.HOST_COPY] == pytest.approx(expected, abs=2)
     assert moved.breakdown_ps[Category.DP_COMM] == pytest.approx(
@@ -307,7 +309,7 @@ def test_workspaces_hold_two_gathered_units_a_shard_and_a_gradient() -> None:
     side = side_of(Offload.PARAMETERS)
     assert unit_workspace_bytes(side, [80, 160, 80]) == (2 * 240 + 4 * 20, 2 * 240 + 4 * 20 + 640)
     assert unit_workspace_bytes(side_of(Offload.OPTIMIZER), [80, 160]) == (0, 320)
-    kept = side._replace(to=side.to._replace(reshards=False))
+    kept = side._replace(replication=side.replication._replace(reshards=False))
     assert unit_workspace_bytes(kept, [80, 160, 80])[0] == 2 * 320 + 4 * 20
 
 
@@ -388,8 +390,8 @@ def test_the_update_takes_as_long_as_published(row: dict[str, str], column: str)
     """CPU-Adam, and PyTorch's Adam on a CPU, on one DGX-2: what the two fractions are fitted on."""
     stack = DEEPSPEED if column == "offload" else FSDP
     costs = CostModel(DGX2, stack, 1)
-    to = Replication.of(2, GroupSpan(1, 1, 1))
-    time_s = host_update_cost(costs, int(float(row["parameters"])), to).time_ps / PS_PER_S
+    replication = Replication.of(2, GroupSpan(1, 1, 1))
+    time_s = host_update_cost(costs, int(float(row["parameters"])), replication).time_ps / PS_PER_S
     assert time_s == pytest.approx(float(row[column]), rel=float(row["rel_tol"]))
 
 

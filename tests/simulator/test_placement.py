@@ -77,7 +77,7 @@ def assemble(parts: Parts, placement: Placement) -> Tensor:
             return sum(parts, start=np.zeros_like(parts[0]))
 
 
-class Wire:
+class WireBytes:
     """Carries tensors between ranks and counts what each of them sends."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -213,7 +213,7 @@ def test_a_redistribution_keeps_the_tensor_and_sends_the_bytes_it_says(
     tensor = random_tensor(rng, *(num_ranks * size for size in multiples))
     change = redistribute(source, target)
     assert change is not None
-    wire = Wire(num_ranks)
+    wire = WireBytes(num_ranks)
     before = scatter(tensor, source, num_ranks, rng)
     after = wire.change(before, change)
     assert np.array_equal(assemble(after, target), tensor)
@@ -384,7 +384,7 @@ def test_a_linear_pair_gives_the_output_and_the_gradients_of_one_device(
     # One device: y = (x w1)^2 w2, the square standing in for the activation function.
     dh = (dy @ w2.T) * 2 * (x @ w1)
 
-    pair, wire = linear_pair_communication(activations=activations), Wire(num_ranks)
+    pair, wire = linear_pair_communication(activations=activations), WireBytes(num_ranks)
     w1s, w2s = np.split(w1, num_ranks, axis=1), np.split(w2, num_ranks, axis=0)
     saved = scatter(x, activations, num_ranks, rng)
     hs = [xr @ w for xr, w in zip(wire.change(saved, pair.forward_in), w1s, strict=True)]
@@ -423,7 +423,7 @@ def test_either_zero_stage_updates_like_one_device_and_sends_the_same_bytes(
 ) -> None:
     rng = np.random.default_rng(seed)
     parameters, gradient = random_tensor(rng, 2, num_ranks * multiple)
-    communication, wire = zero_communication(zero_stage), Wire(num_ranks)
+    communication, wire = zero_communication(zero_stage), WireBytes(num_ranks)
     gradients = wire.change(scatter(gradient, Partial(), num_ranks, rng), communication.gradient)
     held = scatter(parameters, communication.gradient.target, num_ranks, rng)
     updated = [p - 3 * g for p, g in zip(held, gradients, strict=True)]

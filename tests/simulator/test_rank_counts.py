@@ -129,8 +129,8 @@ def test_messages_are_those_of_the_action_lists(name: str, pp: int, multiple: in
     for pp_rank, passes in enumerate(schedule.actions(pp, microbatches, vpp)):
         # The stage after the last one and the stage before the first one are not there.
         leaves = sum(
-            0 <= chunk * pp + pp_rank + (1 if phase is Phase.FORWARD else -1) < pp * vpp
-            for phase, chunk, _ in passes
+            0 <= virtual_stage * pp + pp_rank + (1 if phase is Phase.FORWARD else -1) < pp * vpp
+            for phase, virtual_stage, _ in passes
         )
         sent, received = message_traffic(job, plan, CORE, pp_rank, microbatches=microbatches)
         assert sent == [Traffic(Axis.PP, CollectiveOp.P2P, size_bytes, 2, leaves)]

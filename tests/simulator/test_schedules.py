@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshwright.simulator.engine import ChunkWork, RankWork, StepWork, simulate_folded
+from meshwright.simulator.engine import RankWork, StepWork, VirtualStageWork, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
 
@@ -27,9 +27,9 @@ def equal_work(
     schedule: Schedule, size: tuple[int, int, int], forward_ps: int, backward_ps: int
 ) -> StepWork:
     pp, num_microbatches, vpp = size
-    chunk = ChunkWork(forward_ps=forward_ps, backward_ps=backward_ps)
+    virtual_stage = VirtualStageWork(forward_ps=forward_ps, backward_ps=backward_ps)
     return StepWork(
-        ranks=(RankWork(chunks=(chunk,) * vpp),) * pp,
+        ranks=(RankWork(virtual_stages=(virtual_stage,) * vpp),) * pp,
         actions=schedule.actions(pp, num_microbatches, vpp),
         num_microbatches=num_microbatches,
     )
@@ -54,9 +54,9 @@ def test_each_rank_runs_each_pass_once_forward_before_backward(name: str) -> Non
             place = {action: index for index, action in enumerate(actions)}
             passes = [(c, m) for c in range(vpp) for m in range(num_microbatches)]
             assert len(actions) == len(place) == 2 * len(passes)
-            for chunk, microbatch in passes:
-                forward = place[Action(Phase.FORWARD, chunk, microbatch)]
-                assert forward < place[Action(Phase.BACKWARD, chunk, microbatch)]
+            for virtual_stage, microbatch in passes:
+                forward = place[Action(Phase.FORWARD, virtual_stage, microbatch)]
+                assert forward < place[Action(Phase.BACKWARD, virtual_stage, microbatch)]
 
 
 @pytest.mark.parametrize("name", NAMES)

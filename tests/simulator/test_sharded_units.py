@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
-from meshwright.simulator.engine import ChunkWork, RankWork, Unit, UnitPart
+from meshwright.simulator.engine import RankWork, UnitPart, UnitWork, VirtualStageWork
 
 TIMES = st.integers(1, 50)
 
 
 def work_of(
-    forward: tuple[Unit, ...],
-    backward: tuple[Unit, ...],
+    forward: tuple[UnitWork, ...],
+    backward: tuple[UnitWork, ...],
     *,
     num_microbatches: int = 1,
     pp: int = 1,
     prefetches: bool = True,
     reduces_each_pass: bool = True,
 ) -> StepWork:
-    chunk = ChunkWork(
+    virtual_stage = VirtualStageWork(
         forward_ps=sum(unit.compute_ps for unit in forward),
         backward_ps=sum(unit.compute_ps for unit in backward),
         forward_units=forward,
@@ -29,7 +29,7 @@ def work_of(
         reduces_each_pass=reduces_each_pass,
     )
     return StepWork(
-        ranks=(RankWork(chunks=(chunk,)),) * pp,
+        ranks=(RankWork(virtual_stages=(virtual_stage,)),) * pp,
         actions=SCHEDULES["1f1b"].actions(pp, num_microbatches, 1),
         num_microbatches=num_microbatches,
         prefetches=prefetches,
@@ -46,8 +46,8 @@ def work_of(
 def test_without_prefetch_everything_adds_up(
     units: int, compute: int, gather: int, reduce: int, microbatches: int
 ) -> None:
-    forward = (Unit(compute, gather),) * units
-    backward = (Unit(2 * compute, gather, reduce),) * units
+    forward = (UnitWork(compute, gather),) * units
+    backward = (UnitWork(2 * compute, gather, reduce),) * units
     work = work_of(forward, backward, num_microbatches=microbatches, prefetches=False)
     expected = microbatches * units * (3 * compute + 2 * gather + reduce)
     assert simulate_folded(work).step_ps == expected
@@ -58,8 +58,8 @@ def test_a_gather_one_ahead_costs_what_computation_does_not_hide(
     units: int, compute: int, gather: int
 ) -> None:
     """First gather exposed, then the longer of gather and unit, the last unit alone."""
-    forward = (Unit(compute, gather),) * units
-    work = work_of(forward, (Unit(1),))
+    forward = (UnitWork(compute, gather),) * units
+    work = work_of(forward, (UnitWork(1),))
     end_ps = simulate_folded(work).ranks[0].ends_ps[0]
     assert end_ps == gather + (units - 1) * max(compute, gather) + compute
 
@@ -70,8 +70,8 @@ def test_copies_from_and_to_buffers_hide_under_nothing(
     units: int, compute: int, gather: int, unpack: int, pack: int
 ) -> None:
     """The next gather starts when the buffer of the one before is free."""
-    forward = (Unit(compute, gather, unpack_ps=unpack),) * units
-    backward = (Unit(compute, reduce_ps=1, pack_ps=pack),) * units
+    forward = (UnitWork(compute, gather, unpack_ps=unpack),) * units
+    backward = (UnitWork(compute, reduce_ps=1, pack_ps=pack),) * units
     work = work_of(forward, backward)
     rank = simulate_folded(work).ranks[0]
     end_ps = gather + unpack + (units - 1) * (max(compute, gather) + unpack) + compute
@@ -80,7 +80,7 @@ def test_copies_from_and_to_buffers_hide_under_nothing(
 
 
 def test_units_that_are_not_gathered_or_reduced_are_not_copied() -> None:
-    stays = Unit(5, 3, unpack_ps=2, stays=True)
+    stays = UnitWork(5, 3, unpack_ps=2, stays=True)
     last = replace(stays, reduce_ps=1, pack_ps=4)
     rank = simulate_folded(
         work_of((stays,), (last,), num_microbatches=2, reduces_each_pass=False)
@@ -89,8 +89,8 @@ def test_units_that_are_not_gathered_or_reduced_are_not_copied() -> None:
 
 
 def test_a_backward_unit_gathers_ahead_of_the_reduction_behind_it() -> None:
-    backward = (Unit(10, 4, 7), Unit(10, 4, 7), Unit(10, 4, 7))
-    times = simulate_folded(work_of((Unit(1),), backward))
+    backward = (UnitWork(10, 4, 7), UnitWork(10, 4, 7), UnitWork(10, 4, 7))
+    times = simulate_folded(work_of((UnitWork(1),), backward))
     record = [(each.part, each.start_ps, each.end_ps) for each in times.ranks[0].collectives]
     gather, reduction = UnitPart.GATHER, UnitPart.REDUCTION
     assert record == [
@@ -104,10 +104,10 @@ def test_a_backward_unit_gathers_ahead_of_the_reduction_behind_it() -> None:
 
 
 def test_a_reduction_once_a_step_waits_for_the_last_microbatch() -> None:
-    units = (Unit(10, 0, 7),)
-    each = simulate_folded(work_of((Unit(5),), units, num_microbatches=4)).ranks[0]
+    units = (UnitWork(10, 0, 7),)
+    each = simulate_folded(work_of((UnitWork(5),), units, num_microbatches=4)).ranks[0]
     once = simulate_folded(
-        work_of((Unit(5),), units, num_microbatches=4, reduces_each_pass=False)
+        work_of((UnitWork(5),), units, num_microbatches=4, reduces_each_pass=False)
     ).ranks[0]
     assert len(each.collectives) == 4
     assert [item.start_ps for item in once.collectives] == [60]
@@ -117,8 +117,8 @@ def test_a_reduction_once_a_step_waits_for_the_last_microbatch() -> None:
 def test_a_reduction_takes_longer_once_there_is_something_to_add_to(
     reduce: int, again: int, microbatches: int
 ) -> None:
-    backward = (Unit(1, 0, reduce, again),)
-    work = work_of((Unit(1),), backward, num_microbatches=microbatches, prefetches=False)
+    backward = (UnitWork(1, 0, reduce, again),)
+    work = work_of((UnitWork(1),), backward, num_microbatches=microbatches, prefetches=False)
     expected = microbatches * (2 + reduce) + (microbatches - 1) * again
     assert simulate_folded(work).step_ps == expected
 
@@ -126,8 +126,8 @@ def test_a_reduction_takes_longer_once_there_is_something_to_add_to(
 @pytest.mark.parametrize("prefetches", [True, False])
 @pytest.mark.parametrize("reduces_each_pass", [True, False])
 def test_folded_equals_unfolded(*, prefetches: bool, reduces_each_pass: bool) -> None:
-    forward = (Unit(10, 3), Unit(20, 9))
-    backward = (Unit(41, 9, 17, 3), Unit(19, 3, 5, 11))
+    forward = (UnitWork(10, 3), UnitWork(20, 9))
+    backward = (UnitWork(41, 9, 17, 3), UnitWork(19, 3, 5, 11))
     work = work_of(
         forward,
         backward,

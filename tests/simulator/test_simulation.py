@@ -39,7 +39,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.blocks import model_flops
-from meshwright.simulator.engine import ChunkWork, RankWork
+from meshwright.simulator.engine import RankWork, VirtualStageWork
 from meshwright.simulator.schedules import Action, Phase
 
 RELAXED = settings(deadline=None, max_examples=25)
@@ -107,13 +107,13 @@ def test_the_breakdown_adds_up_to_the_step(case: tuple[ParallelPlan, StackProfil
 def sending_ps(result: StepResult, pp_rank: int, action: Action) -> int:
     """Return for how long a pass's message keeps its rank from computing."""
     work = result.work
-    chunk = work.ranks[pp_rank].chunks[action.chunk]
-    stage, last = action.chunk * work.pp + pp_rank, work.pp * work.num_virtual_stages - 1
+    virtual_stage = work.ranks[pp_rank].virtual_stages[action.virtual_stage]
+    stage, last = action.virtual_stage * work.pp + pp_rank, work.pp * work.num_virtual_stages - 1
     if not work.blocking_messages:
         return 0
     if action.phase is Phase.FORWARD:
-        return chunk.forward_message.occupy_ps if stage < last else 0
-    return chunk.backward_message.occupy_ps if stage > 0 else 0
+        return virtual_stage.forward_message.occupy_ps if stage < last else 0
+    return virtual_stage.backward_message.occupy_ps if stage > 0 else 0
 
 
 def idle_ps(result: StepResult, pp_rank: int) -> int:
@@ -175,11 +175,13 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
     plan = make_plan(pp=pp, num_virtual_stages=vpp, schedule=schedule)
     costs = CostModel(CLUSTER, CORE, plan.world_size)
     built = build_step(make_job(8), plan, costs)
-    inner = built.chunk_costs[pp // 2][0]  # alike on all ranks: layers only where pp > 2
-    chunk = ChunkWork(forward_ps=inner.forward.time_ps, backward_ps=inner.backward.time_ps)
+    inner = built.virtual_stage_costs[pp // 2][0]  # alike on all ranks: layers only where pp > 2
+    virtual_stage = VirtualStageWork(
+        forward_ps=inner.forward.time_ps, backward_ps=inner.backward.time_ps
+    )
     work = replace(
         built.work,
-        ranks=(RankWork(chunks=(chunk,) * vpp),) * pp,
+        ranks=(RankWork(virtual_stages=(virtual_stage,) * vpp),) * pp,
         norm_ps=0,
         overhead_per_million=0,
     )
@@ -187,12 +189,12 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
     equal = replace(
         built,
         work=work,
-        chunk_costs=((inner,) * vpp,) * pp,
+        virtual_stage_costs=((inner,) * vpp,) * pp,
         update_costs=(nothing,) * pp,
     )
     times = simulate_folded(work)
     parts, _ = time_breakdown(equal, times)
-    passes_ps = chunk.forward_ps + chunk.backward_ps
+    passes_ps = virtual_stage.forward_ps + virtual_stage.backward_ps
     assert times.step_ps == (8 * vpp + pp - 1) * passes_ps
     assert parts[Category.BUBBLE] == (pp - 1) * passes_ps
     closed = simulate(make_job(8), plan, CLUSTER, CORE).schedule_bubble_fraction

@@ -24,7 +24,7 @@ from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import Collective, Gemm, Operator, sum_flops
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
-from meshwright.simulator.engine import Message, Segment
+from meshwright.simulator.engine import Message, PassSegment
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
@@ -35,12 +35,12 @@ from meshwright.simulator.model.spec import ModelSpec
 from meshwright.simulator.replication.buckets import bucket_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Wire,
+    WireBytes,
     gather_cost,
     reduce_cost,
 )
 from meshwright.simulator.step.build import BuiltStep, build_step
-from meshwright.simulator.step.rank import chunk_cost, message_between, shared_embedding_ps
+from meshwright.simulator.step.rank import message_between, shared_embedding_ps, virtual_stage_cost
 
 RELAXED = settings(deadline=None, max_examples=40)
 CLUSTER = load_cluster("dgx-a100")
@@ -251,10 +251,10 @@ def test_a_pass_costs_its_layers_and_the_ends_of_the_model() -> None:
     )
     inside = Stage(num_layers=5, has_embedding=False, has_head=False)
     both_ends = Stage(num_layers=5, has_embedding=True, has_head=True)
-    whole = chunk_cost(costs, shape, both_ends)
+    whole = virtual_stage_cost(costs, shape, both_ends)
     assert whole.forward == layer.forward * 5 + embedding.forward + head.forward
     assert whole.backward == layer.backward * 5 + embedding.backward + head.backward
-    inner = chunk_cost(costs, shape, inside)
+    inner = virtual_stage_cost(costs, shape, inside)
     assert inner.forward == layer.forward * 5
 
 
@@ -304,8 +304,8 @@ def test_messages_cross_nodes_exactly_where_stages_do() -> None:
     near, far = (message_between(costs, shape, crosses_nodes=each)[0] for each in (False, True))
     assert near != far
     # Two stages of 4 ranks share a node: 0 1 | 2 3.
-    forward = [rank.chunks[0].forward_message for rank in ranks]
-    backward = [rank.chunks[0].backward_message for rank in ranks]
+    forward = [rank.virtual_stages[0].forward_message for rank in ranks]
+    backward = [rank.virtual_stages[0].backward_message for rank in ranks]
     assert forward == [near, far, near, far]  # the last would wrap around to the first
     assert backward == [far, near, far, near]
 
@@ -321,13 +321,18 @@ def test_overlap_moves_collectives_into_passes_and_changes_no_compute(
     overlaps = stack.overlap_gradient_reduce
     assert overlaps == stack.overlap_parameter_gather
     for rank in work.ranks:
-        chunk = rank.chunks[0]
-        assert bool(chunk.reductions) == overlaps
-        assert bool(chunk.gathers) == (overlaps and zero_stage == 1)
-        if chunk.gathers:
-            assert sum(each.compute_ps for each in chunk.gathers) == chunk.forward_ps
-        if chunk.reductions:
-            assert sum(each.compute_ps for each in chunk.reductions) == chunk.backward_ps
+        virtual_stage = rank.virtual_stages[0]
+        assert bool(virtual_stage.reductions) == overlaps
+        assert bool(virtual_stage.gathers) == (overlaps and zero_stage == 1)
+        if virtual_stage.gathers:
+            assert (
+                sum(each.compute_ps for each in virtual_stage.gathers) == virtual_stage.forward_ps
+            )
+        if virtual_stage.reductions:
+            assert (
+                sum(each.compute_ps for each in virtual_stage.reductions)
+                == virtual_stage.backward_ps
+            )
         assert (rank.reduce_ps == 0) == overlaps
         assert (rank.gather_ps == 0) == (overlaps or zero_stage == 0)
 
@@ -336,15 +341,15 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
     model = load_model("gpt2-xl")
     plan = make_plan(model, pp=2, dp=8, zero_stage=1)
     job, costs = make_job(model, 16), CostModel(CLUSTER, CORE, 16)
-    shape, wire = BlockShape.of(job, plan, CORE), Wire.of(CORE, Precision.BF16)
-    chunks = [rank.chunks[0] for rank in build_step(job, plan, costs).work.ranks]
+    shape, wire = BlockShape.of(job, plan, CORE), WireBytes.of(CORE, Precision.BF16)
+    virtual_stages = [rank.virtual_stages[0] for rank in build_step(job, plan, costs).work.ranks]
     replicas = Replication.of(1, Mesh(tp=1, dp=8, pp=2, node_size=8).span(Axis.DP))
-    for pp_rank, chunk in enumerate(chunks):
+    for pp_rank, virtual_stage in enumerate(virtual_stages):
         (stage,) = rank_stages(plan, pp_rank)
         parts = bucket_parts(shape, stage)
         # The first stage is cut, of the last one only the tied table is apart.
         assert (len(parts) > 10) if stage.has_embedding else (len(parts) == 2)
-        passes = [chunk_cost(costs, shape, part.stage) for part in parts]
+        passes = [virtual_stage_cost(costs, shape, part.stage) for part in parts]
         reduces, gathers = (
             [
                 sum(cost(costs, each, wire, replicas).time_ps for each in part.buckets)
@@ -352,18 +357,20 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
             ]
             for cost in (reduce_cost, gather_cost)
         )
-        assert list(chunk.gathers) == [
-            Segment(each.forward.time_ps, time_ps)
+        assert list(virtual_stage.gathers) == [
+            PassSegment(each.forward.time_ps, time_ps)
             for each, time_ps in zip(passes, gathers, strict=True)
         ]
-        assert list(chunk.reductions) == [
-            Segment(each.backward.time_ps, time_ps)
+        assert list(virtual_stage.reductions) == [
+            PassSegment(each.backward.time_ps, time_ps)
             for each, time_ps in list(zip(passes, reduces, strict=True))[::-1]
         ]
     # The embedding is gathered first; the head's table is reduced first.
-    assert chunks[0].gathers[0].collective_ps == max(s.collective_ps for s in chunks[0].gathers)
+    assert virtual_stages[0].gathers[0].collective_ps == max(
+        s.collective_ps for s in virtual_stages[0].gathers
+    )
     table = reduce_cost(costs, padded_vocab_size(model, 1) * 1600, wire, replicas)
-    assert chunks[1].reductions[0].collective_ps == table.time_ps
+    assert virtual_stages[1].reductions[0].collective_ps == table.time_ps
 
 
 def test_one_replica_has_no_collectives_of_its_own() -> None:
@@ -372,7 +379,10 @@ def test_one_replica_has_no_collectives_of_its_own() -> None:
         work = built_step(make_job(model, 4), make_plan(model, pp=2), stack=stack).work
         for rank in work.ranks:
             assert (rank.reduce_ps, rank.gather_ps) == (0, 0)
-            assert all(not chunk.gathers and not chunk.reductions for chunk in rank.chunks)
+            assert all(
+                not virtual_stage.gathers and not virtual_stage.reductions
+                for virtual_stage in rank.virtual_stages
+            )
 
 
 def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
@@ -419,9 +429,11 @@ def test_chunks_and_updates_report_what_the_engine_runs() -> None:
     plan = make_plan(model, tp=2, pp=2, dp=2, num_virtual_stages=3, schedule="interleaved")
     built = built_step(make_job(model, 8), plan)
     for pp_rank, rank in enumerate(built.work.ranks):
-        for chunk, cost in zip(rank.chunks, built.chunk_costs[pp_rank], strict=True):
-            assert chunk.forward_ps == cost.forward.time_ps
-            assert chunk.backward_ps == cost.backward.time_ps
+        for virtual_stage, cost in zip(
+            rank.virtual_stages, built.virtual_stage_costs[pp_rank], strict=True
+        ):
+            assert virtual_stage.forward_ps == cost.forward.time_ps
+            assert virtual_stage.backward_ps == cost.backward.time_ps
         assert rank.optimizer_ps == built.update_costs[pp_rank].time_ps
         update: PhaseCost = built.update_costs[pp_rank]
         assert update.category_ps(Category.OPTIMIZER) == update.time_ps

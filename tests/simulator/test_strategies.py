@@ -17,7 +17,7 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.account.lanes import Lane
+from meshwright.simulator.account.lanes import ResourceLane
 from meshwright.simulator.account.traffic import (
     Traffic,
     module_link_bytes,
@@ -66,7 +66,7 @@ def run(
     return simulate(job, plan, load_cluster(cluster), load_stack(stack))
 
 
-def lane(result: StepResult, name: str) -> Lane:
+def lane(result: StepResult, name: str) -> ResourceLane:
     return next(each for each in result.lanes if each.name == name)
 
 

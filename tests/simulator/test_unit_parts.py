@@ -28,7 +28,7 @@ from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
-from meshwright.simulator.units.bytes import UnitBytes
+from meshwright.simulator.units.bytes import ParameterBytes, UnitBytes
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")
@@ -71,10 +71,10 @@ def test_a_stage_in_the_middle_has_no_root_and_each_end_has_its_own() -> None:
 
 
 def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
-    to = Replication.of(3, GroupSpan(7, 1, 7), reduces_each_microbatch=True)
+    replication = Replication.of(3, GroupSpan(7, 1, 7), reduces_each_microbatch=True)
     assert LAYER % 7
     state = StateBytes.of(TITAN, Precision.BF16)
-    units = UnitBytes.of(shape_of(), ONE_LAYER, to, state, 4)
+    units = UnitBytes.of(shape_of(), ONE_LAYER, replication, ParameterBytes(state, 4))
     assert units.gradients == units.layer_kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
     assert (units.layer, units.layer_wire) == (2 * LAYER, 4 * LAYER)
@@ -104,14 +104,16 @@ def test_without_a_root_the_ends_belong_to_the_outer_layers() -> None:
     assert not any(part.stays for part in parts)
 
 
-def walked_gathers(passes: list[Action], chunk: int, *, stays: bool, keeps_units: bool) -> int:
-    """Return how often a unit of *chunk* is gathered, by following what lies on the device.
+def walked_gathers(
+    passes: list[Action], virtual_stage: int, *, stays: bool, keeps_units: bool
+) -> int:
+    """Return how often a unit of *virtual_stage* is gathered, by following what lies on the device.
 
     A unit is freed after a forward pass unless it stays, after a backward pass unless all do.
     """
     gathers, is_there = 0, False
-    for phase, of_chunk, _ in passes:
-        if of_chunk != chunk:
+    for phase, of_virtual_stage, _ in passes:
+        if of_virtual_stage != virtual_stage:
             continue
         gathers += not is_there
         is_there = stays if phase is Phase.FORWARD else keeps_units
@@ -129,8 +131,8 @@ def test_a_pipeline_gathers_once_more_than_it_has_microbatches(
     expected = 1 if stays else microbatches + 1
     assert num_gathers(microbatches, stays=stays, keeps_units=True) == expected
     for passes in schedule.actions(pp, microbatches, vpp):
-        for chunk in range(vpp):
-            assert walked_gathers(passes, chunk, stays=stays, keeps_units=True) == expected
+        for virtual_stage in range(vpp):
+            assert walked_gathers(passes, virtual_stage, stays=stays, keeps_units=True) == expected
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -146,13 +148,13 @@ def test_without_a_pipeline_every_microbatch_gathers_anew(
 
 @pytest.mark.parametrize("keeps_units", [True, False])
 def test_what_does_not_reshard_stays_as_the_root_does(*, keeps_units: bool) -> None:
-    to = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=keeps_units)
+    replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=keeps_units)
     layer = StagePart(ONE_LAYER, (LAYER,))
     root = StagePart(ROOT_FIRST, (TABLE,), stays=True)
     once = 1 if keeps_units else 5
-    assert part_gathers(root, to, 5) == once
-    assert part_gathers(layer, to, 5) == (6 if keeps_units else 10)
-    assert part_gathers(layer, to._replace(reshards=False), 5) == once
+    assert part_gathers(root, replication, 5) == once
+    assert part_gathers(layer, replication, 5) == (6 if keeps_units else 10)
+    assert part_gathers(layer, replication._replace(reshards=False), 5) == once
 
 
 PIPELINES = [(1, "1f1b", 1), (2, "1f1b", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 2)]
@@ -233,7 +235,7 @@ def test_a_unit_is_copied_from_its_gathers_buffer_and_into_its_reductions(
         dp=8, zero_stage=3, attention=Attention.FLASH, stages=(32,), sync_each_microbatch=each
     )
     rate = cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory.bandwidth_fraction
-    work = build_step(job, plan, CostModel(cluster, TITAN, 8)).work.ranks[0].chunks[0]
+    work = build_step(job, plan, CostModel(cluster, TITAN, 8)).work.ranks[0].virtual_stages[0]
     for unit in (work.forward_units[1], work.backward_units[1]):
         assert unit.unpack_ps == pytest.approx(LAYER * (2 + 2) / rate * 1e12, rel=1e-9)
     packed = work.backward_units[1]
@@ -241,6 +243,9 @@ def test_a_unit_is_copied_from_its_gathers_buffer_and_into_its_reductions(
     assert work.forward_units[0].unpack_ps > 0  # the root, which stays for its backward pass
     flat = TITAN.model_copy(update={"copies_units": False})
     for unit in (
-        build_step(job, plan, CostModel(cluster, flat, 8)).work.ranks[0].chunks[0].backward_units
+        build_step(job, plan, CostModel(cluster, flat, 8))
+        .work.ranks[0]
+        .virtual_stages[0]
+        .backward_units
     ):
         assert (unit.unpack_ps, unit.pack_ps) == (0, 0)

@@ -35,14 +35,14 @@ from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
-    Wire,
+    WireBytes,
     gather_cost,
     reduce_cost,
     stage_parameters,
 )
 
 OWNERS, SHARDS = load_stack("zero-broadcast"), load_stack("deepspeed")
-WIRE = Wire.of(OWNERS, Precision.FP16)
+WIRE = WireBytes.of(OWNERS, Precision.FP16)
 MODEL = ModelSpec(
     name="small", num_layers=6, hidden_size=512, num_heads=8, vocab_size=4096, seq_len=256
 )
@@ -125,13 +125,13 @@ def test_the_link_of_the_owner_carries_what_all_links_share_in_an_all_gather(
 ) -> None:
     """On links of one rate: N / (N - 1) of the time, besides the start of each owner's turn."""
     costs = CostModel(load_cluster("dgx-2"), OWNERS, dp)
-    to = Replication.of(3, span, parameter_gather=OWNERS.parameter_gather)
+    replication = Replication.of(3, span, parameter_gather=OWNERS.parameter_gather)
     even = Replication.of(3, span)
     small, large = 10**9, 2 * 10**9
     for cost in (gather_cost, reduce_cost):
         grown = [
             cost(costs, large, WIRE, each).time_ps - cost(costs, small, WIRE, each).time_ps
-            for each in (to, even)
+            for each in (replication, even)
         ]
         assert grown[0] / grown[1] == pytest.approx(dp / (dp - 1), rel=1e-9)
 
@@ -145,9 +145,9 @@ def test_all_gathers_are_faster_than_broadcasts(dp: int, cluster: str) -> None:
 
 
 def test_a_unit_of_several_owners_goes_out_in_turn() -> None:
-    to = Replication.of(3, GroupSpan(8, 1, 8), parameter_gather=OWNERS.parameter_gather)
+    replication = Replication.of(3, GroupSpan(8, 1, 8), parameter_gather=OWNERS.parameter_gather)
     shape = BlockShape.of(job_of(8), plan_of(8), OWNERS)
-    parts = reduced_parts(shape, WHOLE, to)
+    parts = reduced_parts(shape, WHOLE, replication)
     assert [part.stage.num_layers for part in parts] == [1] * 6
     counts = [sum(part.buckets) for part in parts]
     assert sum(counts) == stage_parameters(shape, WHOLE)

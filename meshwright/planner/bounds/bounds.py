@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.bounds.replicas import ReplicaCosts, ReplicaTimes
-from meshwright.planner.footprint import Group, pipeline_groups
+from meshwright.planner.bounds.replicas import DataParallelCosts, DataParallelTimes
+from meshwright.planner.footprint import PipelineGroup, pipeline_groups
 from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
 from meshwright.simulator import CostModel
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
@@ -29,7 +29,7 @@ LONGEST_PS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _GroupColumns:
     """Layouts with the same pipeline, their times as columns."""
 
     pp: int
@@ -65,7 +65,7 @@ class StepBounds:
         self._space = space
         self._table = table
         self._costs = costs
-        self._replicas = ReplicaCosts(space, costs)
+        self._data_parallel = DataParallelCosts(space, costs)
         self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
         self._norm_ps = norm_cost(costs).time_ps
 
@@ -78,14 +78,14 @@ class StepBounds:
             bounds[group.indices] = self._group_bounds(group, columns)
         return _with_overhead(bounds[indices], overhead_per_million(self._costs.stack))
 
-    def _columns(self, group: Group, times: ShapeTimes) -> _Group:
+    def _columns(self, group: PipelineGroup, times: ShapeTimes) -> _GroupColumns:
         shapes = self._table.index[group.indices]
         # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
         # leave their node; below, some do not, and the lesser of both times holds for all.
         per_stage = self._space.column("tp") * self._space.column("dp")
         is_far = per_stage[group.indices] >= self._costs.cluster.devices_per_node
         messages = times.messages[shapes]
-        return _Group(
+        return _GroupColumns(
             pp=group.pp,
             vpp=len(group.roles[0].stages),
             num_layers=self._space.job.model.num_layers,
@@ -96,7 +96,7 @@ class StepBounds:
             travel=np.where(is_far, messages[:, 1], messages[:, 3]),
         )
 
-    def _countable(self, group: Group, blocks: NDArray[np.int64]) -> Column:
+    def _countable(self, group: PipelineGroup, blocks: NDArray[np.int64]) -> Column:
         """Return microbatches, cut where their work would overflow 64 bits (50 days).
 
         Fewer microbatches take less time, so the bound stays one.
@@ -106,37 +106,37 @@ class StepBounds:
         count = self._space.num_microbatches[group.indices]
         return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
 
-    def _group_bounds(self, group: Group, columns: _Group) -> Column:
-        replicas = [self._replica_columns(group, role) for role in group.roles]
-        first, first_replica = group.roles[0], replicas[0]
+    def _group_bounds(self, group: PipelineGroup, columns: _GroupColumns) -> Column:
+        data_parallel_by_role = [self._data_parallel_columns(group, role) for role in group.roles]
+        first, first_data_parallel = group.roles[0], data_parallel_by_role[0]
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
-        delay = _gather_delay(columns, first, first_replica)
+        delay = _gather_delay(columns, first, first_data_parallel)
         total = np.zeros(len(group.indices), np.int64)
         update = np.zeros(len(group.indices), np.int64)
-        for role, replica in zip(group.roles, replicas, strict=True):
+        for role, data_parallel in zip(group.roles, data_parallel_by_role, strict=True):
             in_flight = self._in_flight(group, role, columns.num_microbatches)
-            end = _rank_end(columns, role, replica, delay, in_flight)
+            end = _rank_end(columns, role, data_parallel, delay, in_flight)
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
             at_first = end + _way_back(columns, role)
             total = _largest(
                 total,
-                _reduced(columns, role, replica, end - columns.sent_last(role)),
-                _reductions_alone(columns, role, replica, delay),
-                _port_alone(columns, role, replica),
-                _reduced(columns, first, first_replica, at_first),
+                _reduced(columns, role, data_parallel, end - columns.sent_last(role)),
+                _reductions_alone(columns, role, data_parallel, delay),
+                _port_alone(columns, role, data_parallel),
+                _reduced(columns, first, first_data_parallel, at_first),
             )
-            update = np.maximum(update, replica.update)
+            update = np.maximum(update, data_parallel.update)
         # All ranks meet between reductions and updates: the longest of each may be added, even of
         # different ranks.
         return np.asarray(total + self._norm_ps + update, np.int64)
 
-    def _in_flight(self, group: Group, role: Role, num_microbatches: Column) -> Column:
+    def _in_flight(self, group: PipelineGroup, role: Role, num_microbatches: Column) -> Column:
         numbers, member = np.unique(num_microbatches, return_inverse=True)
         vpp = len(role.stages)
         passes = [group.schedule.in_flight(role.last, group.pp, m, vpp) for m in numbers.tolist()]
         return np.array(passes, np.int64)[member.reshape(-1)]
 
-    def _replica_columns(self, group: Group, role: Role) -> ReplicaTimes:
+    def _data_parallel_columns(self, group: PipelineGroup, role: Role) -> DataParallelTimes:
         names = ("tp", "dp", "zero_stage")
         columns = [self._space.column(name)[group.indices] for name in names]
         # Of a layout's other choices none moves these times: layouts that share them share a row.
@@ -148,14 +148,18 @@ class StepBounds:
             shape = self._table.shapes[self._table.index[group.indices[index]]]
             plan = ParallelPlan(tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
             mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-            to = replication_of(plan, self._costs.stack, mesh)
-            rows.append(self._replicas.times(shape, role, group.pp, to))
+            replication = replication_of(plan, self._costs.stack, mesh)
+            rows.append(self._data_parallel.times(shape, role, group.pp, replication))
         values = np.array(rows, np.int64)[member.reshape(-1)]
-        return ReplicaTimes(*values.T)
+        return DataParallelTimes(*values.T)
 
 
 def _rank_end(
-    columns: _Group, role: Role, replica: ReplicaTimes, delay: Column, in_flight: Column
+    columns: _GroupColumns,
+    role: Role,
+    data_parallel: DataParallelTimes,
+    delay: Column,
+    in_flight: Column,
 ) -> Column:
     """Return the least time at which the role's last rank has done and sent everything."""
     count = columns.num_microbatches
@@ -166,7 +170,7 @@ def _rank_end(
     sent_backward = columns.vpp - sum(stage.has_embedding for stage in role.stages)
     sends = columns.occupy * columns.blocking
     arrives = delay + columns.forward(_before(role)) + role.last * columns.travel
-    waits = replica.forward_wait + replica.backward_wait
+    waits = data_parallel.forward_wait + data_parallel.backward_wait
     work = arrives + count * (forward + backward + waits + sends * (sent_forward + sent_backward))
     stages = columns.pp * columns.vpp
     whole = Stage(columns.num_layers, has_embedding=True, has_head=True)
@@ -178,7 +182,7 @@ def _rank_end(
     # than that of its longest stage: all others are still to come, and so are all backward passes.
     longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
     left = np.maximum(count * forward - in_flight * longest, 0)
-    fill = returns + left + count * (backward + replica.backward_wait + sends * sent_backward)
+    fill = returns + left + count * (backward + data_parallel.backward_wait + sends * sent_backward)
     return _largest(work, fill)
 
 
@@ -186,7 +190,7 @@ def _before(role: Role) -> Stage:
     return Stage(role.layers_before, has_embedding=role.last > 0, has_head=False)
 
 
-def _way_back(columns: _Group, role: Role) -> Column:
+def _way_back(columns: _GroupColumns, role: Role) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
     back = columns.backward(_before(role)) + role.last * columns.travel
@@ -194,7 +198,7 @@ def _way_back(columns: _Group, role: Role) -> Column:
 
 
 def _end_time(
-    columns: _Group, stage: Stage, layers: Column, embedding: Column, phase: int
+    columns: _GroupColumns, stage: Stage, layers: Column, embedding: Column, phase: int
 ) -> Column:
     """Return the time of the last *layers* layers of *stage*, its head, and its *embedding*."""
     blocks = columns.blocks
@@ -202,36 +206,44 @@ def _end_time(
     return np.asarray(total + embedding * blocks[:, 2 + phase], np.int64)
 
 
-def _first_reduced(columns: _Group, stage: Stage, replica: ReplicaTimes, phase: int) -> Column:
+def _first_reduced(
+    columns: _GroupColumns, stage: Stage, data_parallel: DataParallelTimes, phase: int
+) -> Column:
     """Return the time of the part of a rank's first virtual stage that is reduced first."""
-    layers = np.asarray(replica.first_chunk_layers)
-    return _end_time(columns, stage, layers, np.asarray(replica.first_chunk_embedding), phase)
+    layers = np.asarray(data_parallel.first_virtual_stage_layers)
+    return _end_time(
+        columns, stage, layers, np.asarray(data_parallel.first_virtual_stage_embedding), phase
+    )
 
 
-def _gather_delay(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
+def _gather_delay(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
     """Return by how much parameter gathers put off the end of the very first forward pass."""
     # Gathers run one after the other under the pass: the last part waits for all of them, and the
     # first part for the first one.
     stage = role.stages[0]
-    final = _first_reduced(columns, stage, replica, 0)
-    late = replica.gather_all + final - columns.forward(stage)
-    return np.asarray(np.maximum(replica.gather_first, late), np.int64)
+    final = _first_reduced(columns, stage, data_parallel, 0)
+    late = data_parallel.gather_all + final - columns.forward(stage)
+    return np.asarray(np.maximum(data_parallel.gather_first, late), np.int64)
 
 
-def _reduced(columns: _Group, role: Role, replica: ReplicaTimes, end: Column) -> Column:
+def _reduced(
+    columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes, end: Column
+) -> Column:
     """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
     # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
     # before the pass has completed the first, and they go one after the other.
     stage = role.stages[0]
-    ready = _first_reduced(columns, stage, replica, 1)
-    queued = end - columns.backward(stage) + ready + replica.first_chunk
+    ready = _first_reduced(columns, stage, data_parallel, 1)
+    queued = end - columns.backward(stage) + ready + data_parallel.first_virtual_stage
     is_end = role.first == 0 or role.last == columns.pp - 1
-    shared = replica.shared_embedding * np.int64(is_end)
-    reduced = np.maximum(end + replica.exposed, queued) + replica.sums_last
+    shared = data_parallel.shared_embedding * np.int64(is_end)
+    reduced = np.maximum(end + data_parallel.exposed, queued) + data_parallel.sums_last
     return np.asarray(reduced + shared, np.int64)
 
 
-def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay: Column) -> Column:
+def _reductions_alone(
+    columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes, delay: Column
+) -> Column:
     """Return the least time at which a rank has sent all its buckets.
 
     The first is ready in the last microbatch's pass through the last virtual stage, which
@@ -239,7 +251,10 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
     stage, with p - 1 of its own among them.
     """
     group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
-    layers, embedding = replica.last_chunk_layers, replica.last_chunk_embedding
+    layers, embedding = (
+        data_parallel.last_virtual_stage_layers,
+        data_parallel.last_virtual_stage_embedding,
+    )
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
@@ -252,14 +267,14 @@ def _reductions_alone(columns: _Group, role: Role, replica: ReplicaTimes, delay:
         + (group - 1) * columns.backward(final)
         + _end_time(columns, final, np.asarray(layers), np.asarray(embedding), 1)
     )
-    return np.asarray(ready + replica.every_chunk + replica.sums_last, np.int64)
+    return np.asarray(ready + data_parallel.every_virtual_stage + data_parallel.sums_last, np.int64)
 
 
-def _port_alone(columns: _Group, role: Role, replica: ReplicaTimes) -> Column:
+def _port_alone(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
     """Return the least time at which collectives that every pass needs have left the port."""
     # None of them can start before the first microbatch is at the rank; a port sends one at a time.
     arrives = columns.forward(_before(role)) + role.last * columns.travel
-    port = columns.num_microbatches * replica.port_each + replica.port_last
+    port = columns.num_microbatches * data_parallel.port_each + data_parallel.port_last
     return np.asarray(arrives + port, np.int64)
 
 

@@ -12,7 +12,7 @@ from meshwright.simulator.layout import ParallelPlan, Stage
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
-    Wire,
+    WireBytes,
     bucket_limit,
     bucket_parts,
     buffer_copies,
@@ -28,18 +28,19 @@ from meshwright.simulator.replication import (
 from meshwright.simulator.step import shared_embedding_ps
 
 
-class ReplicaTimes(NamedTuple):
+class DataParallelTimes(NamedTuple):
     """Picoseconds that the bounds need of one rank, and layers of some of its buckets.
 
     Args:
         exposed: What of the reduction follows the last backward pass at least, and of sums over
             tensor-parallel ranks that come before it.
-        first_chunk: Reductions of the rank's first virtual stage, all its buckets.
-        every_chunk: Reductions of all its virtual stages.
-        first_chunk_layers: Layers of the part of the first virtual stage that is reduced first.
-        first_chunk_embedding: Whether that part has the embedding.
-        last_chunk_layers: The same of the last virtual stage.
-        last_chunk_embedding: Likewise.
+        first_virtual_stage: Reductions of the rank's first virtual stage, all its buckets.
+        every_virtual_stage: Reductions of all its virtual stages.
+        first_virtual_stage_layers: Layers of the part of the first virtual stage that is reduced
+            first.
+        first_virtual_stage_embedding: Whether that part has the embedding.
+        last_virtual_stage_layers: The same of the last virtual stage.
+        last_virtual_stage_embedding: Likewise.
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
         update: Optimizer, and the gather after it where nothing hides it.
@@ -52,12 +53,12 @@ class ReplicaTimes(NamedTuple):
     """
 
     exposed: int = 0
-    first_chunk: int = 0
-    every_chunk: int = 0
-    first_chunk_layers: int = 0
-    first_chunk_embedding: int = 0
-    last_chunk_layers: int = 0
-    last_chunk_embedding: int = 0
+    first_virtual_stage: int = 0
+    every_virtual_stage: int = 0
+    first_virtual_stage_layers: int = 0
+    first_virtual_stage_embedding: int = 0
+    last_virtual_stage_layers: int = 0
+    last_virtual_stage_embedding: int = 0
     gather_first: int = 0
     gather_all: int = 0
     update: int = 0
@@ -69,32 +70,38 @@ class ReplicaTimes(NamedTuple):
     sums_last: int = 0
 
 
-class ReplicaCosts:
-    """Computes `ReplicaTimes`, each stage and degree once."""
+class DataParallelCosts:
+    """Computes `DataParallelTimes`, each stage and degree once."""
 
     def __init__(self, space: Space, costs: CostModel) -> None:
         self._costs = costs
         self._stack = costs.stack
-        self._wire = Wire.of(costs.stack, space.job.precision)
+        self._wire = WireBytes.of(costs.stack, space.job.precision)
         self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
-    def times(self, shape: BlockShape, role: Role, pp: int, to: Replication) -> ReplicaTimes:
+    def times(
+        self, shape: BlockShape, role: Role, pp: int, replication: Replication
+    ) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
         parameters = self._rank_parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
-        update = update_cost(self._costs, parameters, self._wire, to, cast_bytes).time_ps
+        update = update_cost(self._costs, parameters, self._wire, replication, cast_bytes).time_ps
         sums_ps = tensor_sums_cost(self._costs, shape, role.stages, self._wire).time_ps
-        if to.in_units:
-            times = self._sharded_times(shape, role, to, update)
-            return _with_sums(times, sums_ps, self._stack, to)
+        if replication.in_units:
+            times = self._sharded_times(shape, role, replication, update)
+            return _with_sums(times, sums_ps, self._stack, replication)
         if not self._stack.overlap_parameter_gather:
-            update += gather_cost(self._costs, parameters, self._wire, to).time_ps
-        first, last = (self._parts(shape, role.stages[end], to.dp)[-1].stage for end in (0, -1))
-        gathers = self._gathers(shape, role.stages[0], to)
-        if self._stack.overlap_gradient_reduce and to.dp > 1:
+            update += gather_cost(self._costs, parameters, self._wire, replication).time_ps
+        first, last = (
+            self._parts(shape, role.stages[end], replication.dp)[-1].stage for end in (0, -1)
+        )
+        gathers = self._gathers(shape, role.stages[0], replication)
+        if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: self._costs_of(self._parts(shape, stage, to.dp), reduce_cost, to)
+                stage: self._costs_of(
+                    self._parts(shape, stage, replication.dp), reduce_cost, replication
+                )
                 for stage in dict.fromkeys(role.stages)
             }
             reductions = [known[stage] for stage in role.stages]
@@ -102,44 +109,44 @@ class ReplicaCosts:
             reductions = [[0]]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
-            exposed = reduce_cost(self._costs, parameters, self._wire, to).time_ps
-        times = ReplicaTimes(
+            exposed = reduce_cost(self._costs, parameters, self._wire, replication).time_ps
+        times = DataParallelTimes(
             exposed=exposed,
-            first_chunk=sum(reductions[0]),
-            every_chunk=sum(map(sum, reductions)),
-            first_chunk_layers=first.num_layers,
-            first_chunk_embedding=first.has_embedding,
-            last_chunk_layers=last.num_layers,
-            last_chunk_embedding=last.has_embedding,
+            first_virtual_stage=sum(reductions[0]),
+            every_virtual_stage=sum(map(sum, reductions)),
+            first_virtual_stage_layers=first.num_layers,
+            first_virtual_stage_embedding=first.has_embedding,
+            last_virtual_stage_layers=last.num_layers,
+            last_virtual_stage_embedding=last.has_embedding,
             gather_first=gathers[0],
             gather_all=sum(gathers),
             update=update,
-            shared_embedding=_shared_embedding(self._costs, shape, pp, to.dp),
+            shared_embedding=_shared_embedding(self._costs, shape, pp, replication.dp),
         )
-        return _with_sums(times, sums_ps, self._stack, to)
+        return _with_sums(times, sums_ps, self._stack, replication)
 
     def _sharded_times(
-        self, shape: BlockShape, role: Role, to: Replication, update: int
-    ) -> ReplicaTimes:
+        self, shape: BlockShape, role: Role, replication: Replication, update: int
+    ) -> DataParallelTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
         gathers, reduces = (
-            [self._part_times(shape, stage, to, gathers=gathers) for stage in role.stages]
+            [self._part_times(shape, stage, replication, gathers=gathers) for stage in role.stages]
             for gathers in (True, False)
         )
         port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
-        port_again = sum(self._again(shape, stage, to) for stage in role.stages)
-        each, has_root = to.reduces_each_microbatch, self._stack.root_unit
-        if not to.gathers_units and not self._stack.overlap_parameter_gather:
+        port_again = sum(self._again(shape, stage, replication) for stage in role.stages)
+        each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
+        if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._rank_parameters(shape, role.stages)
-            update += gather_cost(self._costs, whole, self._wire, to).time_ps
-        times = ReplicaTimes(
+            update += gather_cost(self._costs, whole, self._wire, replication).time_ps
+        times = DataParallelTimes(
             update=update,
             # Freed units are gathered in forward and in backward, or once a microbatch where they
             # stay from a backward pass on; all others are gathered once at least.
-            port_each=(port_again if to.keeps_units else 2 * port_again)
+            port_each=(port_again if replication.keeps_units else 2 * port_again)
             + (port_reduce if each else 0),
             port_last=port_gather
-            - (0 if to.keeps_units else port_again)
+            - (0 if replication.keeps_units else port_again)
             + (0 if each else port_reduce),
         )
         # One ahead, all gathers may hide but a pass's first, and where there is a root even that
@@ -155,36 +162,40 @@ class ReplicaCosts:
                 forward_wait=port_gather, backward_wait=port_again + port_reduce * each
             )
         copies = [
-            _StageCopies.of(self._costs, reduced_parts(shape, stage, to), self._wire, to)
+            _StageCopies.of(
+                self._costs, reduced_parts(shape, stage, replication), self._wire, replication
+            )
             for stage in role.stages
         ]
-        return _with_copies(times, copies, to)
+        return _with_copies(times, copies, replication)
 
     def _part_times(
-        self, shape: BlockShape, stage: Stage, to: Replication, *, gathers: bool
+        self, shape: BlockShape, stage: Stage, replication: Replication, *, gathers: bool
     ) -> list[int]:
         """Return the time of each part's gather, or of its reduction, in model order."""
-        if gathers and not to.gathers_units:
+        if gathers and not replication.gathers_units:
             return [0]
         cost = gather_cost if gathers else reduce_cost
-        return self._costs_of(reduced_parts(shape, stage, to), cost, to)
+        return self._costs_of(reduced_parts(shape, stage, replication), cost, replication)
 
-    def _again(self, shape: BlockShape, stage: Stage, to: Replication) -> int:
+    def _again(self, shape: BlockShape, stage: Stage, replication: Replication) -> int:
         """Return the time of gathering again for a backward pass what does not stay."""
-        if not to.gathers_units:
+        if not replication.gathers_units:
             return 0
-        freed = tuple(part for part in reduced_parts(shape, stage, to) if not part.stays)
-        return sum(self._costs_of(freed, gather_cost, to))
+        freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
+        return sum(self._costs_of(freed, gather_cost, replication))
 
     def _costs_of(
         self,
         parts: tuple[StagePart, ...],
-        cost: Callable[[CostModel, int, Wire, Replication], Cost],
-        to: Replication,
+        cost: Callable[[CostModel, int, WireBytes, Replication], Cost],
+        replication: Replication,
     ) -> list[int]:
         """Return the time of each part's collectives, one bucket after the other."""
         sizes = dict.fromkeys(count for part in parts for count in part.buckets)
-        times = {count: cost(self._costs, count, self._wire, to).time_ps for count in sizes}
+        times = {
+            count: cost(self._costs, count, self._wire, replication).time_ps for count in sizes
+        }
         return [sum(times[count] for count in part.buckets) for part in parts]
 
     def _parts(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
@@ -200,10 +211,14 @@ class ReplicaCosts:
             self._parameters[key] = sum_parameters(shape, stages)
         return self._parameters[key]
 
-    def _gathers(self, shape: BlockShape, stage: Stage, to: Replication) -> list[int]:
-        if to.dp == 1 or to.gather_op is None or not self._stack.overlap_parameter_gather:
+    def _gathers(self, shape: BlockShape, stage: Stage, replication: Replication) -> list[int]:
+        if (
+            replication.dp == 1
+            or replication.gather_op is None
+            or not self._stack.overlap_parameter_gather
+        ):
             return [0]
-        return self._costs_of(self._parts(shape, stage, to.dp), gather_cost, to)
+        return self._costs_of(self._parts(shape, stage, replication.dp), gather_cost, replication)
 
 
 def _shared_embedding(costs: CostModel, shape: BlockShape, pp: int, dp: int) -> int:
@@ -220,11 +235,16 @@ class _StageCopies(NamedTuple):
 
     @classmethod
     def of(
-        cls, costs: CostModel, parts: tuple[StagePart, ...], wire: Wire, to: Replication
+        cls,
+        costs: CostModel,
+        parts: tuple[StagePart, ...],
+        wire: WireBytes,
+        replication: Replication,
     ) -> "_StageCopies":
         """Return the copies of a stage's *parts*; gradients of one microbatch, which are fewer."""
         copies = [
-            buffer_copies(costs, sum(part.buckets), wire, to, adds_up=False) for part in parts
+            buffer_copies(costs, sum(part.buckets), wire, replication, adds_up=False)
+            for part in parts
         ]
         freed = [each for part, each in zip(parts, copies, strict=True) if not part.stays]
         return cls(
@@ -235,16 +255,16 @@ class _StageCopies(NamedTuple):
 
 
 def _with_copies(
-    times: ReplicaTimes, copies: Sequence[_StageCopies], to: Replication
-) -> ReplicaTimes:
+    times: DataParallelTimes, copies: Sequence[_StageCopies], replication: Replication
+) -> DataParallelTimes:
     """Return *times* with the copies of each stage from and to the buffers of collectives.
 
     Where units stay gathered after a backward pass, as many gathers as there are microbatches
     follow a forward pass, in whichever pass: they count as those of forward passes.
     """
     out, again, into = (sum(each) for each in zip(*copies, strict=True))
-    each = to.reduces_each_microbatch
-    forward, backward = (again, 0) if to.keeps_units else (out, again)
+    each = replication.reduces_each_microbatch
+    forward, backward = (again, 0) if replication.keeps_units else (out, again)
     return times._replace(
         # Reduced once a step, gradients are copied in the last passes, of which the very last is
         # the first stage's: its copies put off the end.
@@ -255,14 +275,14 @@ def _with_copies(
 
 
 def _with_sums(
-    times: ReplicaTimes, sums_ps: int, stack: StackProfile, to: Replication
-) -> ReplicaTimes:
+    times: DataParallelTimes, sums_ps: int, stack: StackProfile, replication: Replication
+) -> DataParallelTimes:
     """Return *times* with the sums over tensor-parallel ranks that are left to the end.
 
     Where they come first, a reduction that is not under the pass either waits for them.
     """
     if not sums_first(stack):
         return times._replace(sums_last=sums_ps)
-    is_serial = not (to.in_units or stack.overlap_gradient_reduce)
+    is_serial = not (replication.in_units or stack.overlap_gradient_reduce)
     both = times.exposed + sums_ps if is_serial else max(times.exposed, sums_ps)
     return times._replace(exposed=both)

@@ -6,7 +6,7 @@ from meshwright.hwprofiles import ProfileError, parse_bytes
 from meshwright.planner.cli.request import Setting
 from meshwright.planner.options import Given
 from meshwright.simulator import PlanError
-from meshwright.simulator.replication import Wire
+from meshwright.simulator.replication import WireBytes
 
 
 def with_buckets(setting: Setting, given: Given) -> Setting:
@@ -28,7 +28,7 @@ def with_buckets(setting: Setting, given: Given) -> Setting:
         size_bytes = parse_bytes(str(size))
     except ProfileError as error:
         raise PlanError(f"--bucket-size: {error}") from None
-    width = Wire.of(stack, setting.job.precision).reduce_bytes
+    width = WireBytes.of(stack, setting.job.precision).reduce_bytes
     if size_bytes < width:
         raise PlanError(f"--bucket-size {size} holds no gradient of {width} bytes")
     update = {

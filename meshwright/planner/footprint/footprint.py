@@ -11,14 +11,14 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
-    Moment,
+    PeakCandidate,
     Role,
     ShapeBytes,
     ShapeTable,
     Space,
     fullest_moments,
     pipeline_roles,
-    telling_microbatches,
+    representative_microbatches,
 )
 from meshwright.simulator import SCHEDULES, Phase, Schedule
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
@@ -32,7 +32,7 @@ from meshwright.simulator.replication import Replication, reduced_parts, sum_lay
 from meshwright.simulator.step import replication_of
 
 
-class Group(NamedTuple):
+class PipelineGroup(NamedTuple):
     """Layouts with the same pipeline: degree, virtual stages and schedule."""
 
     indices: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     roles: list[Role]
 
 
-def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Group]:
+def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[PipelineGroup]:
     """Yield the layouts among *indices* by pipeline, in a fixed order."""
     names = ("pp", "num_virtual_stages", "schedule")
     keys = np.stack([space.column(name)[indices] for name in names], axis=1)
@@ -50,7 +50,7 @@ def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Group]
     for number, (pp, vpp, schedule) in enumerate(distinct.tolist()):
         chosen = indices[member.reshape(-1) == number]
         roles = pipeline_roles(space.layers(pp, vpp), pp)
-        yield Group(chosen, pp, schedules[schedule], roles)
+        yield PipelineGroup(chosen, pp, schedules[schedule], roles)
 
 
 class ParameterCounts:
@@ -117,20 +117,22 @@ class ShardedWorkspaces:
         self._state = state
         self._known: dict[tuple[Replication, Stage], NDArray[np.int64]] = {}
 
-    def of(self, to: Replication, stage: Stage) -> NDArray[np.int64]:
+    def of(self, replication: Replication, stage: Stage) -> NDArray[np.int64]:
         """Return the bytes of forward and backward, one row a shape."""
-        key = (to, stage)
+        key = (replication, stage)
         if key not in self._known:
-            by_tp = {shape.tp: self._pair(shape, to, stage) for shape in self._table.shapes}
+            by_tp = {
+                shape.tp: self._pair(shape, replication, stage) for shape in self._table.shapes
+            }
             rows = [by_tp[shape.tp] for shape in self._table.shapes]
             self._known[key] = np.array(rows, np.int64).reshape(-1, 2)
         return self._known[key]
 
-    def _pair(self, shape: BlockShape, to: Replication, stage: Stage) -> tuple[int, int]:
-        if not to.in_units:
+    def _pair(self, shape: BlockShape, replication: Replication, stage: Stage) -> tuple[int, int]:
+        if not replication.in_units:
             return 0, 0
-        units = [sum(part.buckets) for part in reduced_parts(shape, stage, to)]
-        return sharded_workspace_bytes(units, self._state, to.shards)
+        units = [sum(part.buckets) for part in reduced_parts(shape, stage, replication)]
+        return sharded_workspace_bytes(units, self._state, replication.shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,11 @@ class _Sizes:
     passes: PassWorkspaces
     workspaces: ShardedWorkspaces
     units: UnitPeaks
-    moments: dict[tuple[str, Role, int, int], list[Moment]] = field(default_factory=dict)
+    moments: dict[tuple[str, Role, int, int], list[PeakCandidate]] = field(default_factory=dict)
 
-    def fullest_moments(self, group: Group, role: Role, num_microbatches: int) -> list[Moment]:
+    def fullest_moments(
+        self, group: PipelineGroup, role: Role, num_microbatches: int
+    ) -> list[PeakCandidate]:
         """Return the moments of a role, found once for all ZeRO stages."""
         key = (group.schedule.name, role, group.pp, num_microbatches)
         if key not in self.moments:
@@ -175,16 +179,18 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
 
 
 def _group_peaks(
-    space: Space, group: Group, table: ShapeTable, sizes: _Sizes, zero_stage: int
+    space: Space, group: PipelineGroup, table: ShapeTable, sizes: _Sizes, zero_stage: int
 ) -> Column:
     """Return the peaks of layouts with one pipeline and one ZeRO stage."""
     shapes, dp = table.index[group.indices], space.column("dp")[group.indices]
     # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
     plan = ParallelPlan(pp=group.pp, dp=2, zero_stage=zero_stage)
-    to = replication_of(plan, space.stack, Mesh.of(plan, node_size=2))
-    split, state = to.shards, sizes.state
+    replication = replication_of(plan, space.stack, Mesh.of(plan, node_size=2))
+    split, state = replication.shards, sizes.state
     if space.stack.root_unit:
-        return sizes.units.of_layouts(group.indices, group.roles, group.pp, group.schedule, to)
+        return sizes.units.of_layouts(
+            group.indices, group.roles, group.pp, group.schedule, replication
+        )
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
@@ -199,7 +205,7 @@ def _group_peaks(
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
         )
-        moving = _moving_bytes(space, group, role, sizes, shapes, to)
+        moving = _moving_bytes(space, group, role, sizes, shapes, replication)
         # The update comes when all activations are gone: of both only the larger counts.
         moving = np.maximum(updated * state.update_temporary, moving)
         peaks = np.maximum(peaks, static + moving)
@@ -211,28 +217,35 @@ def _share(parameters: Column, dp: Column, *, is_split: bool) -> Column:
 
 
 def _moving_bytes(
-    space: Space, group: Group, role: Role, sizes: _Sizes, shape_index: Column, to: Replication
+    space: Space,
+    group: PipelineGroup,
+    role: Role,
+    sizes: _Sizes,
+    shape_index: Column,
+    replication: Replication,
 ) -> Column:
     """Return activations and workspaces of a role at its fullest moment."""
     most = np.zeros(len(group.indices), np.int64)
     has_replicas = space.column("dp")[group.indices] > 1
     # Few numbers of microbatches tell layouts apart here: their moments are found once for each.
-    microbatches = telling_microbatches(role, group.pp, space.num_microbatches[group.indices])
+    microbatches = representative_microbatches(
+        role, group.pp, space.num_microbatches[group.indices]
+    )
     for number in np.unique(microbatches).tolist():
         chosen = np.flatnonzero(microbatches == number)
         shapes = shape_index[chosen]
         for moment in sizes.fullest_moments(group, role, number):
             bytes_then = _moment_bytes(moment, sizes, shapes)
             # Whole gradients, and parameters, of a unit are momentary only where shards are kept.
-            if to.zero_stage >= 2:
+            if replication.zero_stage >= 2:
                 which = 0 if moment.phase is Phase.FORWARD else 1
-                sharded = sizes.workspaces.of(to, moment.stage)[shapes, which]
+                sharded = sizes.workspaces.of(replication, moment.stage)[shapes, which]
                 bytes_then = bytes_then + sharded * has_replicas[chosen]
             most[chosen] = np.maximum(most[chosen], bytes_then)
     return most
 
 
-def _moment_bytes(moment: Moment, sizes: _Sizes, shapes: Column) -> Column:
+def _moment_bytes(moment: PeakCandidate, sizes: _Sizes, shapes: Column) -> Column:
     saved = sizes.shapes
     kept = (
         moment.layer_passes * saved.saved_layer[shapes]

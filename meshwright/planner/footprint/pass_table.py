@@ -15,12 +15,12 @@ from meshwright.planner.space import PERIODS
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
-    ChunkMemory,
     KeptUnits,
-    Moment,
-    PassMoments,
+    PassPeak,
+    PassPeaks,
     RankMemory,
     SentBytes,
+    VirtualStageMemory,
     kept_levels,
     pass_states,
 )
@@ -29,7 +29,7 @@ DIGIT_BITS = 32
 NUM_SIZES = 18
 
 
-class Order(NamedTuple):
+class RankOrder(NamedTuple):
     """What a rank runs; ``kinds`` numbers its virtual stages, those that are alike the same."""
 
     schedule: Schedule
@@ -39,9 +39,9 @@ class Order(NamedTuple):
     kinds: tuple[int, ...]
 
 
-def telling_order(
+def representative_order(
     schedule: Schedule, pp: int, pp_rank: int, num_microbatches: int, stages: Sequence[Stage]
-) -> Order:
+) -> RankOrder:
     """Return the order of a rank with as few of its microbatches as show its fullest moments.
 
     1F1B repeats itself once its warm-up is over, and so does an interleaved order, but for what
@@ -53,7 +53,7 @@ def telling_order(
         count = (PERIODS + 1) * pp if len(stages) > 1 else 3
     numbers = {stage: number for number, stage in enumerate(dict.fromkeys(stages))}
     kinds = tuple(numbers[stage] for stage in stages)
-    return Order(schedule, pp, pp_rank, min(num_microbatches, count), kinds)
+    return RankOrder(schedule, pp, pp_rank, min(num_microbatches, count), kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PassTable:
     kinds: tuple[int, ...]
 
     @classmethod
-    def of(cls, order: Order) -> "PassTable":
+    def of(cls, order: RankOrder) -> "PassTable":
         """Return the moments of a rank that runs *order*."""
         memory = _symbolic_memory(order)
         pairs: dict[tuple[int, int], None] = {}
@@ -83,7 +83,7 @@ class PassTable:
 
     def most_moving(self, memory: RankMemory, num_microbatches: int) -> int:
         """Return the most that moves in the passes of a rank with the sizes of *memory*."""
-        of_kinds = dict(zip(self.kinds, memory.chunks, strict=True))
+        of_kinds = dict(zip(self.kinds, memory.virtual_stages, strict=True))
         sizes = [size for kind in sorted(of_kinds) for size in _sizes(of_kinds[kind])]
         vector = np.array(sizes, np.int64)
         left_out = num_microbatches - self.num_microbatches
@@ -91,20 +91,20 @@ class PassTable:
         return memory.message_buffers_bytes + int(moving.max())
 
 
-def _moments(order: Order, memory: RankMemory) -> Iterator[tuple[int, int]]:
+def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
     """Yield what moves in each moment, and what each microbatch that is left out adds to that."""
     schedule, pp, pp_rank, count, kinds = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
     # A search has no axis for units that stay from forward to backward: they never do.
     states = pass_states(actions, len(kinds), reshards=True)
-    sent = sum(sum(chunk.kept_units.sent) for chunk in memory.chunks if chunk.kept_units)
+    sent = sum(sum(stage.kept_units.sent) for stage in memory.virtual_stages if stage.kept_units)
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
     for index, levels in enumerate(kept_levels(memory, actions, states)):
         growth = 0
         if schedule.holds_sent and len(kinds) > 1:
             growth = sent if index >= forward[-min(len(forward), 2 * pp * len(kinds))] else 0
         elif schedule.holds_sent:
-            growth = sent if index == len(actions) - 1 else memory.chunks[0].saved_bytes
+            growth = sent if index == len(actions) - 1 else memory.virtual_stages[0].saved_bytes
         for level in levels:
             yield level.moving_bytes, growth
 
@@ -122,48 +122,59 @@ def _digits(number: int, num_digits: int) -> NDArray[np.int64]:
     return np.frombuffer(raw, np.dtype("<u4")).astype(np.int64) - half
 
 
-def _symbolic_memory(order: Order) -> RankMemory:
+def _symbolic_memory(order: RankOrder) -> RankMemory:
     """Return the memory of a rank whose sizes are powers of the base of the digits."""
     numbers = range(NUM_SIZES * (max(order.kinds) + 1))
     symbols = [1 << DIGIT_BITS * number for number in numbers]
-    chunks = tuple(
-        _symbolic_chunk(symbols[NUM_SIZES * kind : NUM_SIZES * (kind + 1)]) for kind in order.kinds
+    virtual_stages = tuple(
+        _symbolic_virtual_stage(symbols[NUM_SIZES * kind : NUM_SIZES * (kind + 1)])
+        for kind in order.kinds
     )
     return RankMemory(
         parameters_bytes=0,
         gradients_bytes=0,
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
-        chunks=chunks,
+        virtual_stages=virtual_stages,
         holds_sent=order.schedule.holds_sent,
     )
 
 
-def _sizes(chunk: ChunkMemory) -> tuple[int, ...]:
+def _sizes(stage: VirtualStageMemory) -> tuple[int, ...]:
     """Return the sizes of a virtual stage."""
-    kept, first = chunk.kept_units, chunk.first_backward
+    kept, first = stage.kept_units, stage.first_backward
     assert kept is not None
     assert first is not None
     return (
-        chunk.forward_workspace_bytes,
+        stage.forward_workspace_bytes,
         first.total_bytes,
-        chunk.backward_workspace_bytes,
+        stage.backward_workspace_bytes,
         *(moment.total_bytes for moment in (*kept.whole, *kept.ahead)),
-        chunk.saved_bytes,
-        chunk.late_gradients_bytes,
-        chunk.after_forward_bytes,
-        chunk.after_backward_bytes,
+        stage.saved_bytes,
+        stage.late_gradients_bytes,
+        stage.after_forward_bytes,
+        stage.after_backward_bytes,
         kept.ahead_bytes,
         *kept.reduction,
         *kept.sent,
     )
 
 
-def _symbolic_chunk(symbols: Sequence[int]) -> ChunkMemory:
+def _symbolic_virtual_stage(symbols: Sequence[int]) -> VirtualStageMemory:
     """Return the virtual stage whose sizes, in the order of `_sizes`, are *symbols*."""
-    moments = [Moment(symbol) for symbol in symbols[:9]]
-    saved, late, after_forward, after_backward, ahead, needs, goes, output, gradient = symbols[9:]
-    return ChunkMemory(
+    moments = [PassPeak(symbol) for symbol in symbols[:9]]
+    (
+        saved,
+        late,
+        after_forward,
+        after_backward,
+        ahead,
+        reduction_bytes,
+        reduced_bytes,
+        output,
+        gradient,
+    ) = symbols[9:]
+    return VirtualStageMemory(
         forward_workspace_bytes=symbols[0],
         first_backward=moments[1],
         backward_workspace_bytes=symbols[2],
@@ -172,10 +183,10 @@ def _symbolic_chunk(symbols: Sequence[int]) -> ChunkMemory:
         after_forward_bytes=after_forward,
         after_backward_bytes=after_backward,
         kept_units=KeptUnits(
-            whole=PassMoments(*moments[3:6]),
-            ahead=PassMoments(*moments[6:]),
+            whole=PassPeaks(*moments[3:6]),
+            ahead=PassPeaks(*moments[6:]),
             ahead_bytes=ahead,
-            reduction=Moment(needs, goes),
+            reduction=PassPeak(reduction_bytes, reduced_bytes),
             sent=SentBytes(output, gradient),
         ),
     )

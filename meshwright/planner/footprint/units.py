@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.footprint.pass_table import PassTable, telling_order
+from meshwright.planner.footprint.pass_table import PassTable, representative_order
 from meshwright.planner.space import Column, Role, ShapeTable, Space
 from meshwright.simulator import Schedule
 from meshwright.simulator.blocks import weight_copy_bytes
@@ -22,11 +22,11 @@ from meshwright.simulator.memory import (
     update_level,
     with_copies,
 )
-from meshwright.simulator.replication import Replication, Wire, sum_layers
+from meshwright.simulator.replication import Replication, WireBytes, sum_layers
 from meshwright.simulator.units import ParameterBytes, PassBytes, unit_rank_memory
 
 
-class _Rank(NamedTuple):
+class _UnitRank(NamedTuple):
     """What decides the memory of a rank."""
 
     shape: int
@@ -52,7 +52,12 @@ class UnitPeaks:
     _tables: dict[tuple[object, ...], PassTable] = field(default_factory=dict)
 
     def of_layouts(
-        self, indices: Column, roles: list[Role], pp: int, schedule: Schedule, to: Replication
+        self,
+        indices: Column,
+        roles: list[Role],
+        pp: int,
+        schedule: Schedule,
+        replication: Replication,
     ) -> Column:
         """Return the live bytes of the fullest rank of layouts with one pipeline.
 
@@ -66,17 +71,20 @@ class UnitPeaks:
         )
         peaks = [
             0
-            if dp > 1 and to.zero_stage < 3
-            else max(self._peak(_Rank(shape, dp, count, role, pp, schedule), to) for role in roles)
+            if dp > 1 and replication.zero_stage < 3
+            else max(
+                self._peak(_UnitRank(shape, dp, count, role, pp, schedule), replication)
+                for role in roles
+            )
             for shape, dp, count in columns
         ]
         return np.array(peaks, np.int64)
 
-    def _peak(self, rank: _Rank, to: Replication) -> int:
+    def _peak(self, rank: _UnitRank, replication: Replication) -> int:
         # A schedule holds functions: its name is what tells it from others.
         key = (*rank[:-1], rank.schedule.name)
         if key not in self._known:
-            memory = self._rank_memory(rank, to)
+            memory = self._rank_memory(rank, replication)
             buffers = rank.num_microbatches * memory.message_buffers_bytes
             memory = replace(
                 memory, message_buffers_bytes=buffers, holds_sent=rank.schedule.holds_sent
@@ -84,7 +92,7 @@ class UnitPeaks:
             self._known[key] = memory.static_bytes + self._most_moving(memory, rank)
         return self._known[key]
 
-    def _most_moving(self, memory: RankMemory, rank: _Rank) -> int:
+    def _most_moving(self, memory: RankMemory, rank: _UnitRank) -> int:
         """Return the most that moves on a rank.
 
         It grows or shrinks from one rank of a role to the next, so it is most on the first or the
@@ -93,15 +101,15 @@ class UnitPeaks:
         if rank.pp == 1:
             return _plainly(memory, rank)
         ends = [rank.role.first]
-        kept = [(chunk.saved_bytes, chunk.kept_units) for chunk in memory.chunks]
+        kept = [(stage.saved_bytes, stage.kept_units) for stage in memory.virtual_stages]
         if any(units is None or saved < sum(units.sent) for saved, units in kept):
             ends.append(rank.role.last)
         moving = [self._table(rank, end).most_moving(memory, rank.num_microbatches) for end in ends]
         return max(*moving, update_level(memory).moving_bytes)
 
-    def _table(self, rank: _Rank, pp_rank: int) -> PassTable:
+    def _table(self, rank: _UnitRank, pp_rank: int) -> PassTable:
         """Return the moments of one rank of a role."""
-        order = telling_order(
+        order = representative_order(
             rank.schedule, rank.pp, pp_rank, rank.num_microbatches, rank.role.stages
         )
         key = (order.schedule.name, *order[1:])
@@ -109,27 +117,29 @@ class UnitPeaks:
             self._tables[key] = PassTable.of(order)
         return self._tables[key]
 
-    def _rank_memory(self, rank: _Rank, to: Replication) -> RankMemory:
+    def _rank_memory(self, rank: _UnitRank, replication: Replication) -> RankMemory:
         """Return the memory of a rank but for how many microbatches it runs."""
-        to = to.in_steps_of(rank.num_microbatches)
+        replication = replication.in_steps_of(rank.num_microbatches)
         # Where the ranks lie is no matter to memory: one span stands for all of so many.
-        split = rank.dp if to.zero_stage >= 3 else 1
-        shards = Shards(split, 1 if to.keeps_whole_gradients else split, split)
-        to = to._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
-        key = (rank.shape, rank.dp, rank.role.stages, to)
+        split = rank.dp if replication.zero_stage >= 3 else 1
+        shards = Shards(split, 1 if replication.keeps_whole_gradients else split, split)
+        replication = replication._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
+        key = (rank.shape, rank.dp, rank.role.stages, replication)
         if key not in self._memory:
             shape, stages = self.table.shapes[rank.shape], rank.role.stages
             if rank.shape not in self._passes:
                 self._passes[rank.shape] = PassBytes.of(shape)
-            wire = Wire.of(self.space.stack, self.space.job.precision)
+            wire = WireBytes.of(self.space.stack, self.space.job.precision)
             parameter = ParameterBytes(self.state, wire.reduce_bytes)
-            memory = unit_rank_memory(shape, self._passes[rank.shape], stages, to, parameter)
+            memory = unit_rank_memory(
+                shape, self._passes[rank.shape], stages, replication, parameter
+            )
             copies = weight_copy_bytes(shape, sum_layers(stages))
             self._memory[key] = with_copies(memory, copies)
         return self._memory[key]
 
 
-def _plainly(memory: RankMemory, rank: _Rank) -> int:
+def _plainly(memory: RankMemory, rank: _UnitRank) -> int:
     """Return the most that moves on a rank that is a pipeline of its own.
 
     GPipe aside, its microbatches follow each other, and all but the first and last are alike.

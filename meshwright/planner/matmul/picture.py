@@ -76,7 +76,7 @@ class Drawn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class PlacementPanel:
     """One way to place the matrices, in words and to draw."""
 
     title: str
@@ -111,7 +111,7 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
     return figure
 
 
-def panels_of(study: MatmulStudy) -> tuple[Panel, ...]:
+def panels_of(study: MatmulStudy) -> tuple[PlacementPanel, ...]:
     """Return what is drawn: signatures of a single product; chains and pipeline of several."""
     if len(study.products) == 1:
         return tuple(_row_panel(study, row) for row in study.rows)
@@ -121,7 +121,7 @@ def panels_of(study: MatmulStudy) -> tuple[Panel, ...]:
     return tuple(chains)
 
 
-def _row_panel(study: MatmulStudy, row: ProductRow | Refusal) -> Panel:
+def _row_panel(study: MatmulStudy, row: ProductRow | Refusal) -> PlacementPanel:
     signature = row.signature
     placements = (*signature.inputs, signature.out)
     shapes = (*study.shapes, study.products[0].out)
@@ -139,12 +139,12 @@ def _row_panel(study: MatmulStudy, row: ProductRow | Refusal) -> Panel:
         )
     )
     if isinstance(row, Refusal):
-        return Panel(signature.name, f"refused: {row.reason}", matrices, is_refused=True)
+        return PlacementPanel(signature.name, f"refused: {row.reason}", matrices, is_refused=True)
     boxing = row.boxing
     detail = "C needs no boxing"
     if boxing.op_names:
         detail = f"C to R: {boxing_text(boxing)}, {format_sent(boxing.sent_bytes)} a device"
-    return Panel(signature.name, f"{detail}; {_time(row.time_ps)} in all", matrices)
+    return PlacementPanel(signature.name, f"{detail}; {_time(row.time_ps)} in all", matrices)
 
 
 def _slice_label(placement: Placement, local: Shape) -> str:
@@ -154,7 +154,7 @@ def _slice_label(placement: Placement, local: Shape) -> str:
     return label if is_short else repr(placement)
 
 
-def _chain_panel(study: MatmulStudy, chain: Chain) -> Panel:
+def _chain_panel(study: MatmulStudy, chain: Chain) -> PlacementPanel:
     runs = [step.run for step in chain.steps]
     first = runs[0].signatures[0].inputs[0]
     matrices = [Drawn(study.shapes[0], first, "", repr(first))]
@@ -167,10 +167,10 @@ def _chain_panel(study: MatmulStudy, chain: Chain) -> Panel:
     detail = f"{names}, {format_sent(chain.sent_bytes)} a device" if names else "no boxing"
     best = ", the fastest" if chain is study.best else ""
     detail = f"{detail}; {_time(chain.time_ps)} in all{best}"
-    return Panel(chain_text(chain), detail, tuple(matrices))
+    return PlacementPanel(chain_text(chain), detail, tuple(matrices))
 
 
-def _pipeline_panel(study: MatmulStudy, pipeline: Pipeline) -> Panel:
+def _pipeline_panel(study: MatmulStudy, pipeline: Pipeline) -> PlacementPanel:
     matrices = [Drawn(study.shapes[0], Replicate(), "", "device 0", 0)]
     weights = iter(study.shapes[1:])
     for device, stage in enumerate(pipeline.stages):
@@ -181,7 +181,7 @@ def _pipeline_panel(study: MatmulStudy, pipeline: Pipeline) -> Panel:
     sizes = ", ".join(shape_text(each.shape) for each in pipeline.messages)
     period = f"every {_time(pipeline.period_ps)} in a stream"
     detail = f"message {sizes}; {_time(pipeline.time_ps)} in all, {period}"
-    return Panel("pipeline", detail, tuple(matrices))
+    return PlacementPanel("pipeline", detail, tuple(matrices))
 
 
 class _Scale:
@@ -190,7 +190,7 @@ class _Scale:
     Small matrices are drawn as they are; of others a side is as long as the root of its size.
     """
 
-    def __init__(self, study: MatmulStudy, panels: Sequence[Panel]) -> None:
+    def __init__(self, study: MatmulStudy, panels: Sequence[PlacementPanel]) -> None:
         self._largest = max(size for shape in study.shapes for size in shape)
         shapes = [each.shape for each in panels[0].matrices]
         shift = CARD_SHIFT * (min(study.num_devices, MAX_CARDS) - 1)
@@ -218,7 +218,7 @@ class _Devices(NamedTuple):
     least_cells: float
 
 
-def _draw_panel(axes: Axes, panel: Panel, scale: _Scale, devices: _Devices) -> None:
+def _draw_panel(axes: Axes, panel: PlacementPanel, scale: _Scale, devices: _Devices) -> None:
     """Draw the matrices of a panel from left to right, centred on one line."""
     axes.set_axis_off()
     axes.set_aspect("equal", anchor="NW")
@@ -245,7 +245,9 @@ class _Box(NamedTuple):
     height: float
 
 
-def _draw_matrix(axes: Axes, drawn: Drawn, box: _Box, panel: Panel, devices: _Devices) -> None:
+def _draw_matrix(
+    axes: Axes, drawn: Drawn, box: _Box, panel: PlacementPanel, devices: _Devices
+) -> None:
     """Draw the slices of a split matrix, else the cards of its holders, the first on top."""
     if panel.is_refused:
         _add(axes, box, LIGHT_GREY)
@@ -320,7 +322,7 @@ def _write_number(axes: Axes, box: _Box, device: int) -> None:
     )
 
 
-def _write_words(axes: Axes, panel: Panel) -> None:
+def _write_words(axes: Axes, panel: PlacementPanel) -> None:
     """Write a panel's title and detail above the space of its axes."""
     box = axes.get_position(original=True)
     most = int(box.width * TITLE_CHARACTERS)

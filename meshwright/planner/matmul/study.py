@@ -63,7 +63,7 @@ class ProductRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StageOutput:
     """The output of one pipeline stage on its way to the next device."""
 
     shape: Shape
@@ -87,7 +87,7 @@ class Pipeline:
     """
 
     stages: tuple[tuple[LocalRun, ...], ...]
-    messages: tuple[Message, ...]
+    messages: tuple[StageOutput, ...]
 
     @property
     def stage_ps(self) -> tuple[int, ...]:
@@ -327,7 +327,7 @@ def _whole_run(product: PlacedOperator, alone: DeviceMesh, precision: Precision)
     return local_run(product, (whole,), alone, precision)
 
 
-def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) -> Message:
+def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) -> StageOutput:
     size_bytes = TensorSize(shape, precision.num_bytes).size_bytes
     cost = p2p_cost(
         size_bytes,
@@ -335,7 +335,7 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
         crosses_nodes=(sender + 1) % cluster.devices_per_node == 0,
         network_fraction=cluster.inter_node.busbw_fraction,
     )
-    return Message(shape, size_bytes, cost.transfer, cost.latency)
+    return StageOutput(shape, size_bytes, cost.transfer, cost.latency)
 
 
 def _check_precision(cluster: Cluster, precision: Precision) -> None:

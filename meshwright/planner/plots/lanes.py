@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.simulator import StepResult
-from meshwright.simulator.account import Lane
+from meshwright.simulator.account import ResourceLane
 from meshwright.simulator.engine import TaskKind
 
 # (face, hatch): computation in cool colours, transfers in warm ones.
@@ -76,7 +76,7 @@ def plot_lanes(step: StepResult) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, lanes: list[Lane], end_ps: int) -> list[TaskKind]:
+def _draw(axes: Axes, lanes: list[ResourceLane], end_ps: int) -> list[TaskKind]:
     """Draw each kind as one collection; return those that were drawn."""
     half = ROW_FRACTION / 2
     drawn = []

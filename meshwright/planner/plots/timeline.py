@@ -54,7 +54,7 @@ class Box(NamedTuple):
     number: int = -1
 
 
-class Layer(NamedTuple):
+class ColouredBoxes(NamedTuple):
     """Boxes of one colour and what they mean."""
 
     name: str
@@ -103,7 +103,7 @@ def plot_timeline(step: StepResult) -> Figure:
     return figure
 
 
-def timeline_layers(step: StepResult) -> tuple[Layer, ...]:
+def timeline_layers(step: StepResult) -> tuple[ColouredBoxes, ...]:
     """Return every box of the timeline, one layer a colour; empty ones are left out."""
     boxes: dict[str, list[Box]] = {name: [] for name in _pass_colours(step)}
     boxes |= {name: [] for name in OTHER_COLOURS}
@@ -113,7 +113,9 @@ def timeline_layers(step: StepResult) -> tuple[Layer, ...]:
                 box = Box(pp_rank, start_ps / PS_PER_S, end_ps / PS_PER_S, number)
                 boxes[name].append(box)
     colours = _pass_colours(step) | OTHER_COLOURS
-    return tuple(Layer(name, colours[name], tuple(each)) for name, each in boxes.items() if each)
+    return tuple(
+        ColouredBoxes(name, colours[name], tuple(each)) for name, each in boxes.items() if each
+    )
 
 
 def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int, int]]:
@@ -126,7 +128,7 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
         if span.kind in (SpanKind.OPTIMIZER, SpanKind.TENSOR_SUM):
             yield span.kind.value, span.start_ps, span.end_ps, -1
         else:
-            name = _pass_name(span.kind, span.chunk, step.plan.num_virtual_stages)
+            name = _pass_name(span.kind, span.virtual_stage, step.plan.num_virtual_stages)
             yield name, span.start_ps, span.end_ps, span.microbatch
     if step.work.blocking_messages:
         for span in streams.messages:
@@ -151,17 +153,19 @@ def _shared_embedding_ps(work: StepWork, pp_rank: int) -> int:
     return work.ranks[pp_rank].shared_embedding_ps if is_end else 0
 
 
-def _pass_name(kind: SpanKind, chunk: int, num_virtual_stages: int) -> str:
-    return kind.value if num_virtual_stages == 1 else f"{kind.value}, virtual stage {chunk}"
+def _pass_name(kind: SpanKind, virtual_stage: int, num_virtual_stages: int) -> str:
+    return kind.value if num_virtual_stages == 1 else f"{kind.value}, virtual stage {virtual_stage}"
 
 
 def _pass_colours(step: StepResult) -> dict[str, str]:
     """Return the colour of each kind of pass: a hue a direction, paler for later stages."""
     count = step.plan.num_virtual_stages
     return {
-        _pass_name(kind, chunk, count): _paler(hue, PALEST_FRACTION * chunk / max(1, count - 1))
+        _pass_name(kind, virtual_stage, count): _paler(
+            hue, PALEST_FRACTION * virtual_stage / max(1, count - 1)
+        )
         for kind, hue in ((SpanKind.FORWARD, canvas.BLUE), (SpanKind.BACKWARD, canvas.ORANGE))
-        for chunk in range(count)
+        for virtual_stage in range(count)
     }
 
 
@@ -187,7 +191,7 @@ def _ends(step: StepResult) -> dict[str, Window]:
     }
 
 
-def _draw_panel(axes: Axes, layers: tuple[Layer, ...], window: Window, pp: int) -> None:
+def _draw_panel(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window, pp: int) -> None:
     """Draw what of each layer lies in *window*: as shapes, or as an image where they are tiny."""
     canvas.style_axes(axes, "Time (s)", "Pipeline rank")
     row_pixels = axes.get_window_extent().height / pp
@@ -203,7 +207,7 @@ def _draw_panel(axes: Axes, layers: tuple[Layer, ...], window: Window, pp: int) 
         axes.set_yticks(range(pp))
 
 
-def _draw_shapes(axes: Axes, layers: tuple[Layer, ...], window: Window) -> None:
+def _draw_shapes(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window) -> None:
     """Draw each box, one collection a colour."""
     half = ROW_FRACTION / 2
     for layer in layers:
@@ -221,7 +225,7 @@ def _draw_shapes(axes: Axes, layers: tuple[Layer, ...], window: Window) -> None:
             axes.add_collection(shapes, autolim=False)
 
 
-def _draw_image(axes: Axes, layers: tuple[Layer, ...], window: Window, pp: int) -> None:
+def _draw_image(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window, pp: int) -> None:
     """Draw pixels whose colour mixes what happens in their time, by its share of it."""
     image = np.ones((pp, IMAGE_COLUMNS, 3))
     for layer in layers:
@@ -265,7 +269,7 @@ def column_shares(
     return shares
 
 
-def _pass_pixels(axes: Axes, layers: tuple[Layer, ...], window: Window) -> float:
+def _pass_pixels(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window) -> float:
     """Return the mean width of a pass in *window*."""
     widths_s = [box.end_s - box.start_s for each in layers for box in each.boxes if box.number >= 0]
     mean_s = sum(widths_s) / len(widths_s)
@@ -291,7 +295,7 @@ def _mark_window(axes: Axes, name: str, window: Window, pp: int) -> None:
     )
 
 
-def _number_boxes(axes: Axes, layers: tuple[Layer, ...], window: Window) -> None:
+def _number_boxes(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window) -> None:
     """Write microbatch numbers into the boxes that have room for them."""
     extent = axes.get_window_extent()
     pixels_per_s = extent.width / (window.end_s - window.start_s)
@@ -315,7 +319,7 @@ def _number_boxes(axes: Axes, layers: tuple[Layer, ...], window: Window) -> None
                 ).set_in_layout(False)
 
 
-def _add_legend(figure: Figure, layers: tuple[Layer, ...]) -> None:
+def _add_legend(figure: Figure, layers: tuple[ColouredBoxes, ...]) -> None:
     """Explain the colours; of many virtual stages the first and the last."""
     passes = [layer for layer in layers if layer.name not in OTHER_COLOURS]
     half = len(passes) // 2

@@ -39,7 +39,7 @@ class Runs:
     space: Space
     costs: CostModel
     memory_peaks: Column
-    device_needs: Column
+    device_bytes: Column
     step_ps: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
     num_passes: int = 0
@@ -76,7 +76,7 @@ class Runs:
 
     def rank(self, index: int) -> tuple[int, int, int]:
         """Return the key by which simulated layouts are ordered: time, then memory."""
-        return self.step_ps[index], int(self.device_needs[index]), index
+        return self.step_ps[index], int(self.device_bytes[index]), index
 
     def evaluated(self, limit_bytes: int) -> tuple[SimulatedPlan, ...]:
         """Return what was simulated, in the order of the space."""
@@ -85,8 +85,8 @@ class Runs:
                 plan=self.space.plan(index),
                 step_ps=self.step_ps[index],
                 peak_bytes=int(self.memory_peaks[index]),
-                device_bytes=int(self.device_needs[index]),
-                fits=int(self.device_needs[index]) <= limit_bytes,
+                device_bytes=int(self.device_bytes[index]),
+                fits=int(self.device_bytes[index]) <= limit_bytes,
             )
             for index in sorted(self.step_ps)
         )
@@ -125,12 +125,12 @@ class Finalists:
     @classmethod
     def ordered(cls, indices: NDArray[np.int64], bounds_ps: Column, runs: Runs) -> "Finalists":
         """Return the layouts in order."""
-        order = np.lexsort((indices, runs.device_needs[indices], bounds_ps))
+        order = np.lexsort((indices, runs.device_bytes[indices], bounds_ps))
         return cls(indices[order], bounds_ps[order], runs)
 
     def within(self, most_bytes: int) -> "Finalists":
         """Return those that need at most *most_bytes* of device memory, in the same order."""
-        chosen = self.runs.device_needs[self.indices] <= most_bytes
+        chosen = self.runs.device_bytes[self.indices] <= most_bytes
         return Finalists(self.indices[chosen], self.bounds_ps[chosen], self.runs)
 
     def fastest(self, count: int, max_passes: int, progress: Progress | None = None) -> Proof:

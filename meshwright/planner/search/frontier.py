@@ -26,14 +26,14 @@ def find_frontier(
     index = fastest
     while index is not None and index not in proven:
         proven.add(index)
-        limit_bytes = int(runs.device_needs[index] * (1 - STEP_FRACTION))
+        limit_bytes = int(runs.device_bytes[index] * (1 - STEP_FRACTION))
         proof = finalists.within(limit_bytes).fastest(1, max_passes)
         index = proof.indices[0] if proof.is_proven else None
     return tuple(
         FrontierPoint(
             plan=runs.space.plan(index),
             step_ps=runs.step_ps[index],
-            device_bytes=int(runs.device_needs[index]),
+            device_bytes=int(runs.device_bytes[index]),
             proven=index in proven,
         )
         for index in _unbeaten(finalists, runs)
@@ -45,7 +45,7 @@ def _unbeaten(finalists: Finalists, runs: Runs) -> list[int]:
     feasible = set(finalists.indices.tolist())
     by_memory = sorted(
         (index for index in runs.step_ps if index in feasible),
-        key=lambda index: (int(runs.device_needs[index]), runs.step_ps[index], index),
+        key=lambda index: (int(runs.device_bytes[index]), runs.step_ps[index], index),
     )
     kept: list[int] = []
     for index in by_memory:

@@ -32,8 +32,8 @@ def find_nearest(candidates: Candidates, limits: SpaceLimits, limit_bytes: int) 
     indices = np.flatnonzero(left)
     if not len(indices):
         return None
-    needs = candidates.device_bytes[indices]
-    index = int(indices[np.argmin(needs)])
+    device_bytes = candidates.device_bytes[indices]
+    index = int(indices[np.argmin(device_bytes)])
     lacks_bytes = int(candidates.device_bytes[index]) - limit_bytes
     return Nearest(
         plan=candidates.space.plan(index),
@@ -61,8 +61,8 @@ def _fitting(candidates: Candidates, limits: SpaceLimits, num_gpus: int) -> tupl
     """Return a space and the layouts of it that every rule leaves."""
     old = candidates.space
     space = enumerate_space(old.job, old.stack, num_gpus, limits)
-    needs = device_bytes_column(peak_bytes(space, ShapeTable.of(space)), old.stack)
-    left, _ = apply_rules(replace(candidates, space=space, device_bytes=needs))
+    device_bytes = device_bytes_column(peak_bytes(space, ShapeTable.of(space)), old.stack)
+    left, _ = apply_rules(replace(candidates, space=space, device_bytes=device_bytes))
     return space, np.flatnonzero(left)
 
 

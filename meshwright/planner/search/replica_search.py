@@ -30,11 +30,11 @@ from meshwright.simulator.step import overhead_per_million
 
 Servers = int | Literal["all"] | None
 # A pass starts when the one before it has ended, so that two show what lives at once.
-TELLING_MICROBATCHES = 2
+REPRESENTATIVE_MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
-class ReplicaSpace(Space):
+class StrategySpace(Space):
     """Layouts of replicas; ``servers`` has one entry a layout, None where there are none."""
 
     servers: tuple[Servers, ...] = ()
@@ -46,9 +46,9 @@ class ReplicaSpace(Space):
         return replace(super().plan(index), parameter_server=wanted)
 
 
-def enumerate_replicas(
+def enumerate_strategies(
     job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
-) -> ReplicaSpace:
+) -> StrategySpace:
     """Return every layout of *job* that a stack of replicas can run on *num_gpus*.
 
     Servers are on all workers, or one, two, four and so on, up to as many as workers, on hosts of
@@ -61,15 +61,15 @@ def enumerate_replicas(
         for axis, known in AXES.items()
         if not known.takes_rest
     }
-    replicas = limits.pinned(
+    strategy_limits = limits.pinned(
         **only_dp,
         zero_stage=(0,),
         recompute=tuple(mode for mode in wanted if mode in modes),
         schedule=limits.values("schedule") or stack.schedules,
     )
-    space = enumerate_space(job, stack, num_gpus, replicas)
+    space = enumerate_space(job, stack, num_gpus, strategy_limits)
     choices = _server_choices(cluster, stack, num_gpus)
-    return ReplicaSpace(
+    return StrategySpace(
         job=job,
         stack=stack,
         num_gpus=num_gpus,
@@ -91,7 +91,7 @@ def _server_choices(cluster: Cluster, stack: StackProfile, num_workers: int) -> 
 
 
 @dataclass
-class ReplicaRuns(Runs):
+class StrategyRuns(Runs):
     """The simulated layouts of replicas; short runs are kept whole to be reported."""
 
     results: dict[int, StepResult] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class ReplicaRuns(Runs):
         )
 
 
-def replica_field(
+def strategy_field(
     job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> Field:
     """Return the layouts of replicas, ready to be simulated best first.
@@ -143,7 +143,7 @@ def replica_field(
     Raises:
         PlanError: If the stack cannot drive so many devices.
     """
-    space = enumerate_replicas(job, cluster, stack, num_gpus, limits)
+    space = enumerate_strategies(job, cluster, stack, num_gpus, limits)
     costs = CostModel(cluster, stack, num_gpus)
     peaks = np.zeros(len(space), np.int64)
     too_long: set[int] = set()
@@ -152,8 +152,8 @@ def replica_field(
             peaks[index] = _peak_bytes(space, index, costs)
         except TooManyTasksError:
             too_long.add(index)
-    needs = device_bytes_column(peaks, stack)
-    runs = ReplicaRuns(space, costs, peaks, needs, too_long=too_long)
+    device_bytes = device_bytes_column(peaks, stack)
+    runs = StrategyRuns(space, costs, peaks, device_bytes, too_long=too_long)
 
     def lower_bounds_ps(indices: NDArray[np.int64]) -> Column:
         bounds = [computing_ps(space, index, costs) for index in indices.tolist()]
@@ -162,11 +162,11 @@ def replica_field(
     return Field(runs, lower_bounds_ps)
 
 
-def _peak_bytes(space: ReplicaSpace, index: int, costs: CostModel) -> int:
+def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> int:
     """Return the memory of layout *index*, from as many microbatches as tell it."""
     plan = space.plan(index)
-    telling = min(plan.num_microbatches(space.job), TELLING_MICROBATCHES)
-    job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size * telling)
+    num_microbatches = min(plan.num_microbatches(space.job), REPRESENTATIVE_MICROBATCHES)
+    job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size * num_microbatches)
     result = simulate(job, plan, costs.cluster, costs.stack, costs=costs)
     return result.memory.peak_bytes
 

@@ -8,7 +8,7 @@ from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
 from meshwright.planner.search.nearest import find_nearest
-from meshwright.planner.search.replica_search import replica_field
+from meshwright.planner.search.replica_search import strategy_field
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.space import (
     Candidates,
@@ -59,9 +59,9 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     """
     _check_request(cluster, num_gpus, top)
     limits = limits or SpaceLimits()
-    prepare = _mesh_field if stack.strategy is Strategy.MESH else replica_field
+    prepare = _mesh_field if stack.strategy is Strategy.MESH else strategy_field
     runs, lower_bounds_ps = prepare(job, cluster, stack, num_gpus, limits)
-    candidates = Candidates(runs.space, cluster, runs.device_needs, memory_limit_bytes)
+    candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
     left, rejections = apply_rules(candidates)
     feasible = np.flatnonzero(left)
     finalists = Finalists.ordered(feasible, lower_bounds_ps(feasible), runs)

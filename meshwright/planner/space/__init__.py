@@ -2,11 +2,11 @@
 
 from meshwright.planner.space.roles import (
     PERIODS,
-    Moment,
+    PeakCandidate,
     Role,
     fullest_moments,
     pipeline_roles,
-    telling_microbatches,
+    representative_microbatches,
 )
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules
 from meshwright.planner.space.shapes import ShapeBytes, ShapeTable, ShapeTimes
@@ -24,7 +24,7 @@ __all__ = [
     "RULES",
     "Candidates",
     "Column",
-    "Moment",
+    "PeakCandidate",
     "Role",
     "ShapeBytes",
     "ShapeTable",
@@ -35,5 +35,5 @@ __all__ = [
     "enumerate_space",
     "fullest_moments",
     "pipeline_roles",
-    "telling_microbatches",
+    "representative_microbatches",
 ]

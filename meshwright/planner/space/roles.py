@@ -17,8 +17,8 @@ PERIODS = 3
 class Role(NamedTuple):
     """Ranks with the same virtual stages: the first and the last of them.
 
-    ``layers_before`` are the layers of the stages ahead of the last one's first chunk,
-    ``layers_after`` those behind its last chunk.
+    ``layers_before`` are the layers of the stages ahead of the last one's first virtual stage,
+    ``layers_after`` those behind its last virtual stage.
     """
 
     stages: tuple[Stage, ...]
@@ -33,7 +33,7 @@ class Role(NamedTuple):
         return sum(stage.num_layers for stage in self.stages)
 
 
-class Moment(NamedTuple):
+class PeakCandidate(NamedTuple):
     """A candidate for a rank's fullest moment: passes that are kept, and the running action."""
 
     layer_passes: int
@@ -55,24 +55,26 @@ def pipeline_roles(layers: Sequence[int], pp: int) -> list[Role]:
         members.setdefault(rank_stages(plan, rank), []).append(rank)
     return [
         Role(
-            held,
+            rank_stages,
             ranks[0],
             ranks[-1],
             sum(layers[: ranks[-1]]),
             sum(layers[len(layers) - pp + ranks[-1] + 1 :]),
         )
-        for held, ranks in members.items()
+        for rank_stages, ranks in members.items()
     ]
 
 
-def telling_microbatches(role: Role, pp: int, num_microbatches: Column) -> Column:
+def representative_microbatches(role: Role, pp: int, num_microbatches: Column) -> Column:
     """Return the fewest microbatches that show the same fullest moments."""
     if len(role.stages) == 1:
         return num_microbatches
     return np.minimum(num_microbatches, PERIODS * pp)
 
 
-def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[Moment]:
+def fullest_moments(
+    schedule: Schedule, role: Role, pp: int, num_microbatches: int
+) -> list[PeakCandidate]:
     """Return the moments among which the role's peak is, whatever the tensors' sizes.
 
     The first rank of a role has the most passes in flight.  Where its stages are equal only
@@ -83,7 +85,7 @@ def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: i
     stage = role.stages[0]
     passes = schedule.in_flight(role.first, pp, num_microbatches, len(role.stages))
     return [
-        Moment(
+        PeakCandidate(
             passes * stage.num_layers,
             passes * stage.has_embedding,
             passes * stage.has_head,
@@ -94,19 +96,19 @@ def fullest_moments(schedule: Schedule, role: Role, pp: int, num_microbatches: i
     ]
 
 
-def _walk(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[Moment]:
+def _walk(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[PeakCandidate]:
     actions = schedule.rank_actions(role.first, pp, num_microbatches, len(role.stages))
     kept = [0, 0, 0]
     most_layers: dict[tuple[int, int, Phase, Stage], int] = {}
     for action in actions:
-        stage = role.stages[action.chunk]
+        stage = role.stages[action.virtual_stage]
         if action.phase is Phase.FORWARD:
             _add(kept, stage, 1)
         key = (kept[1], kept[2], action.phase, stage)
         most_layers[key] = max(kept[0], most_layers.get(key, 0))
         if action.phase is Phase.BACKWARD:
             _add(kept, stage, -1)
-    return _undominated([Moment(layers, *key) for key, layers in most_layers.items()])
+    return _undominated([PeakCandidate(layers, *key) for key, layers in most_layers.items()])
 
 
 def _add(kept: list[int], stage: Stage, count: int) -> None:
@@ -115,10 +117,10 @@ def _add(kept: list[int], stage: Stage, count: int) -> None:
     kept[2] += count * stage.has_head
 
 
-def _undominated(moments: list[Moment]) -> list[Moment]:
+def _undominated(moments: list[PeakCandidate]) -> list[PeakCandidate]:
     """Drop moments that another one of the same action reaches in every count."""
 
-    def exceeds(one: Moment, other: Moment) -> bool:
+    def exceeds(one: PeakCandidate, other: PeakCandidate) -> bool:
         return (
             one != other
             and one[3:] == other[3:]

@@ -9,7 +9,7 @@ from meshwright.simulator.account.counts import (
     rank_flops,
 )
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
-from meshwright.simulator.account.lanes import Lane, task_lanes
+from meshwright.simulator.account.lanes import ResourceLane, task_lanes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.account.streams import Span, SpanKind, rank_streams
 from meshwright.simulator.account.traffic import Traffic, rank_traffic
@@ -18,8 +18,8 @@ __all__ = [
     "NO_TRAFFIC",
     "AsyncRun",
     "HostTraffic",
-    "Lane",
     "MemoryResult",
+    "ResourceLane",
     "Span",
     "SpanKind",
     "StageMemory",

@@ -29,7 +29,7 @@ def time_breakdown(
 def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     work, rank = built.work.ranks[pp_rank], times.ranks[pp_rank]
     total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
-    for cost in built.chunk_costs[pp_rank]:
+    for cost in built.virtual_stage_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
     if built.work.blocking_messages:
         sent_ps = _port_ps(built, pp_rank)
@@ -41,7 +41,7 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
     """Return what communication beside its passes, and copies to the host, the rank waited for."""
     waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
     host_ps = int(waited_ps * built.host_shares[pp_rank])
-    waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.replicas)
+    waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.data_parallel)
     waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
     waited += _communication(Category.TP_COMM, work.sums_ps, built.evidence.sums)
     return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
@@ -52,12 +52,12 @@ def _port_ps(built: BuiltStep, pp_rank: int) -> int:
     last_stage = built.plan.num_stages - 1
     total = 0
     for action in built.work.actions[pp_rank]:
-        stage = action.chunk * built.work.pp + pp_rank
-        chunk = built.work.ranks[pp_rank].chunks[action.chunk]
+        stage = action.virtual_stage * built.work.pp + pp_rank
+        virtual_stage = built.work.ranks[pp_rank].virtual_stages[action.virtual_stage]
         if action.phase is Phase.FORWARD and stage < last_stage:
-            total += chunk.forward_message.occupy_ps
+            total += virtual_stage.forward_message.occupy_ps
         elif action.phase is Phase.BACKWARD and stage > 0:
-            total += chunk.backward_message.occupy_ps
+            total += virtual_stage.backward_message.occupy_ps
     return total
 
 

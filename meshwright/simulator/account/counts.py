@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import (
     Gemm,
 )
 from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob, rank_stages
-from meshwright.simulator.replication import Wire, tensor_sums, tied_table_bytes
+from meshwright.simulator.replication import WireBytes, tensor_sums, tied_table_bytes
 
 
 def rank_flops(
@@ -86,7 +86,7 @@ def closing_traffic(
     """
     shape = BlockShape.of(job, plan, stack)
     stages = rank_stages(plan, pp_rank)
-    wire = Wire.of(stack, job.precision, plan)
+    wire = WireBytes.of(stack, job.precision, plan)
     calls = [
         Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, each.size_bytes, plan.tp, each.num_calls)
         for each in tensor_sums(shape, stages, wire)

@@ -7,7 +7,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob, rank_stages
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
-    Wire,
+    WireBytes,
     part_gathers,
     reduced_parts,
     sum_parameters,
@@ -43,29 +43,31 @@ def host_traffic(
         return NO_TRAFFIC
     shape = BlockShape.of(job, plan, stack)
     mesh = Mesh.of(plan)
-    to = replication_of(plan, stack, mesh)
+    replication = replication_of(plan, stack, mesh)
     stages = rank_stages(plan, pp_rank)
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
-    wire = Wire.of(stack, job.precision, plan)
+    wire = WireBytes.of(stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)
-    refetches = rank_refetches(plan, to, pp_rank, num_microbatches)
+    refetches = rank_refetches(plan, replication, pp_rank, num_microbatches)
     gathers = [
-        (part, part_gathers(part, to, num_microbatches, again))
-        for stage, again in zip(stages, refetches, strict=True)
-        for part in reduced_parts(shape, stage, to)
+        (part, part_gathers(part, replication, num_microbatches, stage_refetches))
+        for stage, stage_refetches in zip(stages, refetches, strict=True)
+        for part in reduced_parts(shape, stage, replication)
     ]
     parts = [part for part, _ in gathers]
-    shares = sum(owned_share(count, to) for part in parts for count in part.buckets)
-    num_reductions = num_microbatches if to.reduces_each_microbatch else 1
-    if to.offload is Offload.PARAMETERS:
+    shares = sum(owned_share(count, replication) for part in parts for count in part.buckets)
+    num_reductions = num_microbatches if replication.reduces_each_microbatch else 1
+    if replication.offload is Offload.PARAMETERS:
         gathered = sum(
-            owned_share(count, to) * times for part, times in gathers for count in part.buckets
+            owned_share(count, replication) * times
+            for part, times in gathers
+            for count in part.buckets
         )
         if stack.root_unit:
-            num_shards = to.span.num_ranks
+            num_shards = replication.span.num_ranks
             shares = sum(sum(unit_shards(shape, each, num_shards, shard)) for each in stages)
         to_host = num_reductions * shares * state.gradient
         return HostTraffic(gathered * state.sharded_parameter, to_host)
-    updated = owned_share(sum_parameters(shape, stages), to) * wire.gather_bytes
-    again = (num_reductions - 1) * shares * state.gradient
-    return HostTraffic(updated + again, num_reductions * shares * state.gradient)
+    updated = owned_share(sum_parameters(shape, stages), replication) * wire.gather_bytes
+    stage_refetches = (num_reductions - 1) * shares * state.gradient
+    return HostTraffic(updated + stage_refetches, num_reductions * shares * state.gradient)

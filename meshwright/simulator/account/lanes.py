@@ -18,7 +18,7 @@ class LaneSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ResourceLane:
     """A device, a host or one direction of a link, with its spans in order and disjoint."""
 
     name: str
@@ -34,7 +34,9 @@ class Lane:
         return sum(span.size_bytes for span in self.spans if span.kind in kinds)
 
 
-def task_lanes(tasks: Sequence[Task], times: Sequence[TaskTimes], end_ps: int) -> tuple[Lane, ...]:
+def task_lanes(
+    tasks: Sequence[Task], times: Sequence[TaskTimes], end_ps: int
+) -> tuple[ResourceLane, ...]:
     """Return a lane for each resource of *tasks*, by name, with what has ended by *end_ps*."""
     spans: dict[str, list[LaneSpan]] = {}
     for task, ran in zip(tasks, times, strict=True):
@@ -44,7 +46,7 @@ def task_lanes(tasks: Sequence[Task], times: Sequence[TaskTimes], end_ps: int) -
                 span = LaneSpan(task.kind, task.name, ran.start_ps, ran.end_ps, task.size_bytes)
                 lane.append(span)
     return tuple(
-        Lane(name, tuple(sorted(spans[name], key=lambda span: span.start_ps)))
+        ResourceLane(name, tuple(sorted(spans[name], key=lambda span: span.start_ps)))
         for name in sorted(spans, key=_counting)
     )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
-from meshwright.simulator.account.lanes import Lane
+from meshwright.simulator.account.lanes import ResourceLane
 from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
@@ -138,7 +138,7 @@ class StepResult:
     warnings: tuple[str, ...]
     work: StepWork | None = None
     times: StepTimes | None = None
-    lanes: tuple[Lane, ...] = ()
+    lanes: tuple[ResourceLane, ...] = ()
     asynchronous: AsyncRun | None = None
 
     def __repr__(self) -> str:

@@ -34,12 +34,12 @@ class SpanKind(StrEnum):
 
 
 class Span(NamedTuple):
-    """A stretch of one stream; ``chunk`` and ``microbatch`` are -1 where they mean nothing."""
+    """A stretch of one stream; virtual stage and microbatch are -1 where they mean nothing."""
 
     kind: SpanKind
     start_ps: int
     end_ps: int
-    chunk: int = -1
+    virtual_stage: int = -1
     microbatch: int = -1
 
 
@@ -73,7 +73,7 @@ class _Collective(NamedTuple):
     """A collective that may start at *ready_ps*, and the messages it gives way to."""
 
     kind: SpanKind
-    chunk: int
+    virtual_stage: int
     ready_ps: int
     work_ps: int
     messages: Intervals
@@ -102,10 +102,15 @@ def rank_streams(work: StepWork, times: StepTimes, pp_rank: int) -> RankStreams:
 
 def _ran(work: StepWork, rank: RankTimes, pp_rank: int) -> list[_Pass]:
     """Return the passes of a rank in order, each with its instruction."""
-    program, chunks = compile_rank(work, pp_rank), work.num_virtual_stages
+    program, num_stages = compile_rank(work, pp_rank), work.num_virtual_stages
     ran = zip(work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
     return [
-        _Pass(program[action.chunk + chunks * (action.phase is Phase.BACKWARD)], action, start, end)
+        _Pass(
+            program[action.virtual_stage + num_stages * (action.phase is Phase.BACKWARD)],
+            action,
+            start,
+            end,
+        )
         for action, start, end in ran
     ]
 
@@ -118,14 +123,14 @@ def _passes(passes: list[_Pass]) -> Iterator[Span]:
     for _, action, start_ps, end_ps in passes:
         is_forward = action.phase is Phase.FORWARD
         kind = SpanKind.FORWARD if is_forward else SpanKind.BACKWARD
-        yield Span(kind, start_ps, end_ps, action.chunk, action.microbatch)
+        yield Span(kind, start_ps, end_ps, action.virtual_stage, action.microbatch)
 
 
 def _closing(work: StepWork, rank: RankTimes, pp_rank: int) -> tuple[Span, Span]:
-    this, sums_ps, update_ps = work.ranks[pp_rank], rank.sums_start_ps, rank.update_start_ps
+    rank_work, sums_ps, update_ps = work.ranks[pp_rank], rank.sums_start_ps, rank.update_start_ps
     return (
-        Span(SpanKind.TENSOR_SUM, sums_ps, sums_ps + this.sums_ps),
-        Span(SpanKind.OPTIMIZER, update_ps, update_ps + this.optimizer_ps),
+        Span(SpanKind.TENSOR_SUM, sums_ps, sums_ps + rank_work.sums_ps),
+        Span(SpanKind.OPTIMIZER, update_ps, update_ps + rank_work.optimizer_ps),
     )
 
 
@@ -137,7 +142,7 @@ def _messages(passes: list[_Pass]) -> Iterator[Span]:
             kind = SpanKind.ACTIVATION_MESSAGE if is_forward else SpanKind.GRADIENT_MESSAGE
             start_ps = max(end_ps, free_ps)
             free_ps = start_ps + instruction.message.occupy_ps
-            yield Span(kind, start_ps, free_ps, action.chunk, action.microbatch)
+            yield Span(kind, start_ps, free_ps, action.virtual_stage, action.microbatch)
 
 
 def _collectives(
@@ -152,7 +157,7 @@ def _collectives(
     for instruction, action, _, _ in passes:
         for segment in instruction.gathers if action.microbatch == 0 else ():
             kind, sent = SpanKind.PARAMETER_GATHER, port[:num_sent]
-            yield _Collective(kind, action.chunk, 0, segment.collective_ps, sent)
+            yield _Collective(kind, action.virtual_stage, 0, segment.collective_ps, sent)
         num_sent += instruction.target_step != 0
     kind = SpanKind.GRADIENT_REDUCTION
     for instruction, action, start_ps, _ in passes:
@@ -160,7 +165,7 @@ def _collectives(
         reduces = instruction.reduces_always or action.microbatch == last
         for segment in instruction.reductions if reduces else ():
             ready_ps += segment.compute_ps
-            yield _Collective(kind, action.chunk, ready_ps, segment.collective_ps, port)
+            yield _Collective(kind, action.virtual_stage, ready_ps, segment.collective_ps, port)
     ready_ps = passes[-1].end_ps
     if work.blocking_messages and passes[-1].instruction.target_step:
         ready_ps = messages[-1].end_ps
@@ -185,15 +190,15 @@ def _run_in_order(collectives: Iterable[_Collective]) -> Iterator[Span]:
         if each.work_ps:
             start_ps = max(free_ps, each.ready_ps)
             free_ps = busy_end_ps(start_ps, each.work_ps, each.messages)
-            yield Span(each.kind, start_ps, free_ps, each.chunk)
+            yield Span(each.kind, start_ps, free_ps, each.virtual_stage)
 
 
 def _final_collectives(work: StepWork, rank: RankTimes, pp_rank: int) -> Iterator[Span]:
     """Yield what surrounds the update: tied table, gradient norm, gather that nothing hides."""
-    this = work.ranks[pp_rank]
+    rank_work = work.ranks[pp_rank]
     if work.pp > 1 and pp_rank in (0, work.pp - 1):
-        start_ps = rank.reduce_end_ps - this.shared_embedding_ps
+        start_ps = rank.reduce_end_ps - rank_work.shared_embedding_ps
         yield Span(SpanKind.SHARED_EMBEDDING, start_ps, rank.reduce_end_ps)
     yield Span(SpanKind.GRADIENT_NORM, rank.update_start_ps - work.norm_ps, rank.update_start_ps)
-    updated_ps = rank.update_start_ps + this.optimizer_ps
-    yield Span(SpanKind.PARAMETER_GATHER, updated_ps, updated_ps + this.gather_ps)
+    updated_ps = rank.update_start_ps + rank_work.optimizer_ps
+    yield Span(SpanKind.PARAMETER_GATHER, updated_ps, updated_ps + rank_work.gather_ps)

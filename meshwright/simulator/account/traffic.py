@@ -18,7 +18,7 @@ from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob, rank_stages
 from meshwright.simulator.replication import (
     Replication,
-    Wire,
+    WireBytes,
     bucket_parts,
     part_gathers,
     reduced_parts,
@@ -66,7 +66,7 @@ def rank_traffic(
         for collective, count in _stage_collectives(shape, stage):
             key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
             counted[key] += count * plan.num_microbatches(job)
-    for op, size_bytes, num_ranks, count in _replica_collectives(job, plan, shape, pp_rank):
+    for op, size_bytes, num_ranks, count in _data_parallel_collectives(job, plan, shape, pp_rank):
         counted[Axis.DP, op, size_bytes, num_ranks] += count
     return tuple(Traffic(*key, count) for key, count in counted.items() if count)
 
@@ -93,65 +93,65 @@ def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collec
                 yield operator, count
 
 
-def _replica_collectives(
+def _data_parallel_collectives(
     job: TrainingJob, plan: ParallelPlan, shape: BlockShape, pp_rank: int
 ) -> Iterator[tuple[CollectiveOp, int, int, int]]:
     """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
     if plan.dp == 1:
         return
     stages = rank_stages(plan, pp_rank)
-    to = replication_of(plan, shape.stack, Mesh.of(plan))
-    wire = Wire.of(shape.stack, job.precision, plan)
+    replication = replication_of(plan, shape.stack, Mesh.of(plan))
+    wire = WireBytes.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)
-    in_each = num_microbatches if to.reduces_each_microbatch else 1
+    in_each = num_microbatches if replication.reduces_each_microbatch else 1
     whole = sum_parameters(shape, stages)
-    for parameters in _reduced(shape, stages, to) or [whole]:
-        padded = _padded(parameters, to)
-        for op, size_bytes, span in to.reductions(padded * wire.reduce_bytes):
+    for parameters in _reduced(shape, stages, replication) or [whole]:
+        padded = _padded(parameters, replication)
+        for op, size_bytes, span in replication.reductions(padded * wire.reduce_bytes):
             yield op, size_bytes, span.num_ranks, in_each
     if plan.find_unused:
-        yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), to.span.num_ranks, 1
-    refetches = rank_refetches(plan, to, pp_rank, num_microbatches)
-    yield from _parameter_gathers(shape, stages, to, wire, num_microbatches, refetches)
+        yield CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span.num_ranks, 1
+    refetches = rank_refetches(plan, replication, pp_rank, num_microbatches)
+    yield from _parameter_gathers(shape, stages, replication, wire, num_microbatches, refetches)
 
 
 def _parameter_gathers(
     shape: BlockShape,
     stages: tuple[Stage, ...],
-    to: Replication,
-    wire: Wire,
+    replication: Replication,
+    wire: WireBytes,
     num_microbatches: int,
     refetches: Sequence[Refetches],
 ) -> Iterator[tuple[CollectiveOp, int, int, int]]:
     """Yield operation, size, ranks and count of what gives parameters to the replicas."""
-    if to.gather_op is None:
+    if replication.gather_op is None:
         return
-    if to.gathers_units:
-        for stage, again in zip(stages, refetches, strict=True):
-            for part in reduced_parts(shape, stage, to):
-                gathers = part_gathers(part, to, num_microbatches, again)
+    if replication.gathers_units:
+        for stage, stage_refetches in zip(stages, refetches, strict=True):
+            for part in reduced_parts(shape, stage, replication):
+                gathers = part_gathers(part, replication, num_microbatches, stage_refetches)
                 for parameters in part.buckets:
-                    size_bytes = _padded(parameters, to) * wire.gather_bytes
-                    yield to.gather_op, size_bytes, to.span.num_ranks, gathers
+                    size_bytes = _padded(parameters, replication) * wire.gather_bytes
+                    yield replication.gather_op, size_bytes, replication.span.num_ranks, gathers
         return
-    for parameters in _gathered(shape, stages, to.dp) or [sum_parameters(shape, stages)]:
-        size_bytes = _padded(parameters, to) * wire.gather_bytes
-        yield to.gather_op, size_bytes, to.span.num_ranks, 1
+    for parameters in _gathered(shape, stages, replication.dp) or [sum_parameters(shape, stages)]:
+        size_bytes = _padded(parameters, replication) * wire.gather_bytes
+        yield replication.gather_op, size_bytes, replication.span.num_ranks, 1
 
 
-def _padded(parameters: int, to: Replication) -> int:
+def _padded(parameters: int, replication: Replication) -> int:
     """Return *parameters*, filled up so that all ranks have shards of one size."""
-    if to.reduce_op is not CollectiveOp.REDUCE_SCATTER:
+    if replication.reduce_op is not CollectiveOp.REDUCE_SCATTER:
         return parameters
-    return -(-parameters // to.span.num_ranks) * to.span.num_ranks
+    return -(-parameters // replication.span.num_ranks) * replication.span.num_ranks
 
 
-def _reduced(shape: BlockShape, stages: tuple[Stage, ...], to: Replication) -> list[int]:
+def _reduced(shape: BlockShape, stages: tuple[Stage, ...], replication: Replication) -> list[int]:
     """Return the parameters of each reduction inside a pass; none where a rank's are one."""
     return [
         parameters
         for stage in stages
-        for part in reduced_parts(shape, stage, to)
+        for part in reduced_parts(shape, stage, replication)
         for parameters in part.buckets
     ]
 

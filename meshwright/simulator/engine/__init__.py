@@ -4,37 +4,37 @@ from meshwright.simulator.engine.graph import Task, TaskKind, TaskTimes, simulat
 from meshwright.simulator.engine.groups import Intervals, busy_end_ps
 from meshwright.simulator.engine.program import Instruction, compile_rank
 from meshwright.simulator.engine.work import (
-    ChunkWork,
     Message,
+    PassSegment,
     RankTimes,
     RankWork,
-    Segment,
     StepTimes,
     StepWork,
-    Unit,
     UnitCollective,
     UnitPart,
+    UnitWork,
+    VirtualStageWork,
     num_gathers,
     with_overhead,
 )
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 
 __all__ = [
-    "ChunkWork",
     "Instruction",
     "Intervals",
     "Message",
+    "PassSegment",
     "RankTimes",
     "RankWork",
-    "Segment",
     "StepTimes",
     "StepWork",
     "Task",
     "TaskKind",
     "TaskTimes",
-    "Unit",
     "UnitCollective",
     "UnitPart",
+    "UnitWork",
+    "VirtualStageWork",
     "busy_end_ps",
     "compile_rank",
     "num_gathers",

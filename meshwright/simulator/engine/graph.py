@@ -79,7 +79,7 @@ class TaskRun:
         # Ordered, as all that is walked here: a set of names differs from process to process.
         names = dict.fromkeys(name for task in tasks for name in task.resources)
         self._queues: dict[str, deque[int]] = {name: deque() for name in names}
-        self._held: set[str] = set()
+        self._busy_resources: set[str] = set()
         self._ready = [index for index, missing in enumerate(self._num_missing) if not missing]
         self._freed: list[str] = []
         self._times: dict[int, TaskTimes] = {}
@@ -122,13 +122,15 @@ class TaskRun:
     def _can_start(self, index: int) -> bool:
         # All resources or none: a task that held one while it waits for another could close a ring.
         names = self._tasks[index].resources
-        return all(name not in self._held and self._queues[name][0] == index for name in names)
+        return all(
+            name not in self._busy_resources and self._queues[name][0] == index for name in names
+        )
 
     def _start(self, index: int) -> None:
         task = self._tasks[index]
         for name in task.resources:
             self._queues[name].popleft()
-            self._held.add(name)
+            self._busy_resources.add(name)
         ends = self._env.timeout(task.duration_ps, value=index)
         ends.callbacks.append(self._finish)
 
@@ -139,7 +141,7 @@ class TaskRun:
         if not self._ready and not self._freed:
             # What else ends in this picosecond comes first: its followers queue by position.
             self._env.timeout(0).callbacks.append(self._dispatch)
-        self._held.difference_update(task.resources)
+        self._busy_resources.difference_update(task.resources)
         self._freed.extend(task.resources)
         for follower in self._followers[index]:
             self._num_missing[follower] -= 1

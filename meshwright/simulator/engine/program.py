@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.simulator.engine.work import Message, Segment, StepWork, Unit
+from meshwright.simulator.engine.work import Message, PassSegment, StepWork, UnitWork
 
 NOTHING = Message()
 
@@ -27,70 +27,74 @@ class Instruction(NamedTuple):
 
     inbox: int
     compute_ps: int
-    gathers: tuple[Segment, ...]
-    reductions: tuple[Segment, ...]
-    units: tuple[Unit, ...]
-    again_units: tuple[Unit, ...]
-    kept_units: tuple[Unit, ...]
+    gathers: tuple[PassSegment, ...]
+    reductions: tuple[PassSegment, ...]
+    units: tuple[UnitWork, ...]
+    again_units: tuple[UnitWork, ...]
+    kept_units: tuple[UnitWork, ...]
     reduces_always: bool
     target_step: int
     target_slot: int
     message: Message
 
 
-def _gathered(unit: Unit) -> Unit:
+def _gathered(unit: UnitWork) -> UnitWork:
     """Return *unit* without its gather."""
     return replace(unit, gather_ps=0)
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
-    """Return the instructions of one pipeline rank: forward of each chunk, then backward."""
-    chunks = range(work.num_virtual_stages)
+    """Return the instructions of a pipeline rank: forward of each virtual stage, then backward."""
+    virtual_stages = range(work.num_virtual_stages)
     return [
-        *(_forward(work, pp_rank, chunk) for chunk in chunks),
-        *(_backward(work, pp_rank, chunk) for chunk in chunks),
+        *(_forward(work, pp_rank, virtual_stage) for virtual_stage in virtual_stages),
+        *(_backward(work, pp_rank, virtual_stage) for virtual_stage in virtual_stages),
     ]
 
 
-def _forward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
-    is_first = pp_rank == 0 and chunk == 0
+def _forward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
+    is_first = pp_rank == 0 and virtual_stage == 0
     wraps = pp_rank == work.pp - 1
-    is_last = wraps and chunk == work.num_virtual_stages - 1
-    held = work.ranks[pp_rank].chunks[chunk]
-    # Stages go round the ranks: after the last rank's chunk comes the first rank's next one, so a
-    # message there jumps back p - 1 ranks and up one slot.
+    is_last = wraps and virtual_stage == work.num_virtual_stages - 1
+    stage_work = work.ranks[pp_rank].virtual_stages[virtual_stage]
+    # Stages go round the ranks: after the last rank's virtual stage comes the first rank's next
+    # one, so a message there jumps back p - 1 ranks and up one slot.
     return Instruction(
-        inbox=-1 if is_first else chunk,
-        compute_ps=held.forward_ps,
-        gathers=held.gathers,
+        inbox=-1 if is_first else virtual_stage,
+        compute_ps=stage_work.forward_ps,
+        gathers=stage_work.gathers,
         reductions=(),
-        units=held.forward_units,
-        again_units=tuple(_gathered(unit) if unit.stays else unit for unit in held.forward_units),
-        kept_units=tuple(map(_gathered, held.forward_units)),
+        units=stage_work.forward_units,
+        again_units=tuple(
+            _gathered(unit) if unit.stays else unit for unit in stage_work.forward_units
+        ),
+        kept_units=tuple(map(_gathered, stage_work.forward_units)),
         reduces_always=False,
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
-        target_slot=chunk + wraps,
-        message=NOTHING if is_last else held.forward_message,
+        target_slot=virtual_stage + wraps,
+        message=NOTHING if is_last else stage_work.forward_message,
     )
 
 
-def _backward(work: StepWork, pp_rank: int, chunk: int) -> Instruction:
+def _backward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
     slots = work.num_virtual_stages
-    is_last = pp_rank == work.pp - 1 and chunk == slots - 1
+    is_last = pp_rank == work.pp - 1 and virtual_stage == slots - 1
     wraps = pp_rank == 0
-    is_first = wraps and chunk == 0
-    held = work.ranks[pp_rank].chunks[chunk]
+    is_first = wraps and virtual_stage == 0
+    stage_work = work.ranks[pp_rank].virtual_stages[virtual_stage]
     return Instruction(
         # Slots of gradients lie behind those of activations: the two cross in 1F1B.
-        inbox=-1 if is_last else slots + chunk,
-        compute_ps=held.backward_ps,
+        inbox=-1 if is_last else slots + virtual_stage,
+        compute_ps=stage_work.backward_ps,
         gathers=(),
-        reductions=held.reductions,
-        units=held.backward_units,
-        again_units=tuple(_gathered(unit) if unit.stays else unit for unit in held.backward_units),
-        kept_units=tuple(map(_gathered, held.backward_units)),
-        reduces_always=held.reduces_each_pass,
+        reductions=stage_work.reductions,
+        units=stage_work.backward_units,
+        again_units=tuple(
+            _gathered(unit) if unit.stays else unit for unit in stage_work.backward_units
+        ),
+        kept_units=tuple(map(_gathered, stage_work.backward_units)),
+        reduces_always=stage_work.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
-        target_slot=slots + chunk - wraps,
-        message=NOTHING if is_first else held.backward_message,
+        target_slot=slots + virtual_stage - wraps,
+        message=NOTHING if is_first else stage_work.backward_message,
     )

@@ -14,13 +14,19 @@ from simpy import Environment, Event
 
 from meshwright.simulator.engine.groups import CollectiveStream, Intervals, Meeting
 from meshwright.simulator.engine.program import Instruction, compile_rank
-from meshwright.simulator.engine.work import Segment, StepWork, Unit, UnitCollective, UnitPart
+from meshwright.simulator.engine.work import (
+    PassSegment,
+    StepWork,
+    UnitCollective,
+    UnitPart,
+    UnitWork,
+)
 from meshwright.simulator.schedules import Action, Phase, refetched
 
 Process = Generator[Event, int, None]
 
 
-class Queued(NamedTuple):
+class QueuedCollective(NamedTuple):
     """A collective that a rank has issued: when it is ready, its port time, its kind in a unit.
 
     It is brought to the group when the rank waits for it, not when it is issued: by then all the
@@ -35,12 +41,12 @@ class Queued(NamedTuple):
 class Submission(NamedTuple):
     """What a rank brings to its data-parallel group: collectives and its own messages."""
 
-    collectives: list[Queued]
+    collectives: list[QueuedCollective]
     messages: Intervals
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """A simulated rank: where it is, and the groups it meets.
 
     ``stride`` is the distance between neighbours on the pipeline axis.
@@ -56,7 +62,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class RankState:
+class RankProgress:
     """What a rank has done so far; filled while it runs, read once at the end."""
 
     inbox: list[dict[int, int]]
@@ -64,7 +70,7 @@ class RankState:
     wake: Event | None = None
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
-    queue: list[Queued] = field(default_factory=list)
+    queue: list[QueuedCollective] = field(default_factory=list)
     messages: Intervals = field(default_factory=list)
     port_free_ps: int = 0
     gather_wait_ps: int = 0
@@ -77,7 +83,7 @@ class RankState:
     passed: dict[int, Phase] = field(default_factory=dict)
 
 
-class Run:
+class StepRun:
     """One simulation of a `StepWork` by *num_places* simulated ranks."""
 
     def __init__(self, work: StepWork, env: Environment, num_places: int) -> None:
@@ -89,18 +95,18 @@ class Run:
             for actions in work.actions
         ]
         slots = 2 * work.num_virtual_stages
-        self.states = [RankState(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
+        self.states = [RankProgress(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
         self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
 
-    def compute_stream(self, place: Place) -> Process:
+    def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
         state, instructions = self.states[place.index], self.programs[place.pp_rank]
         inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
-        chunks, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
+        num_stages, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
         now = 0
         for action in self.work.actions[place.pp_rank]:
-            phase, chunk, microbatch = action
-            instruction = instructions[chunk if phase is Phase.FORWARD else chunks + chunk]
+            phase, stage, microbatch = action
+            instruction = instructions[stage if phase is Phase.FORWARD else num_stages + stage]
             slot = instruction.inbox
             if slot >= 0:
                 if microbatch not in inbox[slot]:  # one that was sent is a number, not an event
@@ -124,7 +130,7 @@ class Run:
                 now = self._send(place, instruction, microbatch, now)
         yield from self._finish(place, now)
 
-    def _send(self, place: Place, instruction: Instruction, microbatch: int, now: int) -> int:
+    def _send(self, place: RankPlace, instruction: Instruction, microbatch: int, now: int) -> int:
         """Put a message on the rank's port; return when the rank may go on."""
         state, message = self.states[place.index], instruction.message
         start_ps = max(now, state.port_free_ps)
@@ -141,20 +147,20 @@ class Run:
         return end_ps if self.work.blocking_messages else now
 
     def _gathered_forward(
-        self, place: Place, segments: tuple[Segment, ...], now: int
+        self, place: RankPlace, segments: tuple[PassSegment, ...], now: int
     ) -> Generator[Event, int, int]:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
         for segment in segments:
             # Ready at 0: what it gathers was updated at the end of the step before.
-            submission = Submission([Queued(0, segment.collective_ps)], state.messages)
+            submission = Submission([QueuedCollective(0, segment.collective_ps)], state.messages)
             gathered_ps = yield place.dp_group.arrive(submission)
             state.gather_wait_ps += max(0, gathered_ps - now)
             now = max(now, gathered_ps) + segment.compute_ps
         return now
 
     def _sharded_pass(
-        self, place: Place, instruction: Instruction, action: Action, now: int
+        self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
@@ -165,31 +171,31 @@ class Run:
         reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
-            state.queue.append(Queued(now, units[0].gather_ps, UnitPart.GATHER))
+            state.queue.append(QueuedCollective(now, units[0].gather_ps, UnitPart.GATHER))
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
                 now = yield from self._wait_for_gather(place, now)
                 now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
-                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+                state.queue.append(QueuedCollective(now, next_ps, UnitPart.GATHER))
             now += unit.compute_ps
             if reduces and unit.reduce_ps:
                 now = _copied(state, unit.pack_ps, now)
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
-                state.queue.append(Queued(now, reduce_ps, UnitPart.REDUCTION))
+                state.queue.append(QueuedCollective(now, reduce_ps, UnitPart.REDUCTION))
                 if not prefetches:
                     now = yield from self._wait_for(place, len(state.queue), now)
             if next_ps and not prefetches:
-                state.queue.append(Queued(now, next_ps, UnitPart.GATHER))
+                state.queue.append(QueuedCollective(now, next_ps, UnitPart.GATHER))
         return now
 
-    def _wait_for_gather(self, place: Place, now: int) -> Generator[Event, int, int]:
+    def _wait_for_gather(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
         """Wait for the first gather in the queue, and what was issued before it."""
         queue = self.states[place.index].queue
         count = next(index for index, item in enumerate(queue) if item.unit is UnitPart.GATHER) + 1
         return (yield from self._wait_for(place, count, now))
 
-    def _wait_for(self, place: Place, count: int, now: int) -> Generator[Event, int, int]:
+    def _wait_for(self, place: RankPlace, count: int, now: int) -> Generator[Event, int, int]:
         """Wait for the first *count* collectives of the queue."""
         state = self.states[place.index]
         due, state.queue = state.queue[:count], state.queue[count:]
@@ -197,14 +203,14 @@ class Run:
         state.gather_wait_ps += max(0, end_ps - now)
         return max(now, end_ps)
 
-    def _finish(self, place: Place, now: int) -> Process:
+    def _finish(self, place: RankPlace, now: int) -> Process:
         """Reduce and sum what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
         if self.work.sums_first:
             now = yield from self._sum(place, now)
         if rank.reduce_ps:
-            state.queue.append(Queued(now, rank.reduce_ps))
+            state.queue.append(QueuedCollective(now, rank.reduce_ps))
         before_ps = now
         if state.queue:
             reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
@@ -220,7 +226,7 @@ class Run:
         state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
         state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
 
-    def _sum(self, place: Place, now: int) -> Generator[Event, int, int]:
+    def _sum(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
         """Sum gradients over tensor-parallel ranks."""
         rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
         if rank.sums_ps and place.tp_group is not None:
@@ -229,7 +235,7 @@ class Run:
         return now + rank.sums_ps
 
 
-def _message(env: Environment, state: RankState, slot: int, microbatch: int) -> Event:
+def _message(env: Environment, state: RankProgress, slot: int, microbatch: int) -> Event:
     """Return the event of a message that has not been sent yet."""
     state.waits_for = (slot, microbatch)
     state.wake = Event(env)
@@ -237,22 +243,22 @@ def _message(env: Environment, state: RankState, slot: int, microbatch: int) -> 
 
 
 def _units_now(
-    state: RankState,
+    state: RankProgress,
     instruction: Instruction,
     action: Action,
     freed: Sequence[bool],
     *,
     keeps_units: bool,
-) -> tuple[Unit, ...]:
+) -> tuple[UnitWork, ...]:
     """Return the units of a pass, without the gathers that an earlier pass has left.
 
     What that pass left may have been freed for want of room.
     """
-    chunk = action.chunk
+    virtual_stage = action.virtual_stage
     if freed and freed[len(state.starts_ps) - 1]:  # this action has its start noted already
-        state.passed.pop(chunk)
-    before = state.passed.get(chunk)
-    state.passed[chunk] = action.phase
+        state.passed.pop(virtual_stage)
+    before = state.passed.get(virtual_stage)
+    state.passed[virtual_stage] = action.phase
     if before is Phase.FORWARD:
         return instruction.again_units
     if before is Phase.BACKWARD and keeps_units:
@@ -260,17 +266,17 @@ def _units_now(
     return instruction.units
 
 
-def _copied(state: RankState, copy_ps: int, now: int) -> int:
+def _copied(state: RankProgress, copy_ps: int, now: int) -> int:
     """Copy from or to the buffer of a collective; return when that is done."""
     state.gather_wait_ps += copy_ps
     return now + copy_ps
 
 
-def _reduced_backward(state: RankState, segments: tuple[Segment, ...], now: int) -> int:
+def _reduced_backward(state: RankProgress, segments: tuple[PassSegment, ...], now: int) -> int:
     """Run a backward pass whose segments hand their gradients to the reduction."""
     for segment in segments:
         now += segment.compute_ps
-        state.queue.append(Queued(now, segment.collective_ps))
+        state.queue.append(QueuedCollective(now, segment.collective_ps))
     return now
 
 

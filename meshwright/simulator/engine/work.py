@@ -9,7 +9,7 @@ from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PassSegment:
     """A part of a pass between two data-parallel collectives, or runs of them.
 
     In a forward pass the collective must end before the segment starts (parameter gather); in
@@ -21,7 +21,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class UnitWork:
     """A part of every pass whose parameters are sharded: gather, compute, reduce.
 
     The gather must end before the unit computes; the reduction may start when it has.  After the
@@ -77,7 +77,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkWork:
+class VirtualStageWork:
     """One virtual stage of a rank.
 
     Args:
@@ -97,10 +97,10 @@ class ChunkWork:
     backward_ps: int
     forward_message: Message = Message()
     backward_message: Message = Message()
-    gathers: tuple[Segment, ...] = ()
-    reductions: tuple[Segment, ...] = ()
-    forward_units: tuple[Unit, ...] = ()
-    backward_units: tuple[Unit, ...] = ()
+    gathers: tuple[PassSegment, ...] = ()
+    reductions: tuple[PassSegment, ...] = ()
+    forward_units: tuple[UnitWork, ...] = ()
+    backward_units: tuple[UnitWork, ...] = ()
     reduces_each_pass: bool = False
 
 
@@ -109,7 +109,7 @@ class RankWork:
     """One pipeline rank: its virtual stages, and what follows its last action.
 
     Args:
-        chunks: Virtual stages in model order.
+        virtual_stages: Virtual stages in model order.
         reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
         sums_ps: Sums of gradients over tensor-parallel ranks that are left to the end.
         shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
@@ -117,7 +117,7 @@ class RankWork:
         gather_ps: Parameter gather after the update, where nothing hides it.
     """
 
-    chunks: tuple[ChunkWork, ...]
+    virtual_stages: tuple[VirtualStageWork, ...]
     reduce_ps: int = 0
     sums_ps: int = 0
     shared_embedding_ps: int = 0
@@ -137,7 +137,8 @@ class StepWork:
         shared_port: Messages and data-parallel collectives leave through the same port.
         prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
             computation waits for each gather and each reduction.
-        keeps_units: Gathered units stay from a backward pass to the next pass of their chunk.
+        keeps_units: Gathered units stay from a backward pass to the next pass of their virtual
+            stage.
         sums_first: Sums over tensor-parallel ranks follow the last pass, not the reductions.
         norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
         overhead_per_million: Time outside the model of a step, per million of its time.
@@ -162,7 +163,7 @@ class StepWork:
     @property
     def num_virtual_stages(self) -> int:
         """Virtual stages a rank."""
-        return len(self.ranks[0].chunks)
+        return len(self.ranks[0].virtual_stages)
 
 
 class UnitPart(StrEnum):

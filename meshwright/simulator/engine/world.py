@@ -3,7 +3,7 @@
 from simpy import Environment
 
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
-from meshwright.simulator.engine.run import Place, RankState, Run, collective_meeting
+from meshwright.simulator.engine.run import RankPlace, RankProgress, StepRun, collective_meeting
 from meshwright.simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import Axis, Mesh
@@ -29,7 +29,7 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
 
 def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
     env = Environment()
-    run = Run(work, env, mesh.world_size)
+    run = StepRun(work, env, mesh.world_size)
     places = _places(env, work, mesh)
     for place in places:
         env.process(run.compute_stream(place))
@@ -42,7 +42,7 @@ def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
     return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
 
 
-def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
+def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
     """Return the place of every rank, with the meetings of its groups made once a group."""
     meetings: dict[tuple[Axis, int], Meeting[int, int]] = {}
     streams = {}
@@ -63,7 +63,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
             meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
         is_end = pp_rank in (0, work.pp - 1)
         places.append(
-            Place(
+            RankPlace(
                 index=rank,
                 pp_rank=pp_rank,
                 stride=mesh.stride(Axis.PP),
@@ -76,7 +76,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[Place]:
     return places
 
 
-def _check_finished(run: Run) -> None:
+def _check_finished(run: StepRun) -> None:
     """Raise DeadlockError when the event queue emptied before every rank was done."""
     stuck = [(index, state) for index, state in enumerate(run.states) if state.end_ps < 0]
     if stuck:
@@ -88,16 +88,16 @@ def _check_finished(run: Run) -> None:
         )
 
 
-def _waiting(state: RankState) -> str:
+def _waiting(state: RankProgress) -> str:
     if state.waits_for is None:
         return "waiting for other ranks of a group"
     slot, microbatch = state.waits_for
-    chunks = len(state.inbox) // 2
-    phase = "forward" if slot < chunks else "backward"
-    return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % chunks}"
+    num_stages = len(state.inbox) // 2
+    phase = "forward" if slot < num_stages else "backward"
+    return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % num_stages}"
 
 
-def _rank_times(state: RankState, place: Place) -> RankTimes:
+def _rank_times(state: RankProgress, place: RankPlace) -> RankTimes:
     return RankTimes(
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,

@@ -8,7 +8,7 @@ from meshwright.simulator.liveness.activations import (
     saved_head_bytes,
 )
 from meshwright.simulator.liveness.products import Product, Step, column_steps, highest
-from meshwright.simulator.liveness.tensor_bytes import Widths
+from meshwright.simulator.liveness.tensor_bytes import TensorBytes
 
 
 def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
@@ -16,7 +16,7 @@ def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
 
     An unfused loss casts the logits to fp32, where they are not in fp32 already.
     """
-    wide = Widths.of(shape)
+    sizes = TensorBytes.of(shape)
     # The norm's input and its output: both wait for backward.
     norm = 2 * shape.num_local_scored_tokens * shape.model.hidden_size * shape.residual_bytes
     cast = _cast_operands(shape)
@@ -25,7 +25,7 @@ def head_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     copy = 0 if shape.stack.fused_loss or _has_fp32_logits(shape) else kept
     return (
         Step("final norm", norm, 0),
-        Step("logits", wide.gathered + cast + logits, wide.gathered + (norm // 2 if cast else 0)),
+        Step("logits", sizes.gathered + cast + logits, sizes.gathered + (norm // 2 if cast else 0)),
         Step("loss", copy + kept, copy + logits - kept_logits_bytes(shape)),
     )
 
@@ -46,14 +46,14 @@ def head_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
     logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
     kept = logits_tensor(shape).size_bytes
     is_final = shape.stack.loss_in_place and _has_fp32_logits(shape)
-    narrow = 0 if shape.stack.fused_loss or is_final else logits
-    eager = 0 if shape.stack.loss_in_place or shape.stack.fused_loss else kept
+    half_bytes = 0 if shape.stack.fused_loss or is_final else logits
+    loss_bytes = 0 if shape.stack.loss_in_place or shape.stack.fused_loss else kept
     # PyTorch's loss holds the losses' gradient and its own; split over ranks, the exponentials too.
-    eager *= 2 if shape.tp == 1 else 3
+    loss_bytes *= 2 if shape.tp == 1 else 3
     return (
-        Step("loss", eager, eager),
+        Step("loss", loss_bytes, loss_bytes),
         # Where logits were cast to fp32 their gradient is cast back, and the wide one goes.
-        Step("16-bit gradient", narrow, kept if narrow else 0),
+        Step("16-bit gradient", half_bytes, kept if half_bytes else 0),
         *logits_backward_steps(shape, logits),
     )
 
@@ -76,7 +76,7 @@ def logits_backward_steps(
             shape,
             Product("logits", gradient_bytes, model.hidden_size, (shape.local_vocab_size,)),
             values * shape.element_bytes,
-            operands=Widths.of(shape).regathered,
+            operands=TensorBytes.of(shape).regathered,
             stays=stays,
         ),
         Step("final norm", entered, entered + shape.message_bytes),
@@ -91,7 +91,7 @@ def embedding_backward_steps(shape: BlockShape) -> tuple[Step, ...]:
         table *= shape.tp
     mask = shape.num_local_tokens * shape.model.hidden_size if shape.model.dropout else 0
     dropped = shape.message_bytes if shape.model.dropout else 0
-    whole = Widths.of(shape).gathered
+    whole = TensorBytes.of(shape).gathered
     return (
         Step("gradient", shape.message_bytes, 0),
         Step("embedding dropout", dropped, mask + dropped),

@@ -26,7 +26,7 @@ from meshwright.simulator.liveness.products import (
     weight_gradient_bytes,
 )
 from meshwright.simulator.liveness.tensor_bytes import (
-    Widths,
+    TensorBytes,
     column_backward_bytes,
     forward_operands,
     row_backward_bytes,
@@ -45,26 +45,26 @@ FREED_IN = {
 
 def forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     """Return the last layer's forward: its kept tensors are allocated in it, and stay."""
-    wide = Widths.of(shape)
+    sizes = TensorBytes.of(shape)
     mlp, attention = _outside_core(shape)
     core = sum(tensor.size_bytes for tensor in attention_core_tensors(shape))
     recomputed = core if shape.recompute is Recompute.SELECTIVE else 0
     kept = shape.num_tokens * shape.local_width * shape.linear_input_bytes
     # Flash attention whose output is kept apart has it already; unfused, it is copied once.
     outputs = 2 if shape.attention is Attention.UNFUSED else int(not _keeps_output_apart(shape))
-    output = outputs * wide.core + row_forward_bytes(shape, shape.local_width)
-    summed = wide.whole + wide.scattered
+    output = outputs * sizes.core + row_forward_bytes(shape, shape.local_width)
+    summed = sizes.whole + sizes.scattered
     cast = row_forward_bytes(shape, shape.local_ffn_width)
-    cast += wide.mlp_out - wide.mlp_out // shape.element_bytes * shape.linear_input_bytes
-    norm = wide.local if shape.casts_weights else 0  # what is kept of it is its 16-bit copies
+    cast += sizes.mlp_out - sizes.mlp_out // shape.element_bytes * shape.linear_input_bytes
+    norm = sizes.local if shape.casts_weights else 0  # what is kept of it is its 16-bit copies
     return (
         Step("before the core", attention - kept + norm, 0),
-        Step("scores", wide.scores, 0),
-        Step("core", core, wide.scores),
+        Step("scores", sizes.scores, 0),
+        Step("core", core, sizes.scores),
         Step("core output", output, output - kept + recomputed),
         Step("attention output", summed, summed + norm),
         Step("mlp", mlp + norm, 0),
-        Step("mlp out", wide.whole + wide.local + cast, cast + norm),
+        Step("mlp out", sizes.whole + sizes.local + cast, cast + norm),
     )
 
 
@@ -87,30 +87,30 @@ def unkept_forward_steps(shape: BlockShape) -> tuple[Step, ...]:
     A block's normalised input lives until the block returns, what autocast has cast of its
     weights longer.
     """
-    wide = Widths.of(shape)
-    norm = wide.local
+    sizes = TensorBytes.of(shape)
+    norm = sizes.local
     unfused = shape.attention is Attention.UNFUSED
-    mask = wide.score_mask
-    dropped = wide.scores if shape.model.dropout else 0
-    output = wide.whole + wide.scattered
+    mask = sizes.score_mask
+    dropped = sizes.scores if shape.model.dropout else 0
+    output = sizes.whole + sizes.scattered
     qkv, of_core, mlp_in, of_mlp = forward_operands(shape)
     return (
         Step("attention norm", norm, 0),
-        Step("qkv", qkv.size_bytes + wide.qkv, qkv.freed),
-        Step("softmax", wide.repeated + 2 * wide.scores, wide.scores),
+        Step("qkv", qkv.size_bytes + sizes.qkv, qkv.freed),
+        Step("softmax", sizes.repeated + 2 * sizes.scores, sizes.scores),
         Step("attention dropout", dropped + mask, dropped + mask),
         Step(
             "core",
-            wide.core * (1 + unfused),
-            wide.core * unfused + wide.scores + wide.repeated + wide.qkv,
+            sizes.core * (1 + unfused),
+            sizes.core * unfused + sizes.scores + sizes.repeated + sizes.qkv,
         ),
-        Step("attention output", output + of_core.size_bytes, of_core.freed + wide.core + norm),
-        Step("attention residual", wide.local, output),
+        Step("attention output", output + of_core.size_bytes, of_core.freed + sizes.core + norm),
+        Step("attention residual", sizes.local, output),
         Step("mlp norm", norm, 0),
-        Step("mlp in", mlp_in.size_bytes + wide.mlp_in, mlp_in.freed),
-        Step("mlp activation", wide.mlp_out, wide.mlp_in),
-        Step("mlp out", output + of_mlp.size_bytes, of_mlp.freed + norm + wide.mlp_out),
-        Step("mlp residual", wide.local, output + wide.local),
+        Step("mlp in", mlp_in.size_bytes + sizes.mlp_in, mlp_in.freed),
+        Step("mlp activation", sizes.mlp_out, sizes.mlp_in),
+        Step("mlp out", output + of_mlp.size_bytes, of_mlp.freed + norm + sizes.mlp_out),
+        Step("mlp residual", sizes.local, output + sizes.local),
     )
 
 
@@ -124,9 +124,9 @@ def backward_steps(
         keeps_weight_gradients: Gradients of weights stay until the layer is done.
         from_buffer: The gradient of its output lies in a buffer that is counted elsewhere.
     """
-    layer = _Layer(
+    layer = _LayerBackward(
         shape=shape,
-        wide=Widths.of(shape),
+        sizes=TensorBytes.of(shape),
         kept={tensor.name: tensor.size_bytes for tensor in layer_tensors(shape)},
         stays=keeps_weight_gradients,
         arriving=0 if from_buffer else shape.message_bytes,
@@ -134,11 +134,11 @@ def backward_steps(
     return (*_mlp_backward(layer), *_attention_backward(layer))
 
 
-class _Layer(NamedTuple):
+class _LayerBackward(NamedTuple):
     """What the steps of a layer's backward are read from."""
 
     shape: BlockShape
-    wide: Widths
+    sizes: TensorBytes
     kept: dict[str, int]
     stays: bool
     arriving: int
@@ -147,8 +147,8 @@ class _Layer(NamedTuple):
     def dropped(self) -> int:
         """The gradient of a block's output that is not the residual stream's: dropped or cast."""
         if self.shape.casts_weights:
-            return self.wide.whole
-        return self.wide.local if self.shape.model.dropout else 0
+            return self.sizes.whole
+        return self.sizes.local if self.shape.model.dropout else 0
 
     def dropout_step(self, name: str) -> Step:
         """Return the backward of a dropout, and of the cast after it."""
@@ -175,8 +175,8 @@ class _Layer(NamedTuple):
         return column_steps(self.shape, product, kept_input, operands=operands, stays=self.stays)
 
 
-def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
-    shape, wide, kept, _, arriving = layer
+def _mlp_backward(layer: _LayerBackward) -> tuple[Step, ...]:
+    shape, sizes, kept, _, arriving = layer
     hidden, ffn = shape.model.hidden_size, shape.local_ffn_width
     separate = shape.model.gated_mlp and not shape.stack.fused_qkv
     outputs = (ffn, ffn) if separate else (shape.mlp_in_width,)
@@ -185,16 +185,16 @@ def _mlp_backward(layer: _Layer) -> tuple[Step, ...]:
         # It lives to the end, where the norm's input adds its own gradient to it.
         Step("gradient", arriving, 0),
         layer.dropout_step("mlp dropout"),
-        *layer.row_steps(row, wide.mlp_out, kept["mlp activation output"]),
-        Step("mlp activation", wide.mlp_in, wide.mlp_out + kept["mlp activation input"]),
-        *layer.column_steps(Product("mlp in", wide.mlp_in, hidden, outputs), kept["mlp input"]),
-        Step("mlp norm", wide.local, 2 * wide.local + kept["mlp norm statistics"]),
+        *layer.row_steps(row, sizes.mlp_out, kept["mlp activation output"]),
+        Step("mlp activation", sizes.mlp_in, sizes.mlp_out + kept["mlp activation input"]),
+        *layer.column_steps(Product("mlp in", sizes.mlp_in, hidden, outputs), kept["mlp input"]),
+        Step("mlp norm", sizes.local, 2 * sizes.local + kept["mlp norm statistics"]),
         Step("mlp residual", 0, arriving),
     )
 
 
-def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
-    shape, wide, kept, _, _ = layer
+def _attention_backward(layer: _LayerBackward) -> tuple[Step, ...]:
+    shape, sizes, kept, _, _ = layer
     hidden, width, kv_width = shape.model.hidden_size, shape.local_width, shape.local_kv_width
     outputs = (width + 2 * kv_width,) if shape.stack.fused_qkv else (kv_width, kv_width, width)
     row = Product("attention output", layer.dropped, width, (hidden,))
@@ -203,59 +203,59 @@ def _attention_backward(layer: _Layer) -> tuple[Step, ...]:
     freed = kept["attention output"] if unfused or _keeps_output_apart(shape) else 0
     return (
         layer.dropout_step("attention dropout"),
-        *layer.row_steps(row, wide.core, freed),
-        *(_unfused_core(shape, wide, kept) if unfused else _flash_core(shape, wide, kept)),
-        *_packed(shape, wide, kept),
-        *layer.column_steps(Product("qkv", wide.qkv, hidden, outputs), kept["qkv input"]),
-        Step("attention norm", wide.local, 2 * wide.local),
-        Step("attention residual", 0, wide.local + kept["attention norm statistics"]),
+        *layer.row_steps(row, sizes.core, freed),
+        *(_unfused_core(shape, sizes, kept) if unfused else _flash_core(shape, sizes, kept)),
+        *_packed(shape, sizes, kept),
+        *layer.column_steps(Product("qkv", sizes.qkv, hidden, outputs), kept["qkv input"]),
+        Step("attention norm", sizes.local, 2 * sizes.local),
+        Step("attention residual", 0, sizes.local + kept["attention norm statistics"]),
     )
 
 
-def _unfused_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+def _unfused_core(shape: BlockShape, sizes: TensorBytes, kept: dict[str, int]) -> tuple[Step, ...]:
     """Return the core's backward: value product, dropout, softmax, score product, repeats."""
-    dropped = wide.scores if shape.model.dropout else 0
-    copies = wide.repeated // 2
-    value = copies or wide.key_value
+    dropped = sizes.scores if shape.model.dropout else 0
+    copies = sizes.repeated // 2
+    value = copies or sizes.key_value
     alone = _freed_with_values(shape, kept)
     again = _recomputed_core(
-        shape, wide.repeated + wide.score_mask + dropped + wide.scores, wide.scores
+        shape, sizes.repeated + sizes.score_mask + dropped + sizes.scores, sizes.scores
     )
     return (
         *again,
-        Step("values", wide.scores + value, wide.core + dropped + copies + alone),
-        Step("probability dropout", dropped, dropped + wide.score_mask),
-        Step("softmax", wide.scores, 2 * wide.scores),
-        Step("scores", wide.core + value, wide.scores + copies),
+        Step("values", sizes.scores + value, sizes.core + dropped + copies + alone),
+        Step("probability dropout", dropped, dropped + sizes.score_mask),
+        Step("softmax", sizes.scores, 2 * sizes.scores),
+        Step("scores", sizes.core + value, sizes.scores + copies),
         # The gradients of copies are summed to those of the heads they were made of.
-        Step("repeats", 2 * wide.key_value if copies else 0, 2 * copies),
-        _rotary_step(shape, wide, kept["rotated queries and keys"]),
+        Step("repeats", 2 * sizes.key_value if copies else 0, 2 * copies),
+        _rotary_step(shape, sizes, kept["rotated queries and keys"]),
     )
 
 
-def _rotary_step(shape: BlockShape, wide: Widths, freed: int) -> Step:
+def _rotary_step(shape: BlockShape, sizes: TensorBytes, freed: int) -> Step:
     """Return the gradients of queries and keys being turned back."""
-    turned = wide.core + wide.key_value if shape.model.positions == "rotary" else 0
+    turned = sizes.core + sizes.key_value if shape.model.positions == "rotary" else 0
     return Step("rotary", turned, turned + freed)
 
 
-def _flash_core(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+def _flash_core(shape: BlockShape, sizes: TensorBytes, kept: dict[str, int]) -> tuple[Step, ...]:
     statistics = kept["log-sum-exp"]
     output = kept["attention output"]
     if _keeps_output_apart(shape):  # recomputed with the core where that is
         is_again = shape.recompute is Recompute.SELECTIVE
         output = 0 if is_again else kept["attention output in bf16"]
     rotated = kept["rotated queries and keys"]
-    again = _recomputed_core(shape, wide.core + statistics, 0)
-    recomputed = wide.core if again else 0
+    again = _recomputed_core(shape, sizes.core + statistics, 0)
+    recomputed = sizes.core if again else 0
     return (
         *again,
         Step(
             "attention core",
-            wide.qkv,
-            wide.core + statistics + rotated + output + recomputed,
+            sizes.qkv,
+            sizes.core + statistics + rotated + output + recomputed,
         ),
-        _rotary_step(shape, wide, 0),
+        _rotary_step(shape, sizes, 0),
     )
 
 
@@ -273,9 +273,9 @@ def _freed_with_values(shape: BlockShape, kept: dict[str, int]) -> int:
     return kept["queries, keys and values"] if is_early else 0
 
 
-def _packed(shape: BlockShape, wide: Widths, kept: dict[str, int]) -> tuple[Step, ...]:
+def _packed(shape: BlockShape, sizes: TensorBytes, kept: dict[str, int]) -> tuple[Step, ...]:
     """Return the gradients of queries, keys and values becoming that of a fused product."""
-    packed = wide.qkv if shape.stack.fused_qkv else 0
+    packed = sizes.qkv if shape.stack.fused_qkv else 0
     freed = kept["queries, keys and values"] - _freed_with_values(shape, kept)
     return (Step("pack qkv", packed, packed + freed),)
 

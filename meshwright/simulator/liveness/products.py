@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.liveness.tensor_bytes import Widths
+from meshwright.simulator.liveness.tensor_bytes import TensorBytes
 
 
 class Step(NamedTuple):
@@ -82,14 +82,14 @@ def column_steps(
     """
     if shape.casts_weights:
         return cast_column_steps(shape, product, shape.num_tokens, stays=stays)
-    wide = Widths.of(shape)
+    sizes = TensorBytes.of(shape)
     outputs = sum(product.outputs) if stays else max(product.outputs)
     weight = weight_gradient_bytes(shape, outputs * product.inputs)
     # Beside the running sum one more input gradient at most: each is added as it comes.
     copies = min(2, len(product.outputs))
-    allocated = operands + copies * wide.whole + wide.scattered + weight
+    allocated = operands + copies * sizes.whole + sizes.scattered + weight
     arrived = 0 if stays else weight
-    leaves = allocated - weight + arrived - wide.local
+    leaves = allocated - weight + arrived - sizes.local
     frees = leaves + product.gradient_bytes + kept_input
     return (Step(product.name, allocated, frees, gradient=arrived),)
 
@@ -107,9 +107,9 @@ def cast_row_steps(
         stays: Whether the weight's gradient stays.
     """
     num_weights = product.inputs * sum(product.outputs)
-    narrow = num_weights * shape.element_bytes
+    half_bytes = num_weights * shape.element_bytes
     return (
-        Step(product.name, inputs_bytes + narrow, product.gradient_bytes + freed),
+        Step(product.name, inputs_bytes + half_bytes, product.gradient_bytes + freed),
         _cast_weight_step(shape, product, num_weights, stays=stays),
     )
 
@@ -128,16 +128,16 @@ def cast_column_steps(
         num_tokens: Rows of the input.
         stays: Whether the weights' gradients stay.
     """
-    narrow = num_tokens * product.inputs * shape.element_bytes
-    wide = num_tokens * product.inputs * Precision.FP32.num_bytes
+    half_bytes = num_tokens * product.inputs * shape.element_bytes
+    full_bytes = num_tokens * product.inputs * Precision.FP32.num_bytes
     steps: list[Step] = []
     for index, outputs in enumerate(product.outputs):
         num_weights = outputs * product.inputs
         copy = num_weights * shape.element_bytes
         gradient = product.gradient_bytes * outputs // sum(product.outputs)
         steps += [
-            Step(product.name, narrow + copy, gradient + narrow + copy),
-            Step(f"{product.name} inputs", wide, narrow + (wide if index else 0)),
+            Step(product.name, half_bytes + copy, gradient + half_bytes + copy),
+            Step(f"{product.name} inputs", full_bytes, half_bytes + (full_bytes if index else 0)),
             _cast_weight_step(shape, product, num_weights, stays=stays),
         ]
     return tuple(steps)
@@ -147,6 +147,9 @@ def _cast_weight_step(
     shape: BlockShape, product: Product, num_weights: int, *, stays: bool
 ) -> Step:
     """Return the backward of a weight's cast: its gradient in fp32, from that in 16 bit."""
-    narrow, wide = num_weights * shape.element_bytes, num_weights * Precision.FP32.num_bytes
-    arrived = 0 if stays else wide
-    return Step(f"{product.name} weights", wide, narrow + arrived, gradient=arrived)
+    half_bytes, full_bytes = (
+        num_weights * shape.element_bytes,
+        num_weights * Precision.FP32.num_bytes,
+    )
+    arrived = 0 if stays else full_bytes
+    return Step(f"{product.name} weights", full_bytes, half_bytes + arrived, gradient=arrived)

@@ -11,7 +11,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.liveness.activations import cast_weights
 
 
-class Widths(NamedTuple):
+class TensorBytes(NamedTuple):
     """Bytes of the tensors of a layer's passes on one rank.
 
     ``local`` is an activation outside tensor-parallel regions, ``whole`` one with all tokens,
@@ -34,7 +34,7 @@ class Widths(NamedTuple):
     repeated: int
 
     @classmethod
-    def of(cls, shape: BlockShape) -> "Widths":
+    def of(cls, shape: BlockShape) -> "TensorBytes":
         """Return the widths of *shape*."""
         element = shape.num_tokens * shape.element_bytes
         whole = element * shape.model.hidden_size

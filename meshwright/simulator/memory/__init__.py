@@ -2,22 +2,22 @@
 
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
-    ChunkMemory,
     KeptUnits,
-    Moment,
-    PassMoments,
+    PassPeak,
+    PassPeaks,
     RankMemory,
     Shards,
     StateBytes,
-    chunk_memory,
+    VirtualStageMemory,
     device_bytes,
-    fuller,
+    fuller_peak,
     pass_workspace_bytes,
     rank_memory,
     rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
+    virtual_stage_memory,
     with_copies,
     with_workspace,
 )
@@ -31,18 +31,17 @@ from meshwright.simulator.memory.timeline import (
 )
 
 __all__ = [
-    "ChunkMemory",
     "KeptUnits",
     "MemoryEvent",
-    "Moment",
-    "PassMoments",
+    "PassPeak",
+    "PassPeaks",
     "RankMemory",
     "SentBytes",
     "Shards",
     "StateBytes",
-    "chunk_memory",
+    "VirtualStageMemory",
     "device_bytes",
-    "fuller",
+    "fuller_peak",
     "kept_levels",
     "memory_peak",
     "memory_timeline",
@@ -55,6 +54,7 @@ __all__ = [
     "sharded_workspace_bytes",
     "update_level",
     "usable_bytes",
+    "virtual_stage_memory",
     "with_copies",
     "with_workspace",
 ]

@@ -9,12 +9,18 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from meshwright.simulator.memory.rank import ChunkMemory, KeptUnits, Moment, PassMoments, RankMemory
-from meshwright.simulator.memory.sent_messages import held_until_end, held_until_next
-from meshwright.simulator.schedules import Action, Phase, next_chunks
+from meshwright.simulator.memory.rank import (
+    KeptUnits,
+    PassPeak,
+    PassPeaks,
+    RankMemory,
+    VirtualStageMemory,
+)
+from meshwright.simulator.memory.sent_messages import sent_bytes_until_end, sent_bytes_until_next
+from meshwright.simulator.schedules import Action, Phase, next_virtual_stages
 
 
-class Level(NamedTuple):
+class LiveBytes(NamedTuple):
     """Live bytes beside the static ones: *activations* stay, *buffers* are a momentary need.
 
     ``absent`` bytes of gradients that count as static are not there.
@@ -30,7 +36,7 @@ class Level(NamedTuple):
         return self.activations + self.buffers - self.absent
 
 
-class Kind(IntEnum):
+class PassKind(IntEnum):
     """A pass: forward, the first backward of its virtual stage, another backward."""
 
     FORWARD = 0
@@ -38,7 +44,7 @@ class Kind(IntEnum):
     BACKWARD = 2
 
 
-class Found(IntEnum):
+class UnitsFound(IntEnum):
     """What a pass finds of its units: not all of them, all, or all in their gathered buffers."""
 
     APART = 0
@@ -51,57 +57,65 @@ class PassState(NamedTuple):
 
     Args:
         kind: What it is.
-        chunk: Of which virtual stage.
+        virtual_stage: Of which virtual stage.
         found: What it finds of that.
         is_last: No backward pass of that follows.
         freed: Virtual stages whose units are freed before it.
         fetched: Virtual stages whose units are gathered ahead of their passes, before it.
     """
 
-    kind: Kind
-    chunk: int
-    found: Found
+    kind: PassKind
+    virtual_stage: int
+    found: UnitsFound
     is_last: bool
     freed: tuple[int, ...]
     fetched: tuple[int, ...]
 
 
-def pass_states(actions: Sequence[Action], num_chunks: int, *, reshards: bool) -> list[PassState]:
+def pass_states(
+    actions: Sequence[Action], num_virtual_stages: int, *, reshards: bool
+) -> list[PassState]:
     """Return the states of a rank's passes, in order.
 
     Args:
         actions: What it runs.
-        num_chunks: Its virtual stages.
+        num_virtual_stages: Its virtual stages.
         reshards: Units are freed after a forward pass.
     """
-    after = {Phase.FORWARD: Found.APART if reshards else Found.WHOLE, Phase.BACKWARD: Found.WHOLE}
-    found, left = [Found.APART] * num_chunks, [len(actions) // (2 * num_chunks)] * num_chunks
-    backward = [Kind.FIRST_BACKWARD] * num_chunks
+    after = {
+        Phase.FORWARD: UnitsFound.APART if reshards else UnitsFound.WHOLE,
+        Phase.BACKWARD: UnitsFound.WHOLE,
+    }
+    found, left = (
+        [UnitsFound.APART] * num_virtual_stages,
+        [len(actions) // (2 * num_virtual_stages)] * num_virtual_stages,
+    )
+    backward = [PassKind.FIRST_BACKWARD] * num_virtual_stages
     # Only the runtime of several stages a rank inserts gathers (`_add_unshard_reshard`, called by
     # _PipelineScheduleRuntime); those of one stage leave them to fully_shard's hooks.
-    coming = next_chunks(actions) if num_chunks > 1 else [()] * len(actions)
+    coming = next_virtual_stages(actions) if num_virtual_stages > 1 else [()] * len(actions)
     gathered: tuple[int, ...] = ()
     states = []
-    for (phase, chunk, _), following in zip(actions, coming, strict=True):
+    for (phase, virtual_stage, _), following in zip(actions, coming, strict=True):
         freed = tuple(each for each in gathered if each not in following)
         fetched = tuple(each for each in following if each not in gathered)
         gathered = following
         for each in fetched:
-            found[each] = Found.AHEAD
-        kind = Kind.FORWARD
+            found[each] = UnitsFound.AHEAD
+        kind = PassKind.FORWARD
         if phase is Phase.BACKWARD:
-            kind, backward[chunk] = backward[chunk], Kind.BACKWARD
-            left[chunk] -= 1
-        is_last = phase is Phase.BACKWARD and not left[chunk]
-        states.append(PassState(kind, chunk, found[chunk], is_last, freed, fetched))
+            kind, backward[virtual_stage] = backward[virtual_stage], PassKind.BACKWARD
+            left[virtual_stage] -= 1
+        is_last = phase is Phase.BACKWARD and not left[virtual_stage]
+        states.append(PassState(kind, virtual_stage, found[virtual_stage], is_last, freed, fetched))
         # A pipeline's stages do not reshard after backward: the next microbatch wants the weights.
-        found[chunk] = after[phase]
+        found[virtual_stage] = after[phase]
     return states
 
 
 def kept_levels(
     memory: RankMemory, actions: Sequence[Action], states: Sequence[PassState]
-) -> Iterator[tuple[Level, Level]]:
+) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield what lives in each pass and after it on a rank whose units are kept between passes.
 
     Args:
@@ -109,44 +123,46 @@ def kept_levels(
         actions: What it runs.
         states: The states of that.
     """
-    chunks = [(chunk, kept) for chunk in memory.chunks if (kept := chunk.kept_units) is not None]
-    moments = [_moments(chunk, kept) for chunk, kept in chunks]
+    stages = [
+        (stage, kept) for stage in memory.virtual_stages if (kept := stage.kept_units) is not None
+    ]
+    moments = [_moments(stage, kept) for stage, kept in stages]
     saved = memory.message_buffers_bytes
-    absent = sum(chunk.late_gradients_bytes for chunk, _ in chunks)
-    gathered, elsewhere = [0] * len(chunks), 0
-    sent = _sent_bytes(memory, actions, [kept for _, kept in chunks])
+    absent = sum(stage.late_gradients_bytes for stage, _ in stages)
+    gathered, elsewhere = [0] * len(stages), 0
+    sent = _sent_bytes(memory, actions, [kept for _, kept in stages])
     for index, (kind, number, found, is_last, freed, fetched) in enumerate(states):
         for each in freed:
             elsewhere, gathered[each] = elsewhere - gathered[each], 0
         for each in fetched:
-            gathered[each] = chunks[each][1].ahead_bytes
+            gathered[each] = stages[each][1].ahead_bytes
             elsewhere += gathered[each]
         elsewhere -= gathered[number]  # the workspaces of its own passes have it
-        chunk, kept = chunks[number]
-        if kind is Kind.FORWARD:
-            saved += chunk.saved_bytes
-        elif kind is Kind.FIRST_BACKWARD:
-            absent -= chunk.late_gradients_bytes
+        stage, kept = stages[number]
+        if kind is PassKind.FORWARD:
+            saved += stage.saved_bytes
+        elif kind is PassKind.FIRST_BACKWARD:
+            absent -= stage.late_gradients_bytes
         buffers, missing = moments[number][found][kind]
-        during = Level(saved + sent[index], elsewhere + buffers, absent + missing)
-        needs = goes = 0
-        if kind is Kind.FORWARD:
-            gathered[number] = chunk.after_forward_bytes
+        during = LiveBytes(saved + sent[index], elsewhere + buffers, absent + missing)
+        reduction_bytes = reduced_bytes = 0
+        if kind is PassKind.FORWARD:
+            gathered[number] = stage.after_forward_bytes
         else:
-            saved -= chunk.saved_bytes
-            gathered[number] = chunk.after_backward_bytes
+            saved -= stage.saved_bytes
+            gathered[number] = stage.after_backward_bytes
             if is_last:
-                needs, goes = kept.reduction
+                reduction_bytes, reduced_bytes = kept.reduction
         elsewhere += gathered[number]
-        yield during, Level(saved + sent[index + 1], elsewhere + needs, absent)
-        absent += goes
+        yield during, LiveBytes(saved + sent[index + 1], elsewhere + reduction_bytes, absent)
+        absent += reduced_bytes
 
 
-def _moments(chunk: ChunkMemory, kept: KeptUnits) -> tuple[PassMoments, ...]:
+def _moments(stage: VirtualStageMemory, kept: KeptUnits) -> tuple[PassPeaks, ...]:
     """Return the fullest instants of passes by what they find."""
-    backward = Moment(chunk.backward_workspace_bytes)
-    first = chunk.first_backward or backward
-    apart = PassMoments(Moment(chunk.forward_workspace_bytes), first, backward)
+    backward = PassPeak(stage.backward_workspace_bytes)
+    first = stage.first_backward or backward
+    apart = PassPeaks(PassPeak(stage.forward_workspace_bytes), first, backward)
     return (apart, kept.whole, kept.ahead)
 
 
@@ -155,4 +171,8 @@ def _sent_bytes(
 ) -> list[int]:
     """Return the sent messages that live in each action beside what counts as saved."""
     sent = [units.sent for units in kept]
-    return held_until_end(actions, sent) if memory.holds_sent else held_until_next(actions, sent[0])
+    return (
+        sent_bytes_until_end(actions, sent)
+        if memory.holds_sent
+        else sent_bytes_until_next(actions, sent[0])
+    )

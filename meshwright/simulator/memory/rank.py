@@ -92,7 +92,7 @@ class StateBytes:
         return rank_memory(num_parameters, self, (), shards=shards).static_bytes
 
 
-class Moment(NamedTuple):
+class PassPeak(NamedTuple):
     """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
 
     buffers_bytes: int
@@ -104,21 +104,21 @@ class Moment(NamedTuple):
         return self.buffers_bytes - self.absent_bytes
 
 
-def fuller(one: Moment, other: Moment) -> Moment:
+def fuller_peak(one: PassPeak, other: PassPeak) -> PassPeak:
     """Return the moment at which more lives; of two alike the first.
 
-    >>> fuller(Moment(5, absent_bytes=3), Moment(4))
-    Moment(buffers_bytes=4, absent_bytes=0)
+    >>> fuller_peak(PassPeak(5, absent_bytes=3), PassPeak(4))
+    PassPeak(buffers_bytes=4, absent_bytes=0)
     """
     return one if one.total_bytes >= other.total_bytes else other
 
 
-class PassMoments(NamedTuple):
+class PassPeaks(NamedTuple):
     """The fullest instants of the passes of a virtual stage: forward, first and later backward."""
 
-    forward: Moment
-    first_backward: Moment
-    backward: Moment
+    forward: PassPeak
+    first_backward: PassPeak
+    backward: PassPeak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,32 +133,32 @@ class KeptUnits:
         sent: What it sends in each microbatch.
     """
 
-    whole: PassMoments
-    ahead: PassMoments
+    whole: PassPeaks
+    ahead: PassPeaks
     ahead_bytes: int
-    reduction: Moment
+    reduction: PassPeak
     sent: SentBytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkMemory:
+class VirtualStageMemory:
     """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
 
-    ``late_gradients_bytes`` are those of the gradients that the chunk's first backward pass makes,
-    ``first_backward`` is the fullest instant of that pass; None where it is as the others.
+    ``late_gradients_bytes`` are those of the gradients that the virtual stage's first backward pass
+    makes, ``first_backward`` is the fullest instant of that pass; None where it is as the others.
     ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
     which ``reduced_gradients_bytes`` are gone then.
     ``after_forward_bytes`` and ``after_backward_bytes`` of gathered weights live while other
-    chunks run; the workspaces of its own passes include them.  With ``kept_units`` these are the
-    workspaces of passes that gather the units themselves.
+    virtual stages run; the workspaces of its own passes include them.  With ``kept_units`` these
+    are the workspaces of passes that gather the units themselves.
     """
 
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     late_gradients_bytes: int = 0
-    first_backward: Moment | None = None
-    last_backward: Moment | None = None
+    first_backward: PassPeak | None = None
+    last_backward: PassPeak | None = None
     reduced_gradients_bytes: int = 0
     after_forward_bytes: int = 0
     after_backward_bytes: int = 0
@@ -176,7 +176,7 @@ class RankMemory:
     gradients_bytes: int
     optimizer_states_bytes: int
     update_temporary_bytes: int
-    chunks: tuple[ChunkMemory, ...]
+    virtual_stages: tuple[VirtualStageMemory, ...]
     host_bytes: int = 0
     message_buffers_bytes: int = 0
     holds_sent: bool = False
@@ -189,7 +189,9 @@ class RankMemory:
     @property
     def reshards(self) -> bool:
         """Whether gathered weights are freed after a forward pass but not after a backward one."""
-        return any(chunk.after_forward_bytes < chunk.after_backward_bytes for chunk in self.chunks)
+        return any(
+            stage.after_forward_bytes < stage.after_backward_bytes for stage in self.virtual_stages
+        )
 
 
 def pass_workspace_bytes(
@@ -227,9 +229,9 @@ def pass_workspace_bytes(
     return max(0, forward), max(0, backward)
 
 
-def chunk_memory(
+def virtual_stage_memory(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> ChunkMemory:
+) -> VirtualStageMemory:
     """Return the memory of one pass through *num_layers* layers and their extras."""
     forward, backward = pass_workspace_bytes(
         shape, num_layers, has_embedding=has_embedding, has_head=has_head
@@ -238,19 +240,19 @@ def chunk_memory(
     saved += saved_embedding_bytes(shape) if has_embedding else 0
     saved += saved_head_bytes(shape) if has_head else 0
     saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
-    return ChunkMemory(
+    return VirtualStageMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
     )
 
 
-def with_workspace(chunk: ChunkMemory, workspace: tuple[int, int]) -> ChunkMemory:
-    """Return *chunk* with more needed for a moment in its forward and its backward."""
+def with_workspace(stage: VirtualStageMemory, workspace: tuple[int, int]) -> VirtualStageMemory:
+    """Return *stage* with more needed for a moment in its forward and its backward."""
     return replace(
-        chunk,
-        forward_workspace_bytes=chunk.forward_workspace_bytes + workspace[0],
-        backward_workspace_bytes=chunk.backward_workspace_bytes + workspace[1],
+        stage,
+        forward_workspace_bytes=stage.forward_workspace_bytes + workspace[0],
+        backward_workspace_bytes=stage.backward_workspace_bytes + workspace[1],
     )
 
 
@@ -264,8 +266,8 @@ def sharded_workspace_bytes(
     """
     # Two at a time, as the next unit is gathered while this one computes (ZeRO, FSDP prefetch).
     neighbours = zip(units, [*units[1:], 0], strict=True)
-    held = max(map(sum, neighbours)) if reshards else sum(units)
-    gathered = held * state.gathered_parameter if shards.parameters > 1 else 0
+    num_gathered = max(map(sum, neighbours)) if reshards else sum(units)
+    gathered = num_gathered * state.gathered_parameter if shards.parameters > 1 else 0
     gradient = max(units) * state.gradient if shards.gradients > 1 else 0
     return gathered, gathered + gradient
 
@@ -283,7 +285,11 @@ def rank_parameters(
 
 
 def rank_memory(
-    num_parameters: int, state: StateBytes, chunks: tuple[ChunkMemory, ...], *, shards: Shards
+    num_parameters: int,
+    state: StateBytes,
+    virtual_stages: tuple[VirtualStageMemory, ...],
+    *,
+    shards: Shards,
 ) -> RankMemory:
     """Return the memory of a rank whose states are split over *shards*."""
     # A whole weight is in the training's format; a shard may be in fp32, its own master copy.
@@ -295,7 +301,7 @@ def rank_memory(
         gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,
-        chunks=chunks,
+        virtual_stages=virtual_stages,
     )
 
 

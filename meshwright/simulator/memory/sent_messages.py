@@ -23,23 +23,25 @@ class SentBytes(NamedTuple):
     gradient: int = 0
 
 
-def held_until_end(actions: Sequence[Action], sent: Sequence[SentBytes]) -> list[int]:
+def sent_bytes_until_end(actions: Sequence[Action], sent: Sequence[SentBytes]) -> list[int]:
     """Return the sent bytes that live during each action, and after the last: all sent so far.
 
     The runtimes of GPipe and of interleaved schedules wait for their sends when all passes are
     done.  An output counts once its backward pass is over: until then it is kept anyway.
 
     >>> actions = [Action(Phase(name), 0, index) for name in "FB" for index in (0, 1)]
-    >>> held_until_end(actions, [SentBytes(output=10, gradient=1)])
+    >>> sent_bytes_until_end(actions, [SentBytes(output=10, gradient=1)])
     [0, 0, 0, 11, 22]
     """
-    held = [0]
-    for phase, chunk, _ in actions:
-        held.append(held[-1] + (sum(sent[chunk]) if phase is Phase.BACKWARD else 0))
-    return held
+    live_bytes = [0]
+    for phase, virtual_stage, _ in actions:
+        live_bytes.append(
+            live_bytes[-1] + (sum(sent[virtual_stage]) if phase is Phase.BACKWARD else 0)
+        )
+    return live_bytes
 
 
-def held_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
+def sent_bytes_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
     """Return the sent bytes that live during each action of 1F1B, and after the last.
 
     A gradient lives until the next backward pass has made another.  The last output that was sent
@@ -48,7 +50,7 @@ def held_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
 
     >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     >>> actions = [Action(Phase(name), 0, index) for name, index in order]
-    >>> held_until_next(actions, SentBytes(output=10, gradient=1))
+    >>> sent_bytes_until_next(actions, SentBytes(output=10, gradient=1))
     [0, 0, 0, 11, 11, 1, 1]
     """
     phases = [action.phase for action in actions]
@@ -56,9 +58,9 @@ def held_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
     # gradients once no forward pass is left.  All else goes in a batch with a receive.
     warmup = phases.index(Phase.BACKWARD)
     steady = phases.count(Phase.FORWARD) - warmup  # passes after which a forward pass follows
-    held, done = [0], 0
+    live_bytes, done = [0], 0
     for phase in phases:
         done += phase is Phase.BACKWARD
         output = sent.output if 1 <= warmup - 1 <= done <= steady else 0
-        held.append(output + (sent.gradient if done else 0))
-    return held
+        live_bytes.append(output + (sent.gradient if done else 0))
+    return live_bytes

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.simulator.memory.pass_states import Level, PassState, kept_levels, pass_states
-from meshwright.simulator.memory.rank import Moment, RankMemory
+from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_levels, pass_states
+from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
 
 
@@ -23,7 +23,7 @@ class MemoryPeak:
 
 
 class MemoryEvent(NamedTuple):
-    """A change of a rank's live bytes, as in `Level`, and when it happens."""
+    """A change of a rank's live bytes, as in `LiveBytes`, and when it happens."""
 
     time_ps: int
     moment: str
@@ -40,7 +40,7 @@ class MemoryEvent(NamedTuple):
 
 def pass_levels(
     memory: RankMemory, actions: Sequence[Action], states: Sequence[PassState] | None = None
-) -> Iterator[tuple[Level, Level]]:
+) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the live bytes of a rank in each action and after it, beside its static ones.
 
     Args:
@@ -48,51 +48,53 @@ def pass_levels(
         actions: What it runs, in order.
         states: The states of that, if they are known.
     """
-    if memory.chunks[0].kept_units is None:
+    if memory.virtual_stages[0].kept_units is None:
         return _plain_levels(memory, actions)
     if states is None:
-        states = pass_states(actions, len(memory.chunks), reshards=memory.reshards)
+        states = pass_states(actions, len(memory.virtual_stages), reshards=memory.reshards)
     return kept_levels(memory, actions, states)
 
 
-def _plain_levels(memory: RankMemory, actions: Sequence[Action]) -> Iterator[tuple[Level, Level]]:
+def _plain_levels(
+    memory: RankMemory, actions: Sequence[Action]
+) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
     live = memory.message_buffers_bytes
     gathered: dict[int, int] = {}
-    late = {index: chunk.late_gradients_bytes for index, chunk in enumerate(memory.chunks)}
-    last = {action.chunk: action for action in actions if action.phase is Phase.BACKWARD}
+    late = {index: stage.late_gradients_bytes for index, stage in enumerate(memory.virtual_stages)}
+    last = {action.virtual_stage: action for action in actions if action.phase is Phase.BACKWARD}
     reduced = 0
     for action in actions:
         phase, index, _ = action
-        chunk = memory.chunks[index]
+        stage = memory.virtual_stages[index]
         if phase is Phase.FORWARD:
-            live += chunk.saved_bytes
-            moment = Moment(chunk.forward_workspace_bytes)
+            live += stage.saved_bytes
+            moment = PassPeak(stage.forward_workspace_bytes)
         else:
-            moment = Moment(chunk.backward_workspace_bytes)
-            if late.pop(index, 0) and chunk.first_backward is not None:
-                moment = chunk.first_backward
-            elif action == last[index] and chunk.last_backward is not None:
-                moment = chunk.last_backward
+            moment = PassPeak(stage.backward_workspace_bytes)
+            if late.pop(index, 0) and stage.first_backward is not None:
+                moment = stage.first_backward
+            elif action == last[index] and stage.last_backward is not None:
+                moment = stage.last_backward
         gathered.pop(index, None)  # the workspace of its own pass has it
         absent, elsewhere = sum(late.values()) + reduced, sum(gathered.values())
-        during = Level(live, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
-        gathered[index] = chunk.after_forward_bytes
+        during = LiveBytes(live, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
+        gathered[index] = stage.after_forward_bytes
         if phase is Phase.BACKWARD:
-            gathered[index] = chunk.after_backward_bytes
-            live -= chunk.saved_bytes
+            gathered[index] = stage.after_backward_bytes
+            live -= stage.saved_bytes
             if action == last[index]:
-                reduced += chunk.reduced_gradients_bytes
+                reduced += stage.reduced_gradients_bytes
         absent = sum(late.values()) + reduced
-        yield during, Level(live, sum(gathered.values()), absent)
+        yield during, LiveBytes(live, sum(gathered.values()), absent)
 
 
-def update_level(memory: RankMemory) -> Level:
+def update_level(memory: RankMemory) -> LiveBytes:
     """Return what lives beside the static bytes when the optimizer runs."""
-    kept = (chunk.kept_units for chunk in memory.chunks)
+    kept = (stage.kept_units for stage in memory.virtual_stages)
     reduced = sum(units.reduction.absent_bytes for units in kept if units is not None)
-    reduced += sum(chunk.reduced_gradients_bytes for chunk in memory.chunks)
-    return Level(memory.message_buffers_bytes, memory.update_temporary_bytes, reduced)
+    reduced += sum(stage.reduced_gradients_bytes for stage in memory.virtual_stages)
+    return LiveBytes(memory.message_buffers_bytes, memory.update_temporary_bytes, reduced)
 
 
 def memory_timeline(
@@ -115,7 +117,9 @@ def memory_timeline(
     return events
 
 
-def _event(time_ps: int, moment: str, level: Level, action: Action | None = None) -> MemoryEvent:
+def _event(
+    time_ps: int, moment: str, level: LiveBytes, action: Action | None = None
+) -> MemoryEvent:
     return MemoryEvent(time_ps, moment, level.activations, level.buffers, action, level.absent)
 
 

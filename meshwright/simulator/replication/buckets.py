@@ -30,7 +30,7 @@ from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 USED_BYTES = 4  # an int32 for each tensor
 
 
-class Bucket(NamedTuple):
+class GradientBucket(NamedTuple):
     """Gradients that are reduced together, and the block whose backward completes them.
 
     ``layer`` counts the layers of the stage from 0; it is 0 for the embedding and the head, too.
@@ -67,7 +67,7 @@ def bucket_limit(stack: StackProfile, dp: int) -> int:
     return max(stack.gradient_bucket_parameters, stack.gradient_bucket_parameters_per_replica * dp)
 
 
-def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Bucket, ...]:
+def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[GradientBucket, ...]:
     """Return the buckets of *stage* in the order in which backward completes them.
 
     Args:
@@ -83,22 +83,22 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Buck
         usual = stage_parameters(shape, stage)
     # DDP's first bucket is small, so that an all-reduce starts sooner.
     limit = stack.first_gradient_bucket_parameters or usual
-    buckets: list[Bucket] = []
-    held = 0
+    buckets: list[GradientBucket] = []
+    num_filled = 0
     last: tuple[Block, int] = ("head", 0)
     table = _shared_table(shape, stage)
     for block, layer, sizes in _backward_blocks(shape, stage):
         for size in sizes:
-            if size == table and held:
+            if size == table and num_filled:
                 # A bucket of its own begins and ends with the table: close the one before.
-                buckets.append(Bucket(held, *last))
-                held = 0
+                buckets.append(GradientBucket(num_filled, *last))
+                num_filled = 0
             last = (block, layer)
-            held += size
-            if held >= limit or size == table:
-                buckets.append(Bucket(held, block, layer))
-                held, limit = 0, usual
-    return (*buckets, Bucket(held, *last)) if held else tuple(buckets)
+            num_filled += size
+            if num_filled >= limit or size == table:
+                buckets.append(GradientBucket(num_filled, block, layer))
+                num_filled, limit = 0, usual
+    return (*buckets, GradientBucket(num_filled, *last)) if num_filled else tuple(buckets)
 
 
 def _shared_table(shape: BlockShape, stage: Stage) -> int:
@@ -182,8 +182,8 @@ def bucket_parts(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[StagePar
     for first, buckets in groupby(
         gradient_buckets(shape, stage, dp), key=lambda bucket: _position(stage, bucket)
     ):
-        held = tuple(bucket.num_parameters for bucket in buckets)
-        parts.append(StagePart(_blocks(stage, first, end), held))
+        bucket_sizes = tuple(bucket.num_parameters for bucket in buckets)
+        parts.append(StagePart(_blocks(stage, first, end), bucket_sizes))
         end = first
     return tuple(reversed(parts))
 
@@ -192,7 +192,7 @@ def _num_blocks(stage: Stage) -> int:
     return stage.has_embedding + stage.num_layers + stage.has_head
 
 
-def _position(stage: Stage, bucket: Bucket) -> int:
+def _position(stage: Stage, bucket: GradientBucket) -> int:
     """Return the place of the block that completes *bucket* among the blocks of *stage*."""
     if bucket.block == "head":
         return _num_blocks(stage) - 1
@@ -260,59 +260,61 @@ def unit_shards(
     sizes = []
     for rows, width in _unit_weights(shape, unit):
         most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
-        held = most if shard is None else min(most, max(0, rows - shard * most))
-        sizes.append(held * width)
+        num_rows = most if shard is None else min(most, max(0, rows - shard * most))
+        sizes.append(num_rows * width)
     return sizes
 
 
 def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
     model, tp = shape.model, shape.tp
-    held = {"embedding": unit.has_embedding, "layer": unit.num_layers, "head": unit.has_head}
+    num_blocks = {"embedding": unit.has_embedding, "layer": unit.num_layers, "head": unit.has_head}
     for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
-        yield from [(part, prod(rest)) for part in parts] * held[tensor.block]
+        yield from [(part, prod(rest)) for part in parts] * num_blocks[tensor.block]
     if unit.has_head and not unit.has_embedding and model.tied_embeddings:
         yield shape.local_vocab_size, model.hidden_size
 
 
 def part_gathers(
     part: StagePart,
-    to: Replication,
+    replication: Replication,
     num_microbatches: int,
     refetches: Refetches = NO_REFETCHES,
 ) -> int:
     """Return how often the parameters of *part* are gathered in a step."""
-    stays = part.stays or not to.reshards
+    stays = part.stays or not replication.reshards
     return num_gathers(
-        num_microbatches, stays=stays, keeps_units=to.keeps_units, refetches=refetches
+        num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches
     )
 
 
-def reduced_parts(shape: BlockShape, stage: Stage, to: Replication) -> tuple[StagePart, ...]:
+def reduced_parts(
+    shape: BlockShape, stage: Stage, replication: Replication
+) -> tuple[StagePart, ...]:
     """Return the parts of *stage* whose gradients are reduced in passes, in model order.
 
     With sharded parameters each layer is one; sharded gradients, and those that are reduced under
     the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
     rank's gradients, if there are other replicas, are reduced as one after the last pass.
     """
-    if to.dp == 1 and to.offload is Offload.NONE:
+    if replication.dp == 1 and replication.offload is Offload.NONE:
         return ()
-    if to.gathers_units:
-        return _owned(unit_parts(shape, stage, to.span.num_ranks), to)
-    if to.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage, to.dp)
-    if to.reduces_each_microbatch:
+    if replication.gathers_units:
+        return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
+    if replication.in_units or shape.stack.overlap_gradient_reduce:
+        return bucket_parts(shape, stage, replication.dp)
+    if replication.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()
 
 
-def _owned(units: tuple[StagePart, ...], to: Replication) -> tuple[StagePart, ...]:
+def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:
     """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
-    if not to.has_owners:
+    if not replication.has_owners:
         return units
-    counts = owned_parts([sum(unit.buckets) for unit in units], to.span.num_ranks)
+    counts = owned_parts([sum(unit.buckets) for unit in units], replication.span.num_ranks)
     return tuple(
         unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
     )

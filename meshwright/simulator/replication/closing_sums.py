@@ -18,7 +18,7 @@ from meshwright.simulator.costs import Cost, CostModel
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import parameter_tensors
-from meshwright.simulator.replication.data_parallel import Wire
+from meshwright.simulator.replication.data_parallel import WireBytes
 
 
 class ClosingSum(NamedTuple):
@@ -39,7 +39,9 @@ def leaves_sums(shape: BlockShape) -> bool:
     return shape.sequence_parallel and not each
 
 
-def tensor_sums(shape: BlockShape, stages: tuple[Stage, ...], wire: Wire) -> Iterator[ClosingSum]:
+def tensor_sums(
+    shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
+) -> Iterator[ClosingSum]:
     """Yield the sums over tensor ranks after the last backward pass of a rank with *stages*."""
     if not leaves_sums(shape):
         return
@@ -59,7 +61,7 @@ def tensor_sums(shape: BlockShape, stages: tuple[Stage, ...], wire: Wire) -> Ite
 
 
 def tensor_sums_cost(
-    costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], wire: Wire
+    costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
 ) -> Cost:
     """Return the time of `tensor_sums`, one call after the other."""
     span = costs.tp_span(shape.tp)
@@ -71,7 +73,7 @@ def tensor_sums_cost(
     return Cost(sum(cost.time_ps * count for cost, count in priced), source)
 
 
-def tied_table_bytes(shape: BlockShape, wire: Wire, num_shards: int) -> int:
+def tied_table_bytes(shape: BlockShape, wire: WireBytes, num_shards: int) -> int:
     """Return what first and last stage sum of the gradient of a table that both hold.
 
     Units of fully_shard are reduced first: each rank has its shard of the sum, in the format of

@@ -130,7 +130,7 @@ class Replication(NamedTuple):
         return calls
 
 
-class Wire(NamedTuple):
+class WireBytes(NamedTuple):
     """Bytes a parameter costs in each collective and in the update, and casts around the wire."""
 
     reduce_bytes: int
@@ -141,7 +141,7 @@ class Wire(NamedTuple):
     @classmethod
     def of(
         cls, stack: StackProfile, precision: Precision, plan: ParallelPlan | None = None
-    ) -> "Wire":
+    ) -> "WireBytes":
         """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
         wanted = STACKS_OWN if plan is None else plan.gradient_formats
         kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
@@ -170,24 +170,30 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     )
 
 
-def reduce_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+def reduce_cost(
+    costs: CostModel, num_parameters: int, wire: WireBytes, replication: Replication
+) -> Cost:
     """Return the time of reducing the gradients of *num_parameters*, casts included."""
     calls = [
         costs.collective(op, size_bytes, span, Axis.DP)
-        for op, size_bytes, span in to.reductions(num_parameters * wire.reduce_bytes)
+        for op, size_bytes, span in replication.reductions(num_parameters * wire.reduce_bytes)
     ]
     time_ps = sum(call.time_ps for call in calls)
-    if wire.casts is not None and to.dp > 1:
-        traffic = wire.casts.traffic_bytes(num_parameters, to.shards.gradients)
+    if wire.casts is not None and replication.dp > 1:
+        traffic = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
         time_ps += costs.memory_traffic(traffic).time_ps
     return Cost(time_ps, calls[0].source)
 
 
-def gather_cost(costs: CostModel, num_parameters: int, wire: Wire, to: Replication) -> Cost:
+def gather_cost(
+    costs: CostModel, num_parameters: int, wire: WireBytes, replication: Replication
+) -> Cost:
     """Return the time of gathering *num_parameters* updated ones; free where all update all."""
-    if to.gather_op is None:
+    if replication.gather_op is None:
         return Cost(0, costs.cluster.inter_node.kind)
-    return costs.collective(to.gather_op, num_parameters * wire.gather_bytes, to.span, Axis.DP)
+    return costs.collective(
+        replication.gather_op, num_parameters * wire.gather_bytes, replication.span, Axis.DP
+    )
 
 
 class BufferCopies(NamedTuple):
@@ -198,7 +204,12 @@ class BufferCopies(NamedTuple):
 
 
 def buffer_copies(
-    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, *, adds_up: bool
+    costs: CostModel,
+    num_parameters: int,
+    wire: WireBytes,
+    replication: Replication,
+    *,
+    adds_up: bool,
 ) -> BufferCopies:
     """Return the times of the copies of a unit of *num_parameters*; none where it is gathered flat.
 
@@ -207,7 +218,9 @@ def buffer_copies(
     split_with_sizes_copy after the gather; _chunk_cat, which casts, before the reduction).
     Gradients that *adds_up* over microbatches are kept as they are reduced.
     """
-    if not (costs.stack.copies_units and to.gathers_units and to.span.num_ranks > 1):
+    if not (
+        costs.stack.copies_units and replication.gathers_units and replication.span.num_ranks > 1
+    ):
         return BufferCopies(0, 0)
     kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
     # Each is read once and written once; into the reduction's buffer with a cast between.
@@ -217,14 +230,18 @@ def buffer_copies(
 
 
 def update_cost(
-    costs: CostModel, num_parameters: int, wire: Wire, to: Replication, cast_bytes: int = 0
+    costs: CostModel,
+    num_parameters: int,
+    wire: WireBytes,
+    replication: Replication,
+    cast_bytes: int = 0,
 ) -> PhaseCost:
     """Return the time of the optimizer on one rank's share of *num_parameters*.
 
     *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
     """
     # Rounded up: ranks whose shard is full decide when a step ends.
-    share = -(-num_parameters // to.shards.optimizer)
+    share = -(-num_parameters // replication.shards.optimizer)
     cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
 

@@ -11,7 +11,7 @@ from meshwright.simulator.schedules.lookahead import (
     NO_REFETCHES,
     Refetches,
     count_refetches,
-    next_chunks,
+    next_virtual_stages,
     refetched,
 )
 from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B
@@ -27,7 +27,7 @@ __all__ = [
     "Schedule",
     "count_refetches",
     "get_schedule",
-    "next_chunks",
+    "next_virtual_stages",
     "refetched",
 ]
 

@@ -16,17 +16,17 @@ class Phase(StrEnum):
 class Action(NamedTuple):
     """One forward or backward pass of a microbatch through one virtual stage.
 
-    ``chunk`` counts the virtual stages of the rank: rank r of p holds the stages
+    ``virtual_stage`` counts the virtual stages of the rank: rank r of p holds the stages
     ``r, p + r, 2 p + r, ...`` in model order.
     """
 
     phase: Phase
-    chunk: int
+    virtual_stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        """Return a short form such as ``F0.3``: phase, chunk, microbatch."""
-        return f"{self.phase}{self.chunk}.{self.microbatch}"
+        """Return a short form such as ``F0.3``: phase, virtual stage, microbatch."""
+        return f"{self.phase}{self.virtual_stage}.{self.microbatch}"
 
 
 ActionLists = list[list[Action]]
@@ -93,7 +93,7 @@ def alternate(forward: list[Action], backward: list[Action], warmup: int) -> lis
     return order + backward[steady:]
 
 
-def single_chunk_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:
+def single_stage_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:
     """Return the forward and the backward passes of a rank with one virtual stage."""
     forward = [Action(Phase.FORWARD, 0, index) for index in range(num_microbatches)]
     backward = [Action(Phase.BACKWARD, 0, index) for index in range(num_microbatches)]

@@ -6,7 +6,7 @@ from meshwright.simulator.schedules.actions import (
     Schedule,
     plain_bubble_fraction,
     refuse_virtual_stages,
-    single_chunk_passes,
+    single_stage_passes,
 )
 
 
@@ -21,7 +21,7 @@ def gpipe(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
 
 
 def _rank_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
-    forward, backward = single_chunk_passes(num_microbatches)
+    forward, backward = single_stage_passes(num_microbatches)
     return forward + backward
 
 

@@ -15,7 +15,7 @@ def interleaved(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
 
     Microbatches go through a rank's virtual stages in groups of *pp*.
 
-    >>> "".join(f"{a.phase}{a.chunk}" for a in interleaved(2, 2, 2)[1])
+    >>> "".join(f"{a.phase}{a.virtual_stage}" for a in interleaved(2, 2, 2)[1])
     'F0F0F1B1F1B1B0B0'
     """
     forward, backward = _passes(pp, num_microbatches, vpp)
@@ -32,15 +32,16 @@ def _passes(pp: int, num_microbatches: int, vpp: int) -> tuple[list[Action], lis
     """Return the order of forward and of backward passes, the same on every rank."""
     forward = [_forward(index, pp, vpp) for index in range(num_microbatches * vpp)]
     backward = [
-        Action(Phase.BACKWARD, vpp - 1 - action.chunk, action.microbatch) for action in forward
+        Action(Phase.BACKWARD, vpp - 1 - action.virtual_stage, action.microbatch)
+        for action in forward
     ]
     return forward, backward
 
 
 def _forward(index: int, pp: int, vpp: int) -> Action:
     group, within = divmod(index, pp * vpp)
-    chunk, offset = divmod(within, pp)
-    return Action(Phase.FORWARD, chunk, group * pp + offset)
+    virtual_stage, offset = divmod(within, pp)
+    return Action(Phase.FORWARD, virtual_stage, group * pp + offset)
 
 
 def _warmup(pp_rank: int, pp: int, total: int, vpp: int) -> int:

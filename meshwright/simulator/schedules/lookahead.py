@@ -24,53 +24,53 @@ class Refetches(NamedTuple):
 NO_REFETCHES = Refetches()
 
 
-def next_chunks(actions: Sequence[Action]) -> list[tuple[int, ...]]:
+def next_virtual_stages(actions: Sequence[Action]) -> list[tuple[int, ...]]:
     """Return for each action of a rank the virtual stages that run from there on, soonest first.
 
     They are gathered before the action, and all others freed.
 
-    >>> next_chunks([Action(Phase.FORWARD, chunk, 0) for chunk in (0, 1, 2, 3)])
+    >>> next_virtual_stages([Action(Phase.FORWARD, each, 0) for each in (0, 1, 2, 3)])
     [(0, 1, 2), (1, 2, 3), (2, 3), (3,)]
     """
     coming: list[int] = []
     found: list[tuple[int, ...]] = []
     for action in reversed(actions):
-        if not coming or coming[0] != action.chunk:
-            if action.chunk in coming:
-                coming.remove(action.chunk)
-            coming.insert(0, action.chunk)
+        if not coming or coming[0] != action.virtual_stage:
+            if action.virtual_stage in coming:
+                coming.remove(action.virtual_stage)
+            coming.insert(0, action.virtual_stage)
             found.append(tuple(coming[:MOST_GATHERED]))
         else:
             found.append(found[-1])
     return found[::-1]
 
 
-def refetched(actions: Sequence[Action], num_chunks: int) -> list[bool]:
+def refetched(actions: Sequence[Action], num_virtual_stages: int) -> list[bool]:
     """Tell of each action whether its virtual stage was freed since its pass before.
 
-    >>> order = [Action(Phase.FORWARD, chunk, 0) for chunk in (0, 1, 2, 3, 0)]
+    >>> order = [Action(Phase.FORWARD, each, 0) for each in (0, 1, 2, 3, 0)]
     >>> refetched(order, 4)
     [False, False, False, False, True]
     """
-    if num_chunks <= MOST_GATHERED:
+    if num_virtual_stages <= MOST_GATHERED:
         return [False] * len(actions)
     waiting: set[int] = set()  # passed, and not freed since
     passed: set[int] = set()
     found = []
-    for action, gathered in zip(actions, next_chunks(actions), strict=True):
+    for action, gathered in zip(actions, next_virtual_stages(actions), strict=True):
         waiting.intersection_update(gathered)
-        found.append(action.chunk in passed and action.chunk not in waiting)
-        passed.add(action.chunk)
-        waiting.add(action.chunk)
+        found.append(action.virtual_stage in passed and action.virtual_stage not in waiting)
+        passed.add(action.virtual_stage)
+        waiting.add(action.virtual_stage)
     return found
 
 
-def count_refetches(actions: Sequence[Action], num_chunks: int) -> list[Refetches]:
+def count_refetches(actions: Sequence[Action], num_virtual_stages: int) -> list[Refetches]:
     """Return how often each virtual stage of a rank is gathered anew in a step."""
-    counts = [[0, 0] for _ in range(num_chunks)]
+    counts = [[0, 0] for _ in range(num_virtual_stages)]
     before: dict[int, Phase] = {}
-    for action, again in zip(actions, refetched(actions, num_chunks), strict=True):
+    for action, again in zip(actions, refetched(actions, num_virtual_stages), strict=True):
         if again:
-            counts[action.chunk][before[action.chunk] is Phase.BACKWARD] += 1
-        before[action.chunk] = action.phase
+            counts[action.virtual_stage][before[action.virtual_stage] is Phase.BACKWARD] += 1
+        before[action.virtual_stage] = action.phase
     return [Refetches(*each) for each in counts]

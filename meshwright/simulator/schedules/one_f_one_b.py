@@ -7,7 +7,7 @@ from meshwright.simulator.schedules.actions import (
     alternate,
     plain_bubble_fraction,
     refuse_virtual_stages,
-    single_chunk_passes,
+    single_stage_passes,
 )
 
 
@@ -18,12 +18,12 @@ def one_f_one_b(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
     ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
     """
     assert vpp == 1
-    forward, backward = single_chunk_passes(num_microbatches)
+    forward, backward = single_stage_passes(num_microbatches)
     return [alternate(forward, backward, pp - 1 - rank) for rank in range(pp)]
 
 
 def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
-    return alternate(*single_chunk_passes(num_microbatches), pp - 1 - pp_rank)
+    return alternate(*single_stage_passes(num_microbatches), pp - 1 - pp_rank)
 
 
 def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:

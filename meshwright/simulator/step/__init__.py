@@ -10,18 +10,17 @@ from meshwright.simulator.step.build import (
 )
 from meshwright.simulator.step.offload import node_host_bytes, offload_refusal, owned_share
 from meshwright.simulator.step.rank import (
-    ChunkCost,
-    chunk_cost,
+    VirtualStageCost,
     message_between,
     shared_embedding_ps,
+    virtual_stage_cost,
 )
 
 __all__ = [
     "PPM",
     "BuiltStep",
-    "ChunkCost",
+    "VirtualStageCost",
     "build_step",
-    "chunk_cost",
     "message_between",
     "node_host_bytes",
     "offload_refusal",
@@ -30,4 +29,5 @@ __all__ = [
     "rank_refetches",
     "replication_of",
     "shared_embedding_ps",
+    "virtual_stage_cost",
 ]

@@ -20,17 +20,17 @@ from meshwright.simulator.layout import (
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
-    ChunkMemory,
     RankMemory,
     StateBytes,
-    chunk_memory,
+    VirtualStageMemory,
     rank_memory,
+    virtual_stage_memory,
     with_copies,
     with_workspace,
 )
 from meshwright.simulator.replication import (
     Replication,
-    Wire,
+    WireBytes,
     bucket_cast_bytes,
     norm_cost,
     reduce_cost,
@@ -55,11 +55,11 @@ from meshwright.simulator.step.offload import (
     unit_workspace_bytes,
 )
 from meshwright.simulator.step.rank import (
-    ChunkCost,
     StepContext,
-    chunk_cost,
+    VirtualStageCost,
     rank_update,
     rank_works,
+    virtual_stage_cost,
 )
 from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
 
@@ -73,7 +73,7 @@ class Evidence(NamedTuple):
     """
 
     messages: Source
-    replicas: Source
+    data_parallel: Source
     sums: Source
     norm: Source
     host: Source
@@ -83,9 +83,9 @@ class Evidence(NamedTuple):
 class BuiltStep:
     """A step ready to simulate, with what its report needs.
 
-    ``stages``, ``chunk_costs``, ``update_costs`` and ``memory`` have one entry a pipeline rank;
-    ``evidence`` is what the times of communication rest on, ``host_shares`` is how much of what
-    ranks wait for on their data-parallel streams is copies from and to the host.
+    ``stages``, ``virtual_stage_costs``, ``update_costs`` and ``memory`` have one entry a pipeline
+    rank; ``evidence`` is what the times of communication rest on, ``host_shares`` is how much of
+    what ranks wait for on their data-parallel streams is copies from and to the host.
     """
 
     job: TrainingJob
@@ -95,7 +95,7 @@ class BuiltStep:
     shape: BlockShape
     stages: tuple[tuple[Stage, ...], ...]
     evidence: Evidence
-    chunk_costs: tuple[tuple[ChunkCost, ...], ...]
+    virtual_stage_costs: tuple[tuple[VirtualStageCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     memory: tuple[RankMemory, ...]
     host_shares: tuple[Fraction, ...]
@@ -130,11 +130,11 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
 
 
 def rank_refetches(
-    plan: ParallelPlan, to: Replication, pp_rank: int, num_microbatches: int
+    plan: ParallelPlan, replication: Replication, pp_rank: int, num_microbatches: int
 ) -> list[Refetches]:
     """Return how often each virtual stage of a rank is gathered anew for want of room."""
     vpp = plan.num_virtual_stages
-    if not to.keeps_units or vpp <= MOST_GATHERED:
+    if not replication.keeps_units or vpp <= MOST_GATHERED:
         return [NO_REFETCHES] * vpp
     schedule = get_schedule(plan.schedule)
     return count_refetches(schedule.rank_actions(pp_rank, plan.pp, num_microbatches, vpp), vpp)
@@ -142,25 +142,27 @@ def rank_refetches(
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
-    held = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
-    stages_once = dict.fromkeys(stage for stages in held for stage in stages)
+    stages_by_rank = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
+    stages_once = dict.fromkeys(stage for stages in stages_by_rank for stage in stages)
     context = _context(job, plan, costs, tuple(stages_once))
-    passes = {stage: chunk_cost(costs, context.shape, stage) for stage in stages_once}
-    distinct = tuple(dict.fromkeys(held))
+    passes = {stage: virtual_stage_cost(costs, context.shape, stage) for stage in stages_once}
+    distinct = tuple(dict.fromkeys(stages_by_rank))
     memory = {stages: _memory(context, stages) for stages in distinct}
     updates = {stages: rank_update(context, stages) for stages in distinct}
-    work = _step_work(context, held, passes)
+    work = _step_work(context, stages_by_rank, passes)
     return BuiltStep(
         job=job,
         plan=plan,
         work=work,
         mesh=context.mesh,
         shape=context.shape,
-        stages=tuple(held),
-        evidence=_evidence(context, held[0]),
-        chunk_costs=tuple(tuple(passes[stage] for stage in stages) for stages in held),
-        update_costs=tuple(updates[stages] for stages in held),
-        memory=tuple(memory[stages] for stages in held),
+        stages=tuple(stages_by_rank),
+        evidence=_evidence(context, stages_by_rank[0]),
+        virtual_stage_costs=tuple(
+            tuple(passes[stage] for stage in stages) for stages in stages_by_rank
+        ),
+        update_costs=tuple(updates[stages] for stages in stages_by_rank),
+        memory=tuple(memory[stages] for stages in stages_by_rank),
         host_shares=tuple(
             host_share(
                 context.host,
@@ -170,7 +172,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
                 work.num_microbatches,
                 rank_refetches(plan, context.replication, pp_rank, work.num_microbatches),
             )
-            for pp_rank, stages in enumerate(held)
+            for pp_rank, stages in enumerate(stages_by_rank)
         ),
     )
 
@@ -181,8 +183,8 @@ def _context(
     node_size = costs.cluster.devices_per_node
     mesh = Mesh.of(plan, node_size)
     shape = BlockShape.of(job, plan, costs.stack)
-    to = replication_of(plan, costs.stack, mesh)
-    wire = Wire.of(costs.stack, job.precision, plan)
+    replication = replication_of(plan, costs.stack, mesh)
+    wire = WireBytes.of(costs.stack, job.precision, plan)
     state = StateBytes.of(costs.stack, job.precision, plan.gradient_formats)
     return StepContext(
         job=job,
@@ -191,9 +193,9 @@ def _context(
         shape=shape,
         mesh=mesh,
         wire=wire,
-        replication=to,
-        host=HostSide(costs, wire, state, to),
-        parts={stage: reduced_parts(shape, stage, to) for stage in stages},
+        replication=replication,
+        host=HostSide(costs, wire, state, replication),
+        parts={stage: reduced_parts(shape, stage, replication) for stage in stages},
     )
 
 
@@ -211,7 +213,9 @@ def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
 
 
 def _step_work(
-    context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+    context: StepContext,
+    stages_by_rank: Sequence[tuple[Stage, ...]],
+    passes: dict[Stage, VirtualStageCost],
 ) -> StepWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
     schedule = get_schedule(plan.schedule)
@@ -223,7 +227,7 @@ def _step_work(
         or context.replication.gathers_units
     )
     return StepWork(
-        ranks=rank_works(context, held, passes),
+        ranks=rank_works(context, stages_by_rank, passes),
         actions=schedule.actions(plan.pp, num_microbatches, plan.num_virtual_stages),
         num_microbatches=num_microbatches,
         blocking_messages=not stack.overlap_p2p,
@@ -238,12 +242,12 @@ def _step_work(
 
 
 def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
-    shape, state, to = context.shape, context.host.state, context.replication
+    shape, state, replication = context.shape, context.host.state, context.replication
     microbatches = context.plan.num_microbatches(context.job)
-    if holds_units(shape, to):
+    if holds_units(shape, replication):
         parameter = ParameterBytes(state, context.wire.reduce_bytes)
-        to = to.in_steps_of(microbatches)
-        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, to, parameter)
+        replication = replication.in_steps_of(microbatches)
+        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, replication, parameter)
         memory = replace(
             memory,
             message_buffers_bytes=microbatches * memory.message_buffers_bytes,
@@ -252,18 +256,18 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
         memory = _offloaded(context, memory, stages)
         # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
-    chunks = []
+    virtual_stages = []
     for stage in stages:
-        chunk = chunk_memory(
+        virtual_stage = virtual_stage_memory(
             shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
         )
         parts = context.parts[stage]
-        if to.in_units:
+        if replication.in_units:
             units = [sum(part.buckets) for part in parts]
-            chunk = with_workspace(chunk, unit_workspace_bytes(context.host, units))
-        chunks.append(_with_casts(context, stage, chunk))
+            virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
+        virtual_stages.append(_with_casts(context, stage, virtual_stage))
     num_parameters = sum_parameters(shape, stages)
-    memory = rank_memory(num_parameters, state, tuple(chunks), shards=to.shards)
+    memory = rank_memory(num_parameters, state, tuple(virtual_stages), shards=replication.shards)
     memory = _offloaded(context, memory, stages)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:
@@ -279,32 +283,34 @@ def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ..
 
     A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
     """
-    shape, to = context.shape, context.replication
+    shape, replication = context.shape, context.replication
     arriving = 0
-    again = to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
-    if to.offload is Offload.PARAMETERS and again:
-        shards = (unit_shards(shape, stage, to.span.num_ranks) for stage in stages)
+    again = replication.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    if replication.offload is Offload.PARAMETERS and again:
+        shards = (unit_shards(shape, stage, replication.span.num_ranks) for stage in stages)
         arriving = max(chain.from_iterable(shards))
     num_parameters = sum_parameters(shape, stages)
     return offloaded_memory(context.host, memory, num_parameters, arriving=arriving)
 
 
-def _with_casts(context: StepContext, stage: Stage, chunk: ChunkMemory) -> ChunkMemory:
-    """Return *chunk* with buckets of gradients that are cast for the wire, if there are any."""
+def _with_casts(
+    context: StepContext, stage: Stage, virtual_stage: VirtualStageMemory
+) -> VirtualStageMemory:
+    """Return *virtual_stage* with buckets of gradients that are cast for the wire, if any are."""
     parts = context.parts[stage]
     largest = max((size for part in parts for size in part.buckets), default=0)
     if not _cast_bytes(context, largest):
-        return chunk
+        return virtual_stage
     if context.replication.in_units:
-        return with_workspace(chunk, (0, _cast_bytes(context, largest)))
+        return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
     needed = bucket_cast_bytes(context.shape, stage, parts, lambda size: _cast_bytes(context, size))
-    backward = max(chunk.backward_workspace_bytes, needed)
-    return replace(chunk, backward_workspace_bytes=backward)
+    backward = max(virtual_stage.backward_workspace_bytes, needed)
+    return replace(virtual_stage, backward_workspace_bytes=backward)
 
 
 def _cast_bytes(context: StepContext, num_parameters: int) -> int:
     """Return what holds gradients that are reduced together in another format than their own."""
-    casts, to = context.wire.casts, context.replication
-    if casts is None or to.dp == 1:
+    casts, replication = context.wire.casts, context.replication
+    if casts is None or replication.dp == 1:
         return 0
-    return casts.buffer_bytes(num_parameters, to.shards.gradients)
+    return casts.buffer_bytes(num_parameters, replication.shards.gradients)

@@ -20,7 +20,7 @@ from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
     Replication,
     StagePart,
-    Wire,
+    WireBytes,
     part_gathers,
     update_cost,
 )
@@ -50,9 +50,9 @@ class HostSide(NamedTuple):
     """What the times and bytes of a plan's offloading follow from."""
 
     costs: CostModel
-    wire: Wire
+    wire: WireBytes
     state: StateBytes
-    to: Replication
+    replication: Replication
 
 
 def offload_refusal(
@@ -130,12 +130,14 @@ def _memory_share_bytes_per_s(costs: CostModel) -> float:
     return cluster.host_memory_bandwidth_bytes_per_s / sharers
 
 
-def host_update_cost(costs: CostModel, num_parameters: int, to: Replication) -> Cost:
+def host_update_cost(costs: CostModel, num_parameters: int, replication: Replication) -> Cost:
     """Return the time of Adam on the host for a rank's share of *num_parameters*.
 
     It reads weight, gradient and two moments and writes all but the gradient, in fp32.
     """
-    return host_pass_cost(costs, owned_share(num_parameters, to) * FP32_UPDATE_TRAFFIC_BYTES)
+    return host_pass_cost(
+        costs, owned_share(num_parameters, replication) * FP32_UPDATE_TRAFFIC_BYTES
+    )
 
 
 def copy_back_ps(side: HostSide, num_parameters: int) -> int:
@@ -143,11 +145,11 @@ def copy_back_ps(side: HostSide, num_parameters: int) -> int:
 
     Tile by tile: a tile is copied while the next one is updated (arXiv 2101.06840, section 5.1).
     """
-    costs, wire, _, to = side
-    if to.offload is not Offload.OPTIMIZER:
+    costs, wire, _, replication = side
+    if replication.offload is not Offload.OPTIMIZER:
         return 0
-    share = owned_share(num_parameters, to)
-    update_ps = host_update_cost(costs, num_parameters, to).time_ps
+    share = owned_share(num_parameters, replication)
+    update_ps = host_update_cost(costs, num_parameters, replication).time_ps
     end_ps = 0
     for first in range(0, share, TILE_PARAMETERS):
         count = min(TILE_PARAMETERS, share - first)
@@ -158,13 +160,15 @@ def copy_back_ps(side: HostSide, num_parameters: int) -> int:
 
 def unit_copies(side: HostSide, num_parameters: int) -> UnitCopies:
     """Return what a unit of *num_parameters* costs on the way from and to the host."""
-    costs, _, state, to = side
-    if to.offload is Offload.NONE:
+    costs, _, state, replication = side
+    if replication.offload is Offload.NONE:
         return UnitCopies()
-    share = owned_share(num_parameters, to)
+    share = owned_share(num_parameters, replication)
     out_ps = copy_cost(costs, share * state.gradient).time_ps
-    adds = to.reduces_each_microbatch
-    if to.offload is Offload.OPTIMIZER:  # the sum so far comes to the device, which adds to it
+    adds = replication.reduces_each_microbatch
+    if (
+        replication.offload is Offload.OPTIMIZER
+    ):  # the sum so far comes to the device, which adds to it
         return UnitCopies(0, out_ps, out_ps * adds)
     in_ps = copy_cost(costs, share * state.sharded_parameter).time_ps
     sum_ps = host_pass_cost(costs, 3 * share * state.gradient).time_ps  # two read, one written
@@ -177,9 +181,9 @@ def part_copies(side: HostSide, part: StagePart) -> UnitCopies:
     return UnitCopies(*map(sum, zip(*copies, strict=True)))
 
 
-def owned_share(num_parameters: int, to: Replication) -> int:
+def owned_share(num_parameters: int, replication: Replication) -> int:
     """Return the parameters of *num_parameters* whose states a rank keeps on its host."""
-    return -(-num_parameters // to.span.num_ranks)
+    return -(-num_parameters // replication.span.num_ranks)
 
 
 def host_share(
@@ -202,33 +206,33 @@ def host_share(
         num_microbatches: Microbatches of the step.
         refetches: How often each virtual stage is gathered anew.
     """
-    to = side.to
-    if to.offload is Offload.NONE:
+    replication = side.replication
+    if replication.offload is Offload.NONE:
         return Fraction(0)
     gathers = [
-        part_gathers(part, to, num_microbatches, again)
+        part_gathers(part, replication, num_microbatches, again)
         for stage, again in zip(stages, refetches, strict=True)
         for part in parts[stage]
     ]
-    held = [part for stage in stages for part in parts[stage]]
-    num_parameters = sum(count for part in held for count in part.buckets)
-    copies = [part_copies(side, part) for part in held]
-    num_reductions = num_microbatches if to.reduces_each_microbatch else 1
+    rank_parts = [part for stage in stages for part in parts[stage]]
+    num_parameters = sum(count for part in rank_parts for count in part.buckets)
+    copies = [part_copies(side, part) for part in rank_parts]
+    num_reductions = num_microbatches if replication.reduces_each_microbatch else 1
     again_ps = (num_microbatches - 1) * sum(each.again_ps for each in copies)
     host_ps = copy_back_ps(side, num_parameters) + again_ps
     host_ps += sum(each.in_ps * count for each, count in zip(copies, gathers, strict=True))
     host_ps += num_reductions * sum(each.out_ps for each in copies)
     busy_ps = work.gather_ps + again_ps
-    for chunk, again in zip(work.chunks, refetches, strict=True):
-        for unit in chunk.forward_units:
+    for virtual_stage, again in zip(work.virtual_stages, refetches, strict=True):
+        for unit in virtual_stage.forward_units:
             count = num_gathers(
                 num_microbatches,
                 stays=unit.stays,
-                keeps_units=to.keeps_units,
+                keeps_units=replication.keeps_units,
                 refetches=again,
             )
             busy_ps += count * (unit.gather_ps + unit.unpack_ps)
-        reduce_ps = sum(unit.reduce_ps + unit.pack_ps for unit in chunk.backward_units)
+        reduce_ps = sum(unit.reduce_ps + unit.pack_ps for unit in virtual_stage.backward_units)
         busy_ps += num_reductions * reduce_ps
     return Fraction(host_ps, busy_ps)
 
@@ -238,10 +242,10 @@ def rank_update_cost(side: HostSide, num_parameters: int, cast_bytes: int) -> Ph
 
     *cast_bytes* is the traffic of casting the rank's weights on the device after it.
     """
-    costs, wire, _, to = side
-    if to.offload is Offload.NONE:
-        return update_cost(costs, num_parameters, wire, to, cast_bytes)
-    parts = (host_update_cost(costs, num_parameters, to), costs.memory_traffic(cast_bytes))
+    costs, wire, _, replication = side
+    if replication.offload is Offload.NONE:
+        return update_cost(costs, num_parameters, wire, replication, cast_bytes)
+    parts = (host_update_cost(costs, num_parameters, replication), costs.memory_traffic(cast_bytes))
     return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
 
 
@@ -259,19 +263,21 @@ def offloaded_memory(
         num_parameters: Of the rank, before sharding.
         arriving: Elements of a gradient that come beside the sum that the host adds them to.
     """
-    state, to = side.state, side.to
-    if to.offload is Offload.NONE:
+    state, replication = side.state, side.replication
+    if replication.offload is Offload.NONE:
         return memory
     on_host = ADAM_STATE_BYTES + state.gradient
-    if to.offload is Offload.PARAMETERS:
+    if replication.offload is Offload.PARAMETERS:
         on_host = state.sharded_parameter + state.gradient + state.optimizer
     return replace(
         memory,
-        parameters_bytes=0 if to.offload is Offload.PARAMETERS else memory.parameters_bytes,
-        gradients_bytes=0 if to.reduces_each_microbatch else memory.gradients_bytes,
+        parameters_bytes=0
+        if replication.offload is Offload.PARAMETERS
+        else memory.parameters_bytes,
+        gradients_bytes=0 if replication.reduces_each_microbatch else memory.gradients_bytes,
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
-        host_bytes=owned_share(num_parameters, to) * on_host + arriving * state.gradient,
+        host_bytes=owned_share(num_parameters, replication) * on_host + arriving * state.gradient,
     )
 
 
@@ -282,16 +288,18 @@ def unit_workspace_bytes(side: HostSide, units: list[int]) -> tuple[int, int]:
     shard on its way.  In backward also the whole gradient of a unit, where it leaves after its
     reduction.  Without offloading see `sharded_workspace_bytes`.
     """
-    state, to = side.state, side.to
-    if to.offload is Offload.NONE:
-        return sharded_workspace_bytes(units, state, to.shards, reshards=to.reshards)
-    gradient = max(units) * state.gradient if to.reduces_each_microbatch else 0
-    if to.offload is Offload.OPTIMIZER:
+    state, replication = side.state, side.replication
+    if replication.offload is Offload.NONE:
+        return sharded_workspace_bytes(
+            units, state, replication.shards, reshards=replication.reshards
+        )
+    gradient = max(units) * state.gradient if replication.reduces_each_microbatch else 0
+    if replication.offload is Offload.OPTIMIZER:
         return 0, gradient
     neighbours = zip(units, [*units[1:], 0], strict=True)
-    held = max(map(sum, neighbours)) if to.reshards else sum(units)
-    gathered = held * state.gathered_parameter
-    gathered += owned_share(max(units), to) * state.sharded_parameter
+    num_gathered = max(map(sum, neighbours)) if replication.reshards else sum(units)
+    gathered = num_gathered * state.gathered_parameter
+    gathered += owned_share(max(units), replication) * state.sharded_parameter
     return gathered, gathered + gradient
 
 

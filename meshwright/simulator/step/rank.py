@@ -8,12 +8,12 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
-from meshwright.simulator.engine import ChunkWork, Message, RankWork, Segment, Unit
+from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
-    Wire,
+    WireBytes,
     bucket_parts,
     buffer_copies,
     gather_cost,
@@ -28,7 +28,7 @@ from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copie
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCost:
+class VirtualStageCost:
     """Cost of one forward and one backward pass through a virtual stage."""
 
     forward: PhaseCost
@@ -51,13 +51,13 @@ class StepContext:
     costs: CostModel
     shape: BlockShape
     mesh: Mesh
-    wire: Wire
+    wire: WireBytes
     replication: Replication
     host: HostSide
     parts: dict[Stage, tuple[StagePart, ...]]
 
 
-def chunk_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> ChunkCost:
+def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
     """Return the cost of a pass through *stage*."""
     layer = costs.block_cost(shape, "layer")
     forward, backward = layer.forward * stage.num_layers, layer.backward * stage.num_layers
@@ -67,7 +67,7 @@ def chunk_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> ChunkCost:
     if stage.has_head:
         head = costs.block_cost(shape, "head")
         forward, backward = forward + head.forward, backward + head.backward
-    return ChunkCost(forward, backward)
+    return VirtualStageCost(forward, backward)
 
 
 def message_between(
@@ -98,12 +98,14 @@ def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
 
 
 def rank_works(
-    context: StepContext, held: Sequence[tuple[Stage, ...]], passes: dict[Stage, ChunkCost]
+    context: StepContext,
+    stages_by_rank: Sequence[tuple[Stage, ...]],
+    passes: dict[Stage, VirtualStageCost],
 ) -> tuple[RankWork, ...]:
     """Return the work of each pipeline rank; equal ranks share one record."""
     known: dict[tuple[tuple[Stage, ...], StageMessages], RankWork] = {}
     ranks = []
-    for pp_rank, stages in enumerate(held):
+    for pp_rank, stages in enumerate(stages_by_rank):
         messages = StageMessages(_message(context, pp_rank, 1), _message(context, pp_rank, -1))
         key = (stages, messages)
         if key not in known:
@@ -114,18 +116,18 @@ def rank_works(
 
 def _used_ps(context: StepContext, stages: tuple[Stage, ...]) -> int:
     """Return the time of telling the other replicas which weights were used."""
-    to, costs = context.replication, context.costs
-    if not context.plan.find_unused or to.dp == 1:
+    replication, costs = context.replication, context.costs
+    if not context.plan.find_unused or replication.dp == 1:
         return 0
     size_bytes = used_map_bytes(context.shape, stages)
-    return costs.collective(CollectiveOp.ALL_REDUCE, size_bytes, to.span, Axis.DP).time_ps
+    return costs.collective(CollectiveOp.ALL_REDUCE, size_bytes, replication.span, Axis.DP).time_ps
 
 
 def _rank_work(
     context: StepContext,
     stages: tuple[Stage, ...],
     messages: StageMessages,
-    passes: dict[Stage, ChunkCost],
+    passes: dict[Stage, VirtualStageCost],
 ) -> RankWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
     parameters = sum_parameters(context.shape, stages)
@@ -135,7 +137,9 @@ def _rank_work(
     back_ps = copy_back_ps(context.host, parameters)
     gathers_units = context.replication.gathers_units
     return RankWork(
-        chunks=tuple(_chunk_work(context, stage, messages, passes[stage]) for stage in stages),
+        virtual_stages=tuple(
+            _virtual_stage_work(context, stage, messages, passes[stage]) for stage in stages
+        ),
         # Parts are reduced in passes; the map of used weights, if any, after all of them (DDP's
         # reducer), so that nothing hides it.
         reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
@@ -151,7 +155,7 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
     """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
     if plan.pp == 1 or not shape.model.tied_embeddings:
         return 0
-    wire = Wire.of(costs.stack, shape.precision, plan)
+    wire = WireBytes.of(costs.stack, shape.precision, plan)
     table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
     crosses = mesh.crosses_nodes(0, plan.pp - 1)
     span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
@@ -160,53 +164,59 @@ def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan,
     return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP).time_ps
 
 
-def _chunk_work(
-    context: StepContext, stage: Stage, messages: StageMessages, passed: ChunkCost
-) -> ChunkWork:
-    stack, to = context.costs.stack, context.replication
+def _virtual_stage_work(
+    context: StepContext, stage: Stage, messages: StageMessages, pass_cost: VirtualStageCost
+) -> VirtualStageWork:
+    stack, replication = context.costs.stack, context.replication
     parts = context.parts[stage]
-    gathers = stack.overlap_parameter_gather and to.gather_op is not None and to.dp > 1
-    forward_units, backward_units = _units(context, parts) if to.in_units else ((), ())
-    return ChunkWork(
-        forward_ps=passed.forward.time_ps,
-        backward_ps=passed.backward.time_ps,
+    gathers = (
+        stack.overlap_parameter_gather and replication.gather_op is not None and replication.dp > 1
+    )
+    forward_units, backward_units = _units(context, parts) if replication.in_units else ((), ())
+    return VirtualStageWork(
+        forward_ps=pass_cost.forward.time_ps,
+        backward_ps=pass_cost.backward.time_ps,
         forward_message=messages.forward,
         backward_message=messages.backward,
-        gathers=_gathers(context, stage) if gathers and not to.gathers_units else (),
-        reductions=() if to.in_units else _reductions(context, parts),
-        forward_units=forward_units if to.gathers_units else (),
+        gathers=_gathers(context, stage) if gathers and not replication.gathers_units else (),
+        reductions=() if replication.in_units else _reductions(context, parts),
+        forward_units=forward_units if replication.gathers_units else (),
         backward_units=backward_units,
-        reduces_each_pass=to.reduces_each_microbatch,
+        reduces_each_pass=replication.reduces_each_microbatch,
     )
 
 
 def _units(
     context: StepContext, parts: tuple[StagePart, ...]
-) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+) -> tuple[tuple[UnitWork, ...], tuple[UnitWork, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed."""
-    to = context.replication
+    replication = context.replication
     # Only then a pass finds sums of earlier ones, which have the format of the wire already.
-    adds_up = not to.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    adds_up = (
+        not replication.reduces_each_microbatch and context.plan.num_microbatches(context.job) > 1
+    )
     forward, backward = [], []
     for part in parts:
-        passed = chunk_cost(context.costs, context.shape, part.stage)
+        pass_cost = virtual_stage_cost(context.costs, context.shape, part.stage)
         copies = part_copies(context.host, part)
         gather_ps = copies.in_ps
-        if to.gathers_units:
+        if replication.gathers_units:
             gather_ps += _buckets_ps(context, part, gather_cost)
         reduce_ps = _buckets_ps(context, part, reduce_cost) + copies.out_ps
-        copied = buffer_copies(context.costs, sum(part.buckets), context.wire, to, adds_up=adds_up)
-        unit = Unit(
-            passed.forward.time_ps,
+        copied = buffer_copies(
+            context.costs, sum(part.buckets), context.wire, replication, adds_up=adds_up
+        )
+        unit = UnitWork(
+            pass_cost.forward.time_ps,
             gather_ps,
             unpack_ps=copied.unpack_ps,
-            stays=part.stays or not to.reshards,
+            stays=part.stays or not replication.reshards,
         )
         forward.append(unit)
         backward.append(
             replace(
                 unit,
-                compute_ps=passed.backward.time_ps,
+                compute_ps=pass_cost.backward.time_ps,
                 reduce_ps=reduce_ps,
                 again_ps=copies.again_ps,
                 pack_ps=copied.pack_ps,
@@ -216,7 +226,9 @@ def _units(
 
 
 def _buckets_ps(
-    context: StepContext, part: StagePart, cost: Callable[[CostModel, int, Wire, Replication], Cost]
+    context: StepContext,
+    part: StagePart,
+    cost: Callable[[CostModel, int, WireBytes, Replication], Cost],
 ) -> int:
     """Return the time of the collectives of a part, one bucket after the other."""
     counts = Counter(part.buckets)
@@ -236,22 +248,22 @@ def _message(context: StepContext, pp_rank: int, step: int) -> Message:
     return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
 
 
-def _gathers(context: StepContext, stage: Stage) -> tuple[Segment, ...]:
+def _gathers(context: StepContext, stage: Stage) -> tuple[PassSegment, ...]:
     """Return the first forward pass cut at its parameter buckets, in model order."""
     return tuple(
-        Segment(
-            chunk_cost(context.costs, context.shape, part.stage).forward.time_ps,
+        PassSegment(
+            virtual_stage_cost(context.costs, context.shape, part.stage).forward.time_ps,
             _buckets_ps(context, part, gather_cost),
         )
         for part in bucket_parts(context.shape, stage, context.replication.dp)
     )
 
 
-def _reductions(context: StepContext, parts: tuple[StagePart, ...]) -> tuple[Segment, ...]:
+def _reductions(context: StepContext, parts: tuple[StagePart, ...]) -> tuple[PassSegment, ...]:
     """Return a backward pass cut where gradients are reduced, last layers first."""
     return tuple(
-        Segment(
-            chunk_cost(context.costs, context.shape, part.stage).backward.time_ps,
+        PassSegment(
+            virtual_stage_cost(context.costs, context.shape, part.stage).backward.time_ps,
             _buckets_ps(context, part, reduce_cost),
         )
         for part in reversed(parts)

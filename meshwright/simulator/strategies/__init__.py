@@ -5,12 +5,12 @@ from collections.abc import Callable
 from meshwright.hwprofiles import Strategy
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.strategies.data_parallel_module import simulate_data_parallel_module
-from meshwright.simulator.strategies.graph_step import Case
+from meshwright.simulator.strategies.graph_step import StrategyCase
 from meshwright.simulator.strategies.parameter_server import simulate_parameter_server
 
-STRATEGIES: dict[Strategy, Callable[[Case], StepResult]] = {
+STRATEGIES: dict[Strategy, Callable[[StrategyCase], StepResult]] = {
     Strategy.DATAPARALLEL: simulate_data_parallel_module,
     Strategy.PARAMETER_SERVER: simulate_parameter_server,
 }
 
-__all__ = ["STRATEGIES", "Case"]
+__all__ = ["STRATEGIES", "StrategyCase"]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from meshwright.simulator.account import AsyncRun, StepResult
-from meshwright.simulator.strategies.graph_step import Case, GraphRun, account_graph
+from meshwright.simulator.strategies.graph_step import GraphRun, StrategyCase, account_graph
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class WorkerRound:
     """Tasks of one round of a worker; all but its passes by server.
 
     ``read_after`` are the updates it waits for before it reads a server's parameters, ``pushed``
@@ -26,7 +26,7 @@ class Round:
 
 
 def account_rounds(
-    case: Case, run: GraphRun, rounds: Sequence[Sequence[Round]], notes: Sequence[str]
+    case: StrategyCase, run: GraphRun, rounds: Sequence[Sequence[WorkerRound]], notes: Sequence[str]
 ) -> StepResult:
     """Return the result of asynchronous workers, up to when the first has done all its rounds.
 
@@ -48,11 +48,13 @@ def account_rounds(
     return account_graph(case, seen, notes, asynchronous)
 
 
-def _end_ps(run: GraphRun, each: Round) -> int:
+def _end_ps(run: GraphRun, each: WorkerRound) -> int:
     return max(run.times[task].end_ps for task in each.updates.values())
 
 
-def _staleness(run: GraphRun, rounds: Sequence[Sequence[Round]], last_ps: int) -> dict[int, int]:
+def _staleness(
+    run: GraphRun, rounds: Sequence[Sequence[WorkerRound]], last_ps: int
+) -> dict[int, int]:
     """Return how many updates of a shard came between an update's pull and itself."""
     counted: Counter[int] = Counter()
     for server in range(len(rounds[0][0].updates)):
@@ -65,7 +67,7 @@ def _staleness(run: GraphRun, rounds: Sequence[Sequence[Round]], last_ps: int) -
 
 
 def _reads(
-    run: GraphRun, rounds: Sequence[Sequence[Round]], server: int
+    run: GraphRun, rounds: Sequence[Sequence[WorkerRound]], server: int
 ) -> Iterator[tuple[int, int]]:
     """Yield when each round read a server's parameters (a pull reads as it starts) and wrote."""
     for mine in rounds:

@@ -28,14 +28,14 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
-from meshwright.simulator.replication import Wire, stage_parameters
+from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
-    Case,
     GraphDevice,
     GraphRun,
-    Hold,
-    Label,
+    StrategyCase,
+    TaskBytes,
     TaskGraph,
+    TaskLabel,
     account_graph,
     transfer_cost,
 )
@@ -50,7 +50,7 @@ TOKEN_BYTES = 8
 LOSS_OPERATORS = frozenset({"loss", "loss gradient"})
 
 
-class Block(NamedTuple):
+class LaunchedBlock(NamedTuple):
     """One direction of a block on a replica: its time, and that of launching its kernels."""
 
     name: str
@@ -79,7 +79,7 @@ class PassTasks(NamedTuple):
 class Replica:
     """What a replica computes, keeps and exchanges in a pass."""
 
-    case: Case
+    case: StrategyCase
 
     @cached_property
     def shape(self) -> BlockShape:
@@ -87,9 +87,9 @@ class Replica:
         return BlockShape.of(self.case.job, self.case.plan, self.case.costs.stack)
 
     @cached_property
-    def wire(self) -> Wire:
+    def wire(self) -> WireBytes:
         """Bytes of a parameter: a gradient has its parameter's type, and crosses in as many."""
-        return Wire.of(self.case.costs.stack, self.case.job.precision)
+        return WireBytes.of(self.case.costs.stack, self.case.job.precision)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -113,7 +113,7 @@ class Replica:
         return self.num_logits * self.shape.element_bytes
 
     @cached_property
-    def forward_blocks(self) -> tuple[Block, ...]:
+    def forward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks in model order; the head without the loss."""
         embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
         head = without_loss(head_operators(self.shape).forward)
@@ -124,7 +124,7 @@ class Replica:
         )
 
     @cached_property
-    def backward_blocks(self) -> tuple[Block, ...]:
+    def backward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks from the head to the embedding; recomputation is in them."""
         embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
         head = without_loss(head_operators(self.shape).backward)
@@ -136,11 +136,11 @@ class Replica:
             self._block("embedding", embedding.backward),
         )
 
-    def _block(self, name: str, operators: tuple[Operator, ...]) -> Block:
+    def _block(self, name: str, operators: tuple[Operator, ...]) -> LaunchedBlock:
         costs = self.case.costs
         count = sum(item.count for item in operators if isinstance(item, KernelLaunches))
         launch = constant_cost(count, costs.stack.host_per_launch_s)
-        return Block(
+        return LaunchedBlock(
             name,
             costs.phase_cost(operators, self.shape),
             PhaseCost.total([(Category.HOST, launch)]),
@@ -163,7 +163,7 @@ def without_loss(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return tuple(item for item in operators if item.name not in LOSS_OPERATORS)
 
 
-def simulate_data_parallel_module(case: Case) -> StepResult:
+def simulate_data_parallel_module(case: StrategyCase) -> StepResult:
     """Return the simulated step of replicas on the devices of one node.
 
     Raises:
@@ -183,7 +183,7 @@ def simulate_data_parallel_module(case: Case) -> StepResult:
         before = (*passes[-1].backward, *passes[-1].sums)
     update = case.costs.memory_traffic(replica.num_parameters * replica.wire.update_traffic_bytes)
     total = PhaseCost.total([(Category.OPTIMIZER, update)])
-    updated = graph.add(Label("optimizer", TaskKind.OPTIMIZER), total, (_device(0),), before)
+    updated = graph.add(TaskLabel("optimizer", TaskKind.OPTIMIZER), total, (_device(0),), before)
     times = simulate_tasks(graph.tasks)
     first = _first_device(replica, passes, updated)
     others = (_other_device(replica, passes, index) for index in range(1, plan.dp))
@@ -230,7 +230,7 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
         [(*before, ids[index], weights[index]) if index else before for index in devices],
     )
     outputs = collect(TaskKind.GATHER, replica.logit_bytes, forward)
-    label = Label("loss of the whole batch", TaskKind.LOSS)
+    label = TaskLabel("loss of the whole batch", TaskKind.LOSS)
     loss = graph.add(label, replica.loss_cost, (_device(0),), (*outputs, forward[0]))
     slopes = send(TaskKind.SCATTER, replica.logit_bytes, (loss,))
     _, backward = _add_chains(
@@ -258,12 +258,12 @@ def _add_copy(
     where = f"to device {target}" if target else f"from device {source}"
     links = (f"{_device(source)} link out", f"{_device(target)} link in")
     total = transfer_cost(cost.transfer, cost.latency)
-    return graph.add(Label(f"{kind} {where}", kind), total, links, after, size_bytes)
+    return graph.add(TaskLabel(f"{kind} {where}", kind), total, links, after, size_bytes)
 
 
 def _add_chains(
     graph: TaskGraph,
-    blocks: tuple[Block, ...],
+    blocks: tuple[LaunchedBlock, ...],
     kind: TaskKind,
     launch_after: tuple[int, ...],
     run_after: list[tuple[int, ...]],
@@ -275,10 +275,10 @@ def _add_chains(
         launched, ran = launch_after, first
         for number, block in enumerate(blocks):
             name = f"{kind} {block.name} {number}, device {index}"
-            label = Label(f"launch of {name}", TaskKind.LAUNCH)
+            label = TaskLabel(f"launch of {name}", TaskKind.LAUNCH)
             launched = (graph.add(label, block.launch, (HOST,), launched),)
             after = (*launched, *ran)
-            ran = (graph.add(Label(name, kind), block.cost, (_device(index),), after),)
+            ran = (graph.add(TaskLabel(name, kind), block.cost, (_device(index),), after),)
         launches.extend(launched)
         runs.extend(ran)
     return tuple(launches), tuple(runs)
@@ -288,12 +288,12 @@ def _add_sum(graph: TaskGraph, replica: Replica, after: tuple[int, ...]) -> int:
     """Add an arrived gradient to the sum: two values read, one written."""
     cost = replica.case.costs.memory_traffic(3 * replica.weight_bytes)
     total = PhaseCost.total([(Category.DP_COMM, cost)])
-    return graph.add(Label("gradient sum", TaskKind.SUM), total, (_device(0),), after)
+    return graph.add(TaskLabel("gradient sum", TaskKind.SUM), total, (_device(0),), after)
 
 
-def _pass_holds(
+def _pass_bytes(
     replica: Replica, passes: list[PassTasks], index: int, slope_bytes: int
-) -> list[Hold]:
+) -> list[TaskBytes]:
     """Return what passes hold on a device whose part of the logits' gradient takes *slope_bytes*.
 
     A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
@@ -303,11 +303,11 @@ def _pass_holds(
     forward = forward_workspace_bytes(shape)
     backward = backward_workspace_bytes(shape, slope_bytes)
     return [
-        hold
+        live
         for each in passes
-        for hold in (
-            Hold(each.forward[index], saved, forward),
-            Hold(each.backward[index], saved, backward),
+        for live in (
+            TaskBytes(each.forward[index], saved, forward),
+            TaskBytes(each.backward[index], saved, backward),
         )
     ]
 
@@ -321,18 +321,18 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     # Forward, or in the loss's backward the losses' gradient beside its own.
     workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
     # Its part of the gradient is a view of the whole.
-    holds = _pass_holds(replica, passes, 0, dp * replica.logit_bytes)
+    task_bytes = _pass_bytes(replica, passes, 0, dp * replica.logit_bytes)
     for each in passes:
-        holds.append(Hold(each.loss, saved + dp * logits, workspace))
+        task_bytes.append(TaskBytes(each.loss, saved + dp * logits, workspace))
         # The sums, beside the gradients of device 0's own replica.
-        holds.extend(Hold(task, 0, 2 * replica.weight_bytes) for task in each.sums)
-    holds.append(Hold(updated, 0, memory.update_temporary_bytes))
+        task_bytes.extend(TaskBytes(task, 0, 2 * replica.weight_bytes) for task in each.sums)
+    task_bytes.append(TaskBytes(updated, 0, memory.update_temporary_bytes))
     return GraphDevice(
         compute=_device(0),
         links=_links(0),
         host=HOST,
         memory=memory,
-        holds=tuple(holds),
+        task_bytes=tuple(task_bytes),
         largest_tensor="logits of the whole batch",
     )
 
@@ -346,7 +346,7 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         gradients_bytes=0,  # they are made and leave in the backward pass, whose holds count them
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
-        chunks=(),
+        virtual_stages=(),
     )
     largest = max(saved_tensors(replica.shape), key=lambda item: item.size_bytes)
     return GraphDevice(
@@ -354,7 +354,7 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         links=_links(index),
         host=HOST,
         memory=memory,
-        holds=tuple(_pass_holds(replica, passes, index, replica.logit_bytes)),
+        task_bytes=tuple(_pass_bytes(replica, passes, index, replica.logit_bytes)),
         largest_tensor=largest.name,
     )
 

@@ -31,14 +31,14 @@ MAX_TASKS = 300_000
 Interval = tuple[int, int]
 
 
-class Label(NamedTuple):
+class TaskLabel(NamedTuple):
     """Name and kind of a task."""
 
     name: str
     kind: TaskKind
 
 
-class Hold(NamedTuple):
+class TaskBytes(NamedTuple):
     """What lives on a device, beyond its states, while a task runs."""
 
     task: int
@@ -54,7 +54,7 @@ class GraphDevice:
     links: tuple[str, ...]
     host: str = ""
     memory: RankMemory
-    holds: tuple[Hold, ...]
+    task_bytes: tuple[TaskBytes, ...]
     largest_tensor: str
 
 
@@ -67,7 +67,7 @@ class TaskGraph:
 
     def add(
         self,
-        label: Label,
+        label: TaskLabel,
         cost: PhaseCost,
         resources: tuple[str, ...],
         after: Iterable[int] = (),
@@ -110,7 +110,7 @@ class GraphRun:
     end_ps: int
 
 
-class Case(NamedTuple):
+class StrategyCase(NamedTuple):
     """What was asked for."""
 
     job: TrainingJob
@@ -125,7 +125,10 @@ def transfer_cost(*parts: Cost) -> PhaseCost:
 
 
 def account_graph(
-    case: Case, run: GraphRun, notes: Sequence[str] = (), asynchronous: AsyncRun | None = None
+    case: StrategyCase,
+    run: GraphRun,
+    notes: Sequence[str] = (),
+    asynchronous: AsyncRun | None = None,
 ) -> StepResult:
     """Return the result of a run; *notes* come after the usual warnings."""
     job, plan, costs, _ = case
@@ -149,7 +152,7 @@ def account_graph(
     )
 
 
-def _memory(case: Case, run: GraphRun) -> MemoryResult:
+def _memory(case: StrategyCase, run: GraphRun) -> MemoryResult:
     cluster, stack = case.costs.cluster, case.costs.stack
     stages = tuple(_device_memories(run))
     worst = max(stages, key=lambda stage: stage.peak_bytes)
@@ -167,8 +170,8 @@ def _memory(case: Case, run: GraphRun) -> MemoryResult:
 def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
     for index, device in enumerate(run.devices):
         events = [
-            MemoryEvent(run.times[hold.task].start_ps, run.graph.tasks[hold.task].name, *hold[1:])
-            for hold in device.holds
+            MemoryEvent(run.times[live.task].start_ps, run.graph.tasks[live.task].name, *live[1:])
+            for live in device.task_bytes
         ]
         peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
         yield StageMemory(
@@ -195,9 +198,9 @@ def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:
         if window_ps
     ]
     parts = dict.fromkeys(Category, 0)
-    held = _held(run)
+    tasks_by_resource = _tasks_by_resource(run)
     for device, window_ps in seen:
-        computing = _spent(run, device, window_ps, held)
+        computing = _spent(run, device, window_ps, tasks_by_resource)
         for category in Category:
             parts[category] += computing[category] * run.step_ps // window_ps
     parts = {category: time_ps // len(seen) for category, time_ps in parts.items()}
@@ -206,23 +209,25 @@ def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:
     return parts
 
 
-def _held(run: GraphRun) -> dict[str, list[int]]:
+def _tasks_by_resource(run: GraphRun) -> dict[str, list[int]]:
     """Return the tasks of each resource."""
-    held: dict[str, list[int]] = {}
+    tasks_by_resource: dict[str, list[int]] = {}
     for index, task in enumerate(run.graph.tasks):
         for name in task.resources:
-            held.setdefault(name, []).append(index)
-    return held
+            tasks_by_resource.setdefault(name, []).append(index)
+    return tasks_by_resource
 
 
 def _spent(
-    run: GraphRun, device: GraphDevice, window_ps: int, held: dict[str, list[int]]
+    run: GraphRun, device: GraphDevice, window_ps: int, tasks_by_resource: dict[str, list[int]]
 ) -> dict[Category, int]:
     def intervals(*names: str) -> list[Interval]:
-        spans = [run.times[index] for name in names for index in held.get(name, ())]
+        spans = [run.times[index] for name in names for index in tasks_by_resource.get(name, ())]
         return [(start, min(end, window_ps)) for start, end in spans if start < window_ps]
 
-    own = [index for index in held[device.compute] if run.times[index].end_ps <= window_ps]
+    own = [
+        index for index in tasks_by_resource[device.compute] if run.times[index].end_ps <= window_ps
+    ]
     total = sum((run.graph.costs[index] for index in own), PhaseCost())
     parts = {category: total.category_ps(category) for category in Category}
     computing = intervals(device.compute)

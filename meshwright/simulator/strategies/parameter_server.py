@@ -18,17 +18,17 @@ from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage
 from meshwright.simulator.liveness import saved_tensors
-from meshwright.simulator.memory import RankMemory, StateBytes, chunk_memory
-from meshwright.simulator.replication import Wire, spread, stage_parameters
-from meshwright.simulator.step import ChunkCost, chunk_cost
-from meshwright.simulator.strategies.async_rounds import Round, account_rounds
+from meshwright.simulator.memory import RankMemory, StateBytes, virtual_stage_memory
+from meshwright.simulator.replication import WireBytes, spread, stage_parameters
+from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
+from meshwright.simulator.strategies.async_rounds import WorkerRound, account_rounds
 from meshwright.simulator.strategies.graph_step import (
-    Case,
     GraphDevice,
     GraphRun,
-    Hold,
-    Label,
+    StrategyCase,
+    TaskBytes,
     TaskGraph,
+    TaskLabel,
     account_graph,
     transfer_cost,
 )
@@ -36,7 +36,7 @@ from meshwright.simulator.strategies.graph_step import (
 ROUNDS = 50  # of each worker in an asynchronous run
 
 
-class Place(NamedTuple):
+class Participant(NamedTuple):
     """A worker or a server: the device it computes on, its node, its network port."""
 
     device: str
@@ -52,20 +52,20 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cast:
+class Participants:
     """Who takes part; ``shards`` are the parameters of each server."""
 
-    case: Case
+    case: StrategyCase
     options: ParameterServer
     shape: BlockShape
-    workers: tuple[Place, ...]
-    servers: tuple[Place, ...]
+    workers: tuple[Participant, ...]
+    servers: tuple[Participant, ...]
     shards: tuple[int, ...]
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> WireBytes:
         """Bytes of a parameter; pulls take as many as pushes."""
-        return Wire.of(self.case.costs.stack, self.case.job.precision)
+        return WireBytes.of(self.case.costs.stack, self.case.job.precision)
 
     @property
     def whole_stage(self) -> Stage:
@@ -73,37 +73,39 @@ class Cast:
         return Stage(self.case.job.model.num_layers, has_embedding=True, has_head=True)
 
 
-def simulate_parameter_server(case: Case) -> StepResult:
+def simulate_parameter_server(case: StrategyCase) -> StepResult:
     """Return the simulated step of workers and servers.
 
     Raises:
         PlanError: If the cluster lacks the hosts, or there is too much to simulate.
     """
     options = case.plan.parameter_server or ParameterServer()
-    cast = _cast(case._replace(plan=replace(case.plan, parameter_server=options)), options)
+    participants = _participants(
+        case._replace(plan=replace(case.plan, parameter_server=options)), options
+    )
     graph = TaskGraph()
     add_all = _add_asynchronous if options.asynchronous else _add_synchronous
-    rounds = add_all(graph, cast)
+    rounds = add_all(graph, participants)
     times = simulate_tasks(graph.tasks)
     end_ps = max(ran.end_ps for ran in times)
     run = GraphRun(
         graph=graph,
         times=times,
-        devices=tuple(_devices(cast, rounds)),
+        devices=tuple(_devices(participants, rounds)),
         step_ps=end_ps,
-        windows_ps=(end_ps,) * len(cast.workers),
+        windows_ps=(end_ps,) * len(participants.workers),
         end_ps=end_ps,
     )
     if options.asynchronous:
-        return account_rounds(cast.case, run, rounds, _notes(cast))
-    return account_graph(cast.case, run, _notes(cast))
+        return account_rounds(participants.case, run, rounds, _notes(participants))
+    return account_graph(participants.case, run, _notes(participants))
 
 
-def _cast(case: Case, options: ParameterServer) -> Cast:
+def _participants(case: StrategyCase, options: ParameterServer) -> Participants:
     cluster, num_workers = case.costs.cluster, case.plan.dp
     node_size, num_ports = cluster.devices_per_node, ports_per_node(cluster)
     workers = tuple(
-        Place(
+        Participant(
             f"worker {index}",
             index // node_size,
             f"node {index // node_size} port {index % node_size * num_ports // node_size}",
@@ -113,7 +115,7 @@ def _cast(case: Case, options: ParameterServer) -> Cast:
     servers, num_nodes = workers, workers[-1].node + 1
     if options.servers != "all":
         servers = tuple(
-            Place(f"server {index}", num_nodes + index, f"server {index} port")
+            Participant(f"server {index}", num_nodes + index, f"server {index} port")
             for index in range(options.servers)
         )
         if cluster.num_nodes is not None and servers[-1].node >= cluster.num_nodes:
@@ -124,101 +126,108 @@ def _cast(case: Case, options: ParameterServer) -> Cast:
     shape = BlockShape.of(case.job, case.plan, case.costs.stack)
     stage = Stage(case.job.model.num_layers, has_embedding=True, has_head=True)
     shards = tuple(spread(stage_parameters(shape, stage), len(servers)))
-    return Cast(
+    return Participants(
         case=case, options=options, shape=shape, workers=workers, servers=servers, shards=shards
     )
 
 
-def _notes(cast: Cast) -> list[str]:
-    if cast.options.servers == "all":
+def _notes(participants: Participants) -> list[str]:
+    if participants.options.servers == "all":
         return []
-    count, num_workers = len(cast.servers), len(cast.workers)
+    count, num_workers = len(participants.servers), len(participants.workers)
     hosts = "1 server has a host of its own" if count == 1 else f"{count} servers have own hosts"
     text = f"{hosts}, each with one device like a worker's and one network port, beside the "
     return [f"{text}{num_workers} GPUs; as devices they follow the workers"]
 
 
-def _add_synchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
+def _add_synchronous(graph: TaskGraph, participants: Participants) -> list[list[WorkerRound]]:
     """Add one round of each worker; servers update when all gradients are added up."""
-    rounds = [Round() for _ in cast.workers]
-    for turn in range(len(cast.servers)):
+    rounds = [WorkerRound() for _ in participants.workers]
+    for turn in range(len(participants.servers)):
         for worker, each in enumerate(rounds):
-            _add_pull(graph, cast, worker, turn, each, None)
+            _add_pull(graph, participants, worker, turn, each, None)
     for worker, each in enumerate(rounds):
-        _add_passes(graph, cast, worker, each)
-    for turn in range(len(cast.servers)):
+        _add_passes(graph, participants, worker, each)
+    for turn in range(len(participants.servers)):
         for worker, each in enumerate(rounds):
-            _add_push(graph, cast, worker, turn, each)
-    for server, place in enumerate(cast.servers):
+            _add_push(graph, participants, worker, turn, each)
+    for server, place in enumerate(participants.servers):
         sums = []
         for each in rounds:
-            label = Label(f"gradient sum on {place.device}", TaskKind.SUM)
-            cost = _sum_cost(cast, server)
+            label = TaskLabel(f"gradient sum on {place.device}", TaskKind.SUM)
+            cost = _sum_cost(participants, server)
             sums.append(graph.add(label, cost, (place.device,), (each.pushed[server],)))
-        updated = _add_update(graph, cast, server, tuple(sums))
+        updated = _add_update(graph, participants, server, tuple(sums))
         for each in rounds:
             each.updates[server] = updated
     return [[each] for each in rounds]
 
 
-def _add_asynchronous(graph: TaskGraph, cast: Cast) -> list[list[Round]]:
+def _add_asynchronous(graph: TaskGraph, participants: Participants) -> list[list[WorkerRound]]:
     """Add the rounds of each worker; it pulls what its own update has left."""
-    rounds: list[list[Round]] = [[] for _ in cast.workers]
-    turns = range(len(cast.servers))
+    rounds: list[list[WorkerRound]] = [[] for _ in participants.workers]
+    turns = range(len(participants.servers))
     for _ in range(ROUNDS):
         for worker, mine in enumerate(rounds):
-            each, before = Round(), mine[-1] if mine else None
+            each, before = WorkerRound(), mine[-1] if mine else None
             for turn in turns:
-                _add_pull(graph, cast, worker, turn, each, before)
-            _add_passes(graph, cast, worker, each)
+                _add_pull(graph, participants, worker, turn, each, before)
+            _add_passes(graph, participants, worker, each)
             for turn in turns:
-                _add_push(graph, cast, worker, turn, each)
+                _add_push(graph, participants, worker, turn, each)
             for server, pushed in each.pushed.items():
-                each.updates[server] = _add_update(graph, cast, server, (pushed,))
+                each.updates[server] = _add_update(graph, participants, server, (pushed,))
             mine.append(each)
     return rounds
 
 
-def _server_in_turn(cast: Cast, worker: int, turn: int) -> int:
+def _server_in_turn(participants: Participants, worker: int, turn: int) -> int:
     """Return whom a worker talks to in its turn: in each one workers spread over servers."""
-    own_last = 1 if cast.options.servers == "all" else 0
-    return (worker + own_last + turn) % len(cast.servers)
+    own_last = 1 if participants.options.servers == "all" else 0
+    return (worker + own_last + turn) % len(participants.servers)
 
 
 def _add_pull(
-    graph: TaskGraph, cast: Cast, worker: int, turn: int, each: Round, before: Round | None
+    graph: TaskGraph,
+    participants: Participants,
+    worker: int,
+    turn: int,
+    each: WorkerRound,
+    before: WorkerRound | None,
 ) -> None:
     """Add a pull; a worker's own shard is there when its update is."""
-    server = _server_in_turn(cast, worker, turn)
+    server = _server_in_turn(participants, worker, turn)
     after = () if before is None else (before.updates[server],)
-    target, source = cast.workers[worker], cast.servers[server]
+    target, source = participants.workers[worker], participants.servers[server]
     each.read_after[server] = after
     if source is not target:
-        size_bytes = cast.shards[server] * cast.wire.reduce_bytes
-        label = Label(f"pull of {target.device} from {source.device}", TaskKind.PULL)
-        cost, links = _transfer(cast, source, target, size_bytes)
+        size_bytes = participants.shards[server] * participants.wire.reduce_bytes
+        label = TaskLabel(f"pull of {target.device} from {source.device}", TaskKind.PULL)
+        cost, links = _transfer(participants, source, target, size_bytes)
         each.pulls[server] = graph.add(label, cost, links, after, size_bytes)
 
 
-def _add_push(graph: TaskGraph, cast: Cast, worker: int, turn: int, each: Round) -> None:
+def _add_push(
+    graph: TaskGraph, participants: Participants, worker: int, turn: int, each: WorkerRound
+) -> None:
     """Add a push; a worker sends one after the other, so that none blocks a server it is not at."""
-    server = _server_in_turn(cast, worker, turn)
-    source, target = cast.workers[worker], cast.servers[server]
+    server = _server_in_turn(participants, worker, turn)
+    source, target = participants.workers[worker], participants.servers[server]
     if source is target:
         each.pushed[server] = each.passes[-1]
     else:
-        size_bytes = cast.shards[server] * cast.wire.reduce_bytes
-        label = Label(f"push of {source.device} to {target.device}", TaskKind.PUSH)
-        cost, links = _transfer(cast, source, target, size_bytes)
+        size_bytes = participants.shards[server] * participants.wire.reduce_bytes
+        label = TaskLabel(f"push of {source.device} to {target.device}", TaskKind.PUSH)
+        cost, links = _transfer(participants, source, target, size_bytes)
         after = [each.passes[-1], *each.pushed.values()][-1]
         each.pushed[server] = graph.add(label, cost, links, (after,), size_bytes)
 
 
 def _transfer(
-    cast: Cast, source: Place, target: Place, size_bytes: int
+    participants: Participants, source: Participant, target: Participant, size_bytes: int
 ) -> tuple[PhaseCost, tuple[str, str]]:
     """Return time and links of a transfer: inside a node, or out of one port into another."""
-    costs = cast.case.costs
+    costs = participants.case.costs
     if source.node == target.node:
         cost = costs.message(size_bytes, crosses_nodes=False)
         links = (f"{source.device} link out", f"{target.device} link in")
@@ -230,20 +239,24 @@ def _transfer(
     return transfer_cost(sent, latency), (f"{source.port} out", f"{target.port} in")
 
 
-def _add_passes(graph: TaskGraph, cast: Cast, worker: int, each: Round) -> None:
+def _add_passes(
+    graph: TaskGraph, participants: Participants, worker: int, each: WorkerRound
+) -> None:
     """Add forward and backward of each microbatch; the last worker may be slow."""
-    case, device = cast.case, cast.workers[worker].device
-    passed = chunk_cost(case.costs, cast.shape, cast.whole_stage)
-    if worker == len(cast.workers) - 1:
-        slow = cast.options.slow_worker
-        passed = ChunkCost(stretched(passed.forward, slow), stretched(passed.backward, slow))
+    case, device = participants.case, participants.workers[worker].device
+    pass_cost = virtual_stage_cost(case.costs, participants.shape, participants.whole_stage)
+    if worker == len(participants.workers) - 1:
+        slow = participants.options.slow_worker
+        pass_cost = VirtualStageCost(
+            stretched(pass_cost.forward, slow), stretched(pass_cost.backward, slow)
+        )
     after = (*each.pulls.values(), *(task for tasks in each.read_after.values() for task in tasks))
     for microbatch in range(case.plan.num_microbatches(case.job)):
         for kind, cost in (
-            (TaskKind.FORWARD, passed.forward),
-            (TaskKind.BACKWARD, passed.backward),
+            (TaskKind.FORWARD, pass_cost.forward),
+            (TaskKind.BACKWARD, pass_cost.backward),
         ):
-            label = Label(f"{kind} {microbatch} of {device}", kind)
+            label = TaskLabel(f"{kind} {microbatch} of {device}", kind)
             after = (graph.add(label, cost, (device,), after),)
             each.passes.extend(after)
 
@@ -264,31 +277,37 @@ def stretched(cost: PhaseCost, factor: float) -> PhaseCost:
     return PhaseCost(time_ps, scaled(cost.by_category_ps), scaled(cost.by_source_ps))
 
 
-def _sum_cost(cast: Cast, server: int) -> PhaseCost:
+def _sum_cost(participants: Participants, server: int) -> PhaseCost:
     """Return the time to add an arrived gradient: it and the sum read, the sum written."""
-    state = StateBytes.of(cast.case.costs.stack, cast.case.job.precision)
-    per_parameter = cast.wire.reduce_bytes + 2 * state.gradient
-    cost = cast.case.costs.memory_traffic(cast.shards[server] * per_parameter)
+    state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
+    per_parameter = participants.wire.reduce_bytes + 2 * state.gradient
+    cost = participants.case.costs.memory_traffic(participants.shards[server] * per_parameter)
     return PhaseCost.total([(Category.DP_COMM, cost)])
 
 
-def _add_update(graph: TaskGraph, cast: Cast, server: int, after: tuple[int, ...]) -> int:
-    device = cast.servers[server].device
-    traffic = cast.shards[server] * cast.wire.update_traffic_bytes
-    cost = PhaseCost.total([(Category.OPTIMIZER, cast.case.costs.memory_traffic(traffic))])
-    return graph.add(Label(f"optimizer of {device}", TaskKind.OPTIMIZER), cost, (device,), after)
+def _add_update(
+    graph: TaskGraph, participants: Participants, server: int, after: tuple[int, ...]
+) -> int:
+    device = participants.servers[server].device
+    traffic = participants.shards[server] * participants.wire.update_traffic_bytes
+    cost = PhaseCost.total([(Category.OPTIMIZER, participants.case.costs.memory_traffic(traffic))])
+    return graph.add(
+        TaskLabel(f"optimizer of {device}", TaskKind.OPTIMIZER), cost, (device,), after
+    )
 
 
-def _devices(cast: Cast, rounds: list[list[Round]]) -> Iterator[GraphDevice]:
+def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
-    num_parameters = sum(cast.shards)
-    chunk = chunk_memory(cast.shape, cast.whole_stage.num_layers, has_embedding=True, has_head=True)
-    spaces = (chunk.forward_workspace_bytes, chunk.backward_workspace_bytes)
-    largest = max(saved_tensors(cast.shape), key=lambda item: item.size_bytes).name
-    state = StateBytes.of(cast.case.costs.stack, cast.case.job.precision)
-    for worker, place in enumerate(cast.workers):
-        holds = [
-            Hold(task, chunk.saved_bytes, spaces[number % 2])
+    num_parameters = sum(participants.shards)
+    virtual_stage = virtual_stage_memory(
+        participants.shape, participants.whole_stage.num_layers, has_embedding=True, has_head=True
+    )
+    spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
+    largest = max(saved_tensors(participants.shape), key=lambda item: item.size_bytes).name
+    state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
+    for worker, place in enumerate(participants.workers):
+        task_bytes = [
+            TaskBytes(task, virtual_stage.saved_bytes, spaces[number % 2])
             for each in rounds[worker]
             for number, task in enumerate(each.passes)
         ]
@@ -297,48 +316,48 @@ def _devices(cast: Cast, rounds: list[list[Round]]) -> Iterator[GraphDevice]:
             gradients_bytes=num_parameters * state.gradient,
             optimizer_states_bytes=0,
             update_temporary_bytes=0,
-            chunks=(),
+            virtual_stages=(),
         )
-        if place in cast.servers:
-            own, own_holds = _server_memory(cast, state, worker, rounds)
-            memory, holds = _together(memory, own), [*holds, *own_holds]
+        if place in participants.servers:
+            own, own_holds = _server_memory(participants, state, worker, rounds)
+            memory, task_bytes = _together(memory, own), [*task_bytes, *own_holds]
         yield GraphDevice(
             compute=place.device,
             links=place.links,
             memory=memory,
-            holds=tuple(holds),
+            task_bytes=tuple(task_bytes),
             largest_tensor=largest,
         )
-    for server, place in enumerate(cast.servers):
-        if place not in cast.workers:
-            memory, holds = _server_memory(cast, state, server, rounds)
+    for server, place in enumerate(participants.servers):
+        if place not in participants.workers:
+            memory, task_bytes = _server_memory(participants, state, server, rounds)
             yield GraphDevice(
                 compute=place.device,
                 links=place.links,
                 memory=memory,
-                holds=tuple(holds),
+                task_bytes=tuple(task_bytes),
                 largest_tensor="gradient that arrives",
             )
 
 
 def _server_memory(
-    cast: Cast, state: StateBytes, server: int, rounds: list[list[Round]]
-) -> tuple[RankMemory, list[Hold]]:
+    participants: Participants, state: StateBytes, server: int, rounds: list[list[WorkerRound]]
+) -> tuple[RankMemory, list[TaskBytes]]:
     """Return a server's shard, and what it holds in an update: one gradient that has arrived."""
-    shard = cast.shards[server]
+    shard = participants.shards[server]
     # The update reads a gradient in fp32; of a sum, what arrived last has been added by then.
-    together = cast.options.asynchronous
-    arrived = shard * (cast.wire.reduce_bytes + state.update_temporary * together)
+    together = participants.options.asynchronous
+    arrived = shard * (participants.wire.reduce_bytes + state.update_temporary * together)
     arrived = max(arrived, shard * state.update_temporary)
     updates = dict.fromkeys(each.updates[server] for mine in rounds for each in mine)
     memory = RankMemory(
         parameters_bytes=shard * state.parameter,
-        gradients_bytes=0 if cast.options.asynchronous else shard * state.gradient,
+        gradients_bytes=0 if participants.options.asynchronous else shard * state.gradient,
         optimizer_states_bytes=shard * state.optimizer,
         update_temporary_bytes=0,
-        chunks=(),
+        virtual_stages=(),
     )
-    return memory, [Hold(task, 0, arrived) for task in updates]
+    return memory, [TaskBytes(task, 0, arrived) for task in updates]
 
 
 def _together(one: RankMemory, other: RankMemory) -> RankMemory:
@@ -347,5 +366,5 @@ def _together(one: RankMemory, other: RankMemory) -> RankMemory:
         gradients_bytes=one.gradients_bytes + other.gradients_bytes,
         optimizer_states_bytes=one.optimizer_states_bytes + other.optimizer_states_bytes,
         update_temporary_bytes=0,
-        chunks=(),
+        virtual_stages=(),
     )

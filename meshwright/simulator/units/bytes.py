@@ -114,7 +114,7 @@ class UnitBytes:
 
     @classmethod
     def of(
-        cls, shape: BlockShape, stage: Stage, to: Replication, parameter: ParameterBytes
+        cls, shape: BlockShape, stage: Stage, replication: Replication, parameter: ParameterBytes
     ) -> "UnitBytes":
         """Return the bytes of *stage* from those of a parameter."""
         state, reduce_bytes = parameter
@@ -123,9 +123,11 @@ class UnitBytes:
         root = total - stage.num_layers * layer
         matrix = shape.local_vocab_size * shape.model.hidden_size
         makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
-        stays_whole = to.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
-        on_host = to.offload is Offload.PARAMETERS
-        kept = 0 if on_host and to.reduces_each_microbatch else state.gradient
+        stays_whole = (
+            replication.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
+        )
+        on_host = replication.offload is Offload.PARAMETERS
+        kept = 0 if on_host and replication.reduces_each_microbatch else state.gradient
         others = (shape.tp - 1) * matrix if stays_whole else 0  # rows of the other tensor ranks
         has_end = stage.has_embedding or stage.has_head
         is_copied = reduce_bytes != state.gathered_parameter
@@ -136,7 +138,7 @@ class UnitBytes:
             layer=layer * state.gathered_parameter,
             # Alone, a rank copies its shard into the weight and gathers nothing (PyTorch's
             # FSDPParamGroup, `wait_for_unshard`).
-            buffer=layer * state.gathered_parameter if to.span.num_ranks > 1 else 0,
+            buffer=layer * state.gathered_parameter if replication.span.num_ranks > 1 else 0,
             root=root * state.gathered_parameter,
             layer_wire=layer * reduce_bytes,
             root_wire=root * reduce_bytes,
@@ -144,11 +146,13 @@ class UnitBytes:
             root_gradient=(matrix * has_end + others) * shape.element_bytes - positions
             if is_copied
             else 0,
-            layer_kept=-(-layer // to.shards.gradients) * kept,
+            layer_kept=-(-layer // replication.shards.gradients) * kept,
             head_gradient=matrix * shape.element_bytes if stage.has_head else 0,
-            gradients=-(-total // to.shards.gradients) * kept,
+            gradients=-(-total // replication.shards.gradients) * kept,
             surplus=others * state.gradient,
-            shard=0 if on_host else -(-total // to.span.num_ranks) * state.sharded_parameter,
+            shard=0
+            if on_host
+            else -(-total // replication.span.num_ranks) * state.sharded_parameter,
         )
 
 

@@ -8,13 +8,13 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness import kept_output_bytes, message_buffer_bytes
 from meshwright.simulator.memory import (
-    ChunkMemory,
     KeptUnits,
-    Moment,
-    PassMoments,
+    PassPeak,
+    PassPeaks,
     RankMemory,
     SentBytes,
-    fuller,
+    VirtualStageMemory,
+    fuller_peak,
     rank_memory,
 )
 from meshwright.simulator.replication import Replication, sum_parameters
@@ -23,16 +23,16 @@ from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sums import SumBytes, with_sums
 
 
-def holds_units(shape: BlockShape, to: Replication) -> bool:
+def holds_units(shape: BlockShape, replication: Replication) -> bool:
     """Return whether passes hold the units of fully_shard, also on a mesh of one rank."""
-    return shape.stack.root_unit and to.offload is not Offload.OPTIMIZER
+    return shape.stack.root_unit and replication.offload is not Offload.OPTIMIZER
 
 
 def unit_rank_memory(
     shape: BlockShape,
     passes: PassBytes,
     stages: Sequence[Stage],
-    to: Replication,
+    replication: Replication,
     parameter: ParameterBytes,
 ) -> RankMemory:
     """Return the memory of a rank whose states are units of fully_shard, for one microbatch.
@@ -41,28 +41,30 @@ def unit_rank_memory(
         shape: Sizes of its blocks.
         passes: What passes through them need.
         stages: Its virtual stages.
-        to: How its states are sharded.
+        replication: How its states are sharded.
         parameter: Bytes of a parameter.
     """
     state, reduce_bytes = parameter
     num_parameters = sum_parameters(shape, stages)
-    sums = to.keeps_whole_gradients and not to.keeps_units
+    sums = replication.keeps_whole_gradients and not replication.keeps_units
     # What stays whole is summed in the format of the wire.
-    kept = replace(state, gradient=reduce_bytes) if to.keeps_whole_gradients else state
+    kept = replace(state, gradient=reduce_bytes) if replication.keeps_whole_gradients else state
     units = {
-        stage: UnitBytes.of(shape, stage, to, ParameterBytes(kept, reduce_bytes))
+        stage: UnitBytes.of(shape, stage, replication, ParameterBytes(kept, reduce_bytes))
         for stage in dict.fromkeys(stages)
     }
-    chunks = {}
+    virtual_stages = {}
     for stage, sizes_of_units in units.items():
-        held = StagePass(passes, stage, to, sizes_of_units)
-        chunk = _chunk(shape, held, is_alone=len(stages) == 1)
+        stage_pass = StagePass(passes, stage, replication, sizes_of_units)
+        virtual_stage = _virtual_stage_memory(shape, stage_pass, is_alone=len(stages) == 1)
         if sums:
-            chunk = with_sums(chunk, held, SumBytes.of(shape, held, parameter))
-        chunks[stage] = chunk
-    of_stages = tuple(chunks[stage] for stage in stages)
-    memory = rank_memory(num_parameters, kept, of_stages, shards=to.shards)
-    shards = -(-num_parameters // to.shards.parameters)
+            virtual_stage = with_sums(
+                virtual_stage, stage_pass, SumBytes.of(shape, stage_pass, parameter)
+            )
+        virtual_stages[stage] = virtual_stage
+    of_stages = tuple(virtual_stages[stage] for stage in stages)
+    memory = rank_memory(num_parameters, kept, of_stages, shards=replication.shards)
+    shards = -(-num_parameters // replication.shards.parameters)
     return replace(
         memory,
         parameters_bytes=shards * state.sharded_parameter,
@@ -74,40 +76,46 @@ def unit_rank_memory(
     )
 
 
-def _chunk(shape: BlockShape, held: StagePass, *, is_alone: bool) -> ChunkMemory:
-    passes, stage, to, units = held
+def _virtual_stage_memory(
+    shape: BlockShape, stage_pass: StagePass, *, is_alone: bool
+) -> VirtualStageMemory:
+    passes, stage, replication, units = stage_pass
     saved = stage.num_layers * passes.saved_layer
     saved += stage.has_embedding * passes.saved_embedding + stage.has_head * passes.saved_head
     saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
-    apart = held.moments(whole=False)
-    return ChunkMemory(
+    apart = stage_pass.moments(whole=False)
+    return VirtualStageMemory(
         saved_bytes=saved,
         forward_workspace_bytes=apart.forward.total_bytes,
         backward_workspace_bytes=apart.backward.total_bytes,
-        late_gradients_bytes=held.late_bytes,
+        late_gradients_bytes=stage_pass.late_bytes,
         first_backward=apart.first_backward,
-        after_forward_bytes=units.root if to.reshards else held.gathered_bytes,
-        after_backward_bytes=held.gathered_bytes if to.keeps_units else 0,
-        kept_units=_kept_units(held, saved, is_alone=is_alone) if to.keeps_units else None,
+        after_forward_bytes=units.root if replication.reshards else stage_pass.gathered_bytes,
+        after_backward_bytes=stage_pass.gathered_bytes if replication.keeps_units else 0,
+        kept_units=_kept_units(stage_pass, saved, is_alone=is_alone)
+        if replication.keeps_units
+        else None,
     )
 
 
-def _kept_units(held: StagePass, saved_bytes: int, *, is_alone: bool) -> KeptUnits:
+def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> KeptUnits:
     """Return what a pipeline's runtime keeps of a virtual stage between its passes."""
-    passes, stage, to, units = held
-    is_sharded = to.span.num_ranks > 1
-    whole = held.moments(whole=True)
+    passes, stage, replication, units = stage_pass
+    is_sharded = replication.span.num_ranks > 1
+    whole = stage_pass.moments(whole=True)
     # Before a pass saves or makes anything, units are copied out of their buffers, one by one: the
     # buffers of all, and the weights of the largest.
-    fetch = held.gathered_bytes + (max(units.root, units.layer) if is_sharded else 0)
-    copied = PassMoments(Moment(fetch - saved_bytes), Moment(fetch, held.late_bytes), Moment(fetch))
+    fetch = stage_pass.gathered_bytes + (max(units.root, units.layer) if is_sharded else 0)
+    copied = PassPeaks(
+        PassPeak(fetch - saved_bytes), PassPeak(fetch, stage_pass.late_bytes), PassPeak(fetch)
+    )
     return KeptUnits(
         whole=whole,
-        ahead=PassMoments(*map(fuller, whole, copied)),
-        ahead_bytes=held.gathered_bytes if is_sharded else 0,
-        reduction=held.reduction(is_alone=is_alone),
+        ahead=PassPeaks(*map(fuller_peak, whole, copied)),
+        ahead_bytes=stage_pass.gathered_bytes if is_sharded else 0,
+        reduction=stage_pass.reduction(is_alone=is_alone),
         sent=SentBytes(
-            output=passes.message if held.sends_output else 0,
+            output=passes.message if stage_pass.sends_output else 0,
             gradient=0 if stage.has_embedding else passes.message,
         ),
     )

@@ -10,7 +10,7 @@ final norm, head) is gathered first and reduced last.
 from typing import NamedTuple
 
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import Moment, PassMoments
+from meshwright.simulator.memory import PassPeak, PassPeaks
 from meshwright.simulator.replication import Replication
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
 
@@ -24,7 +24,7 @@ class StagePass(NamedTuple):
 
     passes: PassBytes
     stage: Stage
-    to: Replication
+    replication: Replication
     units: UnitBytes
 
     @property
@@ -35,27 +35,27 @@ class StagePass(NamedTuple):
     @property
     def sends_output(self) -> bool:
         """Whether it hands on its output, and gets its gradient, as a message."""
-        return self.to.keeps_units and not self.stage.has_head
+        return self.replication.keeps_units and not self.stage.has_head
 
     @property
     def late_bytes(self) -> int:
         """Gradients that its first backward pass makes."""
         return self.units.gradients + self.units.surplus
 
-    def moments(self, *, whole: bool) -> PassMoments:
+    def moments(self, *, whole: bool) -> PassPeaks:
         """Return the fullest moments of its passes."""
         backward = self._backward_moment(first=False, whole=whole).total_bytes
-        return PassMoments(
-            Moment(self._forward_bytes(whole=whole)),
+        return PassPeaks(
+            PassPeak(self._forward_bytes(whole=whole)),
             self._backward_moment(first=True, whole=whole),
-            Moment(backward),
+            PassPeak(backward),
         )
 
     def _forward_bytes(self, *, whole: bool) -> int:
         """Return the bytes of the fullest moment of a forward pass."""
-        passes, stage, to, units = self
+        passes, stage, replication, units = self
         layers = stage.num_layers
-        stay = 0 if to.reshards else layers * units.layer
+        stay = 0 if replication.reshards else layers * units.layer
         moments = [0]
         if layers:
             # The output counts as kept, and is what the last layer makes.
@@ -69,44 +69,44 @@ class StagePass(NamedTuple):
             moments.append(passes.head[0] + units.root + stay)
         return max(moments)
 
-    def _backward_moment(self, *, first: bool, whole: bool) -> Moment:
+    def _backward_moment(self, *, first: bool, whole: bool) -> PassPeak:
         """Return the fullest moment of a backward pass.
 
         In a chunk's *first* one the gradients appear layer by layer.
         """
-        passes, stage, to, units = self
+        passes, stage, replication, units = self
         layers, late = stage.num_layers, self.late_bytes * first
         appeared = units.layer_kept * first
-        moments = [Moment(0, late)]
+        moments = [PassPeak(0, late)]
         if stage.has_head:
-            stay = layers * units.layer if whole or not to.reshards else 0
-            moments.append(Moment(passes.head[1] + units.root + stay, late))
+            stay = layers * units.layer if whole or not replication.reshards else 0
+            moments.append(PassPeak(passes.head[1] + units.root + stay, late))
         # From the second layer to the last but one each differs by as much from the one before.
-        telling = {0, 1, layers - 2, layers - 1}
-        for done in sorted(telling.intersection(range(layers))):
+        extreme_layers = {0, 1, layers - 2, layers - 1}
+        for done in sorted(extreme_layers.intersection(range(layers))):
             here = self._layer_backward(done, whole=whole)
-            moments.append(Moment(here, late - done * appeared))
+            moments.append(PassPeak(here, late - done * appeared))
         freed = layers * passes.saved_layer + self.freed_head
-        moments.append(Moment(self._root_bytes() - freed, late - layers * appeared))
-        if first and to.keeps_units:
+        moments.append(PassPeak(self._root_bytes() - freed, late - layers * appeared))
+        if first and replication.keeps_units:
             # The root's gradients beside their first copy in the format in which they are summed.
             freed += passes.saved_embedding * stage.has_embedding
-            moments.append(Moment(units.root_gradient + self.gathered_bytes - freed))
+            moments.append(PassPeak(units.root_gradient + self.gathered_bytes - freed))
         return max(moments, key=lambda moment: moment.total_bytes)
 
-    def reduction(self, *, is_alone: bool) -> Moment:
+    def reduction(self, *, is_alone: bool) -> PassPeak:
         """Return what the reduction after the last backward pass needs, and the gradients it takes.
 
         Units are freed and reduced one by one, the root first, into a shard beside the wire's
         buffer.  The runtimes of ranks with one virtual stage hold the last output still.
         """
-        passes, stage, to, units = self
+        passes, stage, replication, units = self
         first, wire = units.root, units.root_wire
         if not first:
             first, wire = units.layer, units.layer_wire
         output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
-        needs = output + wire + wire // to.span.num_ranks - first
-        return Moment(max(0, needs), self.late_bytes - units.shard)
+        buffers_bytes = output + wire + wire // replication.span.num_ranks - first
+        return PassPeak(max(0, buffers_bytes), self.late_bytes - units.shard)
 
     @property
     def freed_head(self) -> int:
@@ -115,40 +115,40 @@ class StagePass(NamedTuple):
 
     def _layer_backward(self, done: int, *, whole: bool) -> int:
         """Return the fullest moment of a layer's backward when *done* layers have run theirs."""
-        passes, _, to, units = self
+        passes, _, replication, units = self
         others = units.root + units.head_gradient - done * passes.saved_layer - self.freed_head
         # The layer behind has left the input of its reduction: FSDP2 holds on to one such buffer
         # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
-        if done and not to.keeps_units:
+        if done and not replication.keeps_units:
             others += units.layer_wire
         arrives = self.sends_output and not done
         work = passes.sent_layer if arrives else passes.layer[1]
         here = work + self.gathered_layers(done, whole=whole)
-        if not to.reshards or whole:
+        if not replication.reshards or whole:
             return others + here
         # Before the layer runs: its gathered buffer, and the weights copied out of it.
-        resident = done * units.layer if to.keeps_units else 0
+        resident = done * units.layer if replication.keeps_units else 0
         gradient = 0 if arrives else passes.message
         return others + max(here, gradient + resident + units.layer + units.buffer)
 
     def gathered_layers(self, done: int, *, whole: bool) -> int:
         """Return the gathered weights of layers while one runs backward and *done* have."""
-        _, stage, to, units = self
+        _, stage, replication, units = self
         layers = stage.num_layers
-        if whole or not to.reshards:
-            return (layers if to.keeps_units else layers - done) * units.layer
+        if whole or not replication.reshards:
+            return (layers if replication.keeps_units else layers - done) * units.layer
         ahead = units.buffer if done < layers - 1 else 0  # before the first layer none is left
-        return (done if to.keeps_units else 0) * units.layer + units.layer + ahead
+        return (done if replication.keeps_units else 0) * units.layer + units.layer + ahead
 
     def _root_bytes(self) -> int:
         """Return the fullest moment after the layers: the table's gradient, the root's reduction.
 
         Between the microbatches of a pipeline the layers stay gathered and nothing is reduced.
         """
-        passes, stage, to, units = self
+        passes, stage, replication, units = self
         table = passes.table + units.positions if stage.has_embedding else 0
-        if to.keeps_units:
+        if replication.keeps_units:
             return table + self.gathered_bytes
         embedding = table + units.root + units.head_gradient + units.layer_wire
-        reduction = units.root + units.root_wire + units.root_wire // to.span.num_ranks
+        reduction = units.root + units.root_wire + units.root_wire // replication.span.num_ranks
         return max(embedding, reduction)

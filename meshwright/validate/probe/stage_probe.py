@@ -148,7 +148,7 @@ def predict_stage(saved: SavedPlan, rank: int) -> StagePrediction:
         device=saved.cluster.device.name,
         passes_s=tuple(
             (_computing_s(each.forward), _computing_s(each.backward))
-            for each in built.chunk_costs[index]
+            for each in built.virtual_stage_costs[index]
         ),
         update_s=built.update_costs[index].time_ps / PS_PER_S,
         peak_bytes=memory.by_stage[index].peak_bytes,

@@ -76,12 +76,12 @@ class PipelineRank:
             if action.phase is Phase.FORWARD:
                 self._forward(action, batch)
             else:
-                before_backward(action.chunk, action.microbatch)
+                before_backward(action.virtual_stage, action.microbatch)
                 self._backward(action)
         return [self._losses[index] for index in sorted(self._losses)]
 
     def _forward(self, action: Action, batch: Callable[[int], StageInput]) -> None:
-        is_first, is_last = self.first_and_last[action.chunk]
+        is_first, is_last = self.first_and_last[action.virtual_stage]
         read = batch(action.microbatch) if is_first or is_last else None
         if is_first:
             assert read is not None
@@ -90,7 +90,7 @@ class PipelineRank:
             inputs = self.receive(-1).requires_grad_()
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
-            output = self.stages[action.chunk](inputs)
+            output = self.stages[action.virtual_stage](inputs)
         if is_last:
             assert read is not None
             loss = self.loss(output, read.targets)
@@ -98,12 +98,12 @@ class PipelineRank:
             root = loss / self.num_microbatches
         else:
             root = _Sent.apply(output, lambda value: self.send(value, 1), lambda: self.receive(1))
-        self._open[action.chunk, action.microbatch] = (inputs, root)
+        self._open[action.virtual_stage, action.microbatch] = (inputs, root)
 
     def _backward(self, action: Action) -> None:
-        inputs, root = self._open.pop((action.chunk, action.microbatch))
+        inputs, root = self._open.pop((action.virtual_stage, action.microbatch))
         root.backward()
-        if not self.first_and_last[action.chunk][0]:
+        if not self.first_and_last[action.virtual_stage][0]:
             gradient = inputs.grad
             assert gradient is not None
             self.send(gradient, -1)

@@ -68,7 +68,9 @@ class MegatronProgram:
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages
         )
         self._last_backward = {
-            action.chunk: action.microbatch for action in actions if action.phase is Phase.BACKWARD
+            action.virtual_stage: action.microbatch
+            for action in actions
+            if action.phase is Phase.BACKWARD
         }
         shares = rank_stages(plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
