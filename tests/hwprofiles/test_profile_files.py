@@ -46,6 +46,14 @@ def test_a_copied_built_in_file_equals_the_built_in(name: str, tmp_path: Path) -
     assert LOADERS[name](path) == LOADERS[name](built_in_name)
 
 
+def test_a_path_in_a_cluster_is_relative_to_its_file(tmp_path: Path) -> None:
+    link = built_in_text("links/nvlink3-nvswitch")
+    (tmp_path / "wires.toml").write_text(link, encoding="utf-8")
+    text = built_in_text("clusters/dgx-a100").replace('"nvlink3-nvswitch"', '"wires.toml"')
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    assert load_cluster(tmp_path / "mine.toml") == load_cluster("dgx-a100")
+
+
 def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(ProfileError, match="unknown cluster 'dgx-a10'; nearest: dgx-a100, "):
         load_cluster("dgx-a10")

@@ -15,6 +15,7 @@ from meshwright.simulator.liveness.activations import (
     saved_layer_bytes,
     saved_tensors,
 )
+from meshwright.simulator.liveness.layer import layer_workspace_bytes
 from meshwright.simulator.liveness.products import (
     Product,
     cast_column_steps,
@@ -65,6 +66,12 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
         return pass_workspace_bytes(full, num_layers, has_embedding=True, has_head=True)[0]
 
     assert [forward(n) - forward(0) for n in range(4)] == [n * 2 * LAYER for n in range(4)]
+    # Without a head the last layer's pass is the fullest: the casts of those before it are there.
+    headless = [
+        pass_workspace_bytes(full, n, has_embedding=True, has_head=False)[0] for n in range(1, 4)
+    ]
+    assert headless[0] == layer_workspace_bytes(full)[0]
+    assert [each - headless[0] for each in headless] == [n * 2 * LAYER for n in range(3)]
     # 16-bit and fp32 logits beside what is kept of them.
     assert forward(0) == 256 * 4096 * (2 + 4)
 

@@ -106,6 +106,16 @@ def test_buckets_of_megatron_core_grow_with_the_replicas() -> None:
     assert gradient_buckets(shape_of(FIXED), WHOLE, 126) == few
 
 
+def test_a_bucket_that_is_just_full_is_complete() -> None:
+    """A layer of GPT-2 has 7,087,872 parameters."""
+    stack = DDP.model_copy(
+        update={"gradient_bucket_parameters": 7_087_872, "first_gradient_bucket_parameters": 0}
+    )
+    inner = Stage(3, has_embedding=False, has_head=False)
+    layers = tuple(GradientBucket(7_087_872, "layer", layer) for layer in (2, 1, 0))
+    assert gradient_buckets(shape_of(stack), inner) == layers
+
+
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_megatron_core_cuts_its_first_stage_alone(num_layers: int) -> None:
     """A layer has 7,087,872 parameters; a tied table is apart where two stages hold it."""

@@ -28,7 +28,8 @@ from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
-from meshwright.simulator.units.bytes import ParameterBytes, UnitBytes
+from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
+from meshwright.simulator.units.memory import unit_rank_memory
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")
@@ -78,6 +79,19 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     assert units.gradients == units.layer_kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
     assert (units.layer, units.layer_wire) == (2 * LAYER, 4 * LAYER)
+
+
+def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> None:
+    shape, first = shape_of(), Stage(2, has_embedding=True, has_head=False)
+    frees = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=True)
+    sizes = (StateBytes.of(TITAN, Precision.BF16), 4)
+    whole = 2 * (TABLE + 2 * LAYER)
+    for replication, after_forward in ((frees, 2 * TABLE), (frees._replace(reshards=False), whole)):
+        (virtual_stage,) = unit_rank_memory(
+            shape, PassBytes.of(shape), (first,), replication, ParameterBytes(*sizes)
+        ).virtual_stages
+        assert virtual_stage.after_forward_bytes == after_forward
+        assert virtual_stage.after_backward_bytes == whole
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:

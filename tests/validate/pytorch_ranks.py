@@ -1,7 +1,7 @@
 """A script: train cases on processes of this machine, and write what they showed.
 
-``python pytorch_ranks.py WORLD_SIZE CASES RESULT``: CASES is a pickled dict of (job, plan, stack
-name), RESULT a JSON file with, by name, of each step the mean loss and the norm of the gradients.
+``python pytorch_ranks.py FOLDER``: ``cases`` there is a pickled dict of (job, plan, stack name);
+``result.json`` will have, by name, of each step the mean loss and the norm of the gradients.
 Ranks are forked from one process that has imported everything and computed nothing.
 """
 
@@ -62,39 +62,40 @@ def mean_over_ranks(losses: list[torch.Tensor]) -> float:
     return sum(values) / len(values)
 
 
-def run_rank(rank: int, world_size: int, cases: Path, result: Path) -> None:
+def run_rank(rank: int, cases: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{result}.store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
     norms, shown = record_norms(), {}
-    for name, (job, plan, stack) in pickle.loads(cases.read_bytes()).items():
+    for number, (name, (job, plan, stack)) in enumerate(cases.items()):
+        if rank >= plan.world_size:
+            return
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(folder / f"store-{number}"), plan.world_size),
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
         program = build(job, plan, stack, rank)
         losses = [mean_over_ranks(program.run_step(step)) for step in range(NUM_STEPS)]
         shown[name] = (losses, list(norms))
         norms.clear()
-    if rank == 0:
-        result.write_text(json.dumps(shown))
-    dist.destroy_process_group()
+        dist.destroy_process_group()
+    (folder / "result.json").write_text(json.dumps(shown), encoding="utf-8")
 
 
-def main() -> int:
-    world_size, cases, result = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+def main(folder: Path) -> int:
+    cases = pickle.loads((folder / "cases").read_bytes())
+    # Ranks that the later plans do not have end before them, and write nothing.
+    cases = dict(sorted(cases.items(), key=lambda each: -each[1][1].world_size))
     fork = multiprocessing.get_context("fork")
-    ranks = [
-        fork.Process(target=run_rank, args=(rank, world_size, cases, result))
-        for rank in range(world_size)
-    ]
+    most = max(plan.world_size for _, plan, _ in cases.values())
+    ranks = [fork.Process(target=run_rank, args=(rank, cases, folder)) for rank in range(most)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
+    return int(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

@@ -5,12 +5,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from meshwright.hwprofiles import Attention, Precision, Recompute
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
@@ -72,7 +73,7 @@ INTERLEAVED = {
     "stages": (1, 1, 1, 1),
     "schedule": "interleaved",
 }
-ON_TWO = {
+CASES = {
     "ddp full recompute": Case(LLAMA, "ddp", plan(dp=2, zero_stage=0, recompute=Recompute.FULL)),
     "fsdp": Case(GPT, "fsdp", plan(dp=2)),
     "fsdp kept, microbatch of two": Case(
@@ -93,8 +94,6 @@ ON_TWO = {
     ),
     "gpipe": Case(GPT, "torchtitan", plan(schedule="gpipe", **PIPELINE)),
     "interleaved": Case(GPT, "torchtitan", plan(**INTERLEAVED)),
-}
-ON_FOUR = {
     "hsdp": Case(GPT, "fsdp", plan(dp=4, dp_shard=2)),
     "tp fsdp": Case(GPT, "torchtitan", plan(tp=2, dp=2, sequence_parallel=True)),
     "pp tp sp llama": Case(
@@ -108,14 +107,24 @@ def job_of(model: ModelSpec) -> TrainingJob:
     return TrainingJob(model=model, global_batch_size=4, seq_len=16, precision=Precision.FP32)
 
 
-def launch(world_size: int, cases: Mapping[str, Case], folder: Path) -> dict[str, Outcome]:
-    """Train the cases with so many processes: see `pytorch_ranks.py`."""
-    asked = {name: (job_of(case.model), case.plan, case.stack) for name, case in cases.items()}
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute the small references without waiting for busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What the ranks of all cases showed: see `pytorch_ranks.py`."""
+    folder = tmp_path_factory.mktemp("pytorch")
+    asked = {name: (job_of(case.model), case.plan, case.stack) for name, case in CASES.items()}
     (folder / "cases").write_bytes(pickle.dumps(asked))
     script = Path(__file__).with_name("pytorch_ranks.py")
-    arguments = (script, str(world_size), folder / "cases", folder / "result.json")
     run = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
+        [sys.executable, "-W", "error", script, folder],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -125,16 +134,6 @@ def launch(world_size: int, cases: Mapping[str, Case], folder: Path) -> dict[str
     assert run.returncode == 0, run.stderr
     shown = json.loads((folder / "result.json").read_text())
     return {name: Outcome(*values) for name, values in shown.items()}
-
-
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return launch(2, ON_TWO, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return launch(4, ON_FOUR, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
@@ -168,16 +167,8 @@ def test_one_process_learns(alone: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_TWO)
-def test_two_processes_train_as_one(
-    name: str, on_two: dict[str, Outcome], alone: dict[str, Outcome]
+@pytest.mark.parametrize("name", CASES)
+def test_processes_train_as_one(
+    name: str, trained: dict[str, Outcome], alone: dict[str, Outcome]
 ) -> None:
-    assert_trains_alike(on_two[name], alone[ON_TWO[name].model.name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_processes_train_as_one(
-    name: str, on_four: dict[str, Outcome], alone: dict[str, Outcome]
-) -> None:
-    assert_trains_alike(on_four[name], alone[ON_FOUR[name].model.name])
+    assert_trains_alike(trained[name], alone[CASES[name].model.name])
