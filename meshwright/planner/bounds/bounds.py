@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.bounds.replicas import DataParallelCosts, DataParallelTimes
+from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
 from meshwright.planner.footprint import PipelineGroup, pipeline_groups
 from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
 from meshwright.simulator import CostModel

@@ -8,8 +8,8 @@ from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
 from meshwright.planner.search.nearest import find_nearest
-from meshwright.planner.search.replica_search import strategy_field
 from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.space import (
     Candidates,
     ShapeTable,

@@ -39,7 +39,7 @@ from meshwright.simulator.strategies.graph_step import (
     account_graph,
     transfer_cost,
 )
-from meshwright.simulator.strategies.replica_memory import (
+from meshwright.simulator.strategies.module_memory import (
     backward_workspace_bytes,
     forward_workspace_bytes,
     saved_bytes,

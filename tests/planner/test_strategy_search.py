@@ -12,7 +12,7 @@ from meshwright import main
 from meshwright.hwprofiles import GIBI, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner import SearchResult, SpaceLimits
 from meshwright.planner.search import search
-from meshwright.planner.search.replica_search import (
+from meshwright.planner.search.strategies import (
     computing_ps,
     enumerate_strategies,
     strategy_field,
