@@ -145,7 +145,7 @@ def brute_force(name: str) -> Brute:
 
 
 def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
-    from meshwright.simulator.layout.plan import stack_refusal
+    from meshwright.simulator.layout import stack_refusal
 
     return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
 

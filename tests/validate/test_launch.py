@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_no_process(spec: RunSpec, tmp_path: Path) -> None:
     program = (
         "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"
         "from pathlib import Path\n"
-        "from validate.launch import read_spec, run_local\n"
+        "from meshwright.validate.launch import read_spec, run_local\n"
         "run_local(read_spec(Path(sys.argv[3])), 2)\n"
     )
     write_spec(replace(spec, measure="launch_fakes:hang"), tmp_path / "spec.json")
