@@ -30,6 +30,8 @@ from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
 from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
 from meshwright.simulator.units.memory import unit_rank_memory
+from meshwright.simulator.units.passes import StagePass
+from meshwright.simulator.units.sums import SumBytes, _SummingPass
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
 LLAMA = load_model("llama2-7b")
@@ -92,6 +94,24 @@ def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> 
         ).virtual_stages
         assert virtual_stage.after_forward_bytes == after_forward
         assert virtual_stage.after_backward_bytes == whole
+
+
+def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
+    """In fp32, where sums have the format of gradients; the first pass makes the sums."""
+    shape = replace(shape_of(), precision=Precision.FP32)
+    whole = Stage(2, has_embedding=True, has_head=True)
+    replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(reshards=False)
+    sizes = ParameterBytes(StateBytes.of(TITAN, Precision.FP32), 4)
+    passes = PassBytes.of(shape)
+    held = StagePass(passes, whole, replication, UnitBytes.of(shape, whole, replication, sizes))
+    sums = SumBytes.of(shape, held, sizes)
+    first, later = (
+        next(_SummingPass(held, sums, is_first, is_last=False)._layer_moments())
+        for is_first in (True, False)
+    )
+    # The gradients of the head and of a layer's matrices, as far as they live together.
+    assert 4 * TABLE < first.buffers_bytes - later.buffers_bytes <= 4 * (TABLE + LAYER)
+    assert passes.adding < passes.layer[1]
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
