@@ -1,0 +1,187 @@
+"""The backward pass of a block, node by node, as PyTorch's autograd runs and frees."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.graph.lowering import WeightGradients
+from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Product, Transfer, Work
+from meshwright.simulator.graph.order import Node, Region, placed_again
+from meshwright.simulator.graph.tape import Phase, Step, Tape
+from meshwright.simulator.graph.tensors import Placement, Tensor, changes, larger
+from meshwright.simulator.layout import Axis
+
+
+class Arrived(NamedTuple):
+    """The gradient of a tensor, which the storage *token* stands for, and where it lies."""
+
+    token: Tensor
+    at: Placement
+
+
+@dataclass(slots=True)
+class Backward:
+    """The backward pass of what a tape has run forward.
+
+    Args:
+        tape: After its forward pass.
+        weight_gradients: What becomes of the gradients of weights.
+        arrivals: Numbers of events after which a weight's gradient is there, and what it was made
+            of is gone.
+        places: Where the gradient of each weight lies, as a pass makes it.
+    """
+
+    tape: Tape
+    weight_gradients: WeightGradients
+    arrivals: list[int] = field(default_factory=list)
+    places: dict[Tensor, Placement] = field(default_factory=dict)
+    _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
+    _summed: list[Tensor] = field(default_factory=list)
+
+    def run(self, arriving: Tensor | None = None) -> None:
+        """Run the backward of all nodes, the last one first.
+
+        Args:
+            arriving: The gradient of what the block returns; by default one of that size.
+        """
+        output = self.tape.block.operators[-1].outputs[0]
+        token = output.like(f"{output.name} gradient") if arriving is None else arriving
+        self.tape.storages.hold(token)
+        self._arrive(output, Arrived(token, output.at))
+        for node in reversed(self.tape.order.nodes):
+            self._node(node)
+
+    def _node(self, node: Node) -> None:
+        tape, storages = self.tape, self.tape.storages
+        region = tape.repetition.region(node[0])
+        if region and node[0].node not in tape.saved and any(op.reads for op in node):
+            _repeat(tape, region)
+        again = placed_again(node)
+        for op in again:
+            tape.run(op, Phase.BACKWARD)
+        scratch = [each for op in node for each in op.backward_scratch]
+        storages.hold(*scratch)
+        done: list[Tensor] = []
+        weights: list[tuple[Gradient, Operator]] = []
+        for op in reversed(node):
+            arrived = [self._arrived.pop(out) for out in op.outputs if out in self._arrived]
+            done += [each.token for each in arrived]
+            if arrived:
+                weights += self._inputs(op, arrived[0])
+        late = [token for each, op in weights for token in self._weight(op, each)]
+        storages.drop((*tape.saved.pop(node[0].node, []), *done, *scratch))
+        storages.drop((*(op.outputs[0] for op in again), *self._summed))
+        self._summed.clear()
+        if any(len(each.of.dims) > 1 for each, _ in weights):
+            self.arrivals.append(len(storages.events))
+        storages.drop(late)
+        if region and tape.order.repeated[region][0] is node:
+            storages.drop(tape.order.inputs[region])
+
+    def _inputs(self, op: Operator, arrived: Arrived) -> list[tuple[Gradient, Operator]]:
+        """Make the gradients of an operator's inputs; return what is left, those of its weights."""
+        left = []
+        for gradient in op.gradients:
+            if gradient.of.is_weight:
+                left.append((gradient, op))
+            else:
+                self._input(op, gradient, arrived)
+        return left
+
+    def _input(self, op: Operator, gradient: Gradient, arrived: Arrived) -> None:
+        of, at = gradient.of, arrived.at if gradient.at is None else gradient.at
+        work, hands_on = gradient.work, gradient.hands_on
+        if op.kind is Kind.PLACE:
+            work, hands_on = self._placed_back(op, of, changes(arrived.at, at))
+        elif gradient.at is None and of.at != op.outputs[0].at:
+            at = of.at
+        self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in work]
+        token = arrived.token if gradient.overwrites is None else gradient.overwrites.storage
+        if hands_on or gradient.overwrites is not None:
+            self.tape.storages.hold(token)
+        else:
+            token = self._token(of)
+            self.tape.copy_tokens(arrived.token, token, work)
+        self._arrive(of, Arrived(token, at))
+
+    def _placed_back(
+        self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, Axis]]
+    ) -> tuple[tuple[Work, ...], bool]:
+        """Return the collectives that move a gradient back, and whether its storage stays."""
+        size = larger(op.outputs[0].nbytes, of.nbytes)
+        work = tuple(Transfer(each, axis, size) for each, axis in found)
+        is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
+        return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
+
+    def _arrive(self, of: Tensor, arrived: Arrived) -> None:
+        """Take a gradient; a second one is added to the first, in place, once its node is done."""
+        if of in self._arrived:
+            self._summed.append(arrived.token)
+        else:
+            self._arrived[of] = arrived
+
+    def _weight(self, op: Operator, gradient: Gradient) -> list[Tensor]:
+        """Make a weight's gradient; return it if it goes once it is added."""
+        of, policy = gradient.of, self.weight_gradients
+        self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
+        self.places[of] = gradient.at or {}
+        fused = policy is WeightGradients.FUSED
+        if len(of.dims) == 1 or (fused and _is_product(gradient)):
+            return []
+        token = self._token(of)
+        return [] if policy is WeightGradients.KEPT else [token]
+
+    def _token(self, of: Tensor) -> Tensor:
+        token = of.like(f"{of.name} gradient")
+        self.tape.storages.hold(token)
+        return token
+
+
+def _is_product(gradient: Gradient) -> bool:
+    return all(isinstance(each, Product) for each in gradient.work)
+
+
+def _repeat(tape: Tape, region: Region) -> None:
+    """Run *region* again on *tape*; what is kept of it beyond need goes with its inputs."""
+    nodes = tape.order.repeated[region]
+    end = _last(tape, nodes)
+    own: dict[Tensor, None] = {}  # references of the repetition's own
+    reached: set[Operator] = set()
+    for index, node in enumerate(nodes[: end + 1]):
+        stops = tape.repetition.stops_early and index == end
+        for op in node:
+            if not (stops and _ends_before(op)):
+                reached.add(op)
+                _run_again(tape, op)
+                own |= dict.fromkeys(out for out in op.outputs if out.base is None)
+        tape.save(node)
+        for op in node:
+            gone = [each for each in tape.order.dies.get(op, ()) if each in own]
+            tape.storages.drop(gone)
+            for each in gone:
+                del own[each]
+    tape.storages.drop(own)
+    for node in nodes[end + 1 :]:
+        tape.saved[node[0].node] = []
+    unread = [op for node in nodes for op in node if op in tape.repetition.kept - reached]
+    tape.order.inputs[region].extend(out for op in unread for out in op.outputs)
+
+
+def _last(tape: Tape, nodes: list[Node]) -> int:
+    """Return the number of the last node that runs again."""
+    if not tape.repetition.stops_early:
+        return len(nodes) - 1
+    return max(index for index, node in enumerate(nodes) if any(op.reads for op in node))
+
+
+def _ends_before(op: Operator) -> bool:
+    """Return whether *op* has kept what it reads before it would run."""
+    return op.saves_first and not any(out in op.reads for out in op.outputs)
+
+
+def _run_again(tape: Tape, op: Operator) -> None:
+    """Run *op* again, unless what it made was kept."""
+    if op in tape.repetition.kept:
+        tape.copy_tokens(op.inputs[0], op.outputs[0], op.work)
+    else:
+        tape.run(op, Phase.RECOMPUTE)

@@ -1,0 +1,144 @@
+"""A block as it is written down: operators, weights, and until when forward holds on to tensors."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from meshwright.simulator.graph.lowering import Lowering
+from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Traffic, Work
+from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tensor
+
+
+class _Nodes:
+    """Numbers autograd nodes: each operator is one, but for those that are fused."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._open: int | None = None
+
+    def open(self, *, fused: bool) -> None:
+        """Begin a node of several operators, or end it."""
+        self._open = next(self._numbers) if fused else None
+
+    def number(self) -> int:
+        """Return the node of the next operator."""
+        return next(self._numbers) if self._open is None else self._open
+
+
+@dataclass(slots=True)
+class Block:
+    """Operators in the order in which they run; functions of this package add to them.
+
+    Args:
+        mesh: Ranks of each axis that has more than one.
+        lowering: How operators are run.
+        width: Bytes of an activation's element.
+        operators: What has been written down.
+        weights: Parameters, in the order in which modules hold them.
+        held: Until after how many operators forward holds on to a tensor.
+        cached: Tensors that live until the forward pass is over.
+    """
+
+    mesh: Mesh
+    lowering: Lowering
+    width: int = 2
+    operators: list[Operator] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    held: list[tuple[int, Tensor]] = field(default_factory=list)
+    cached: list[Tensor] = field(default_factory=list)
+    _region: tuple[str, ...] = ()
+    _nodes: _Nodes = field(default_factory=_Nodes)
+    _arguments: list[Tensor] = field(default_factory=list)
+
+    def tensor(self, name: str, *dims: Dim, at: Placement | None = None, width: int = 0) -> Tensor:
+        """Return a tensor; axes that the mesh lacks do not count in *at*."""
+        return Tensor(name, dims, self.placed(at or {}), self.mesh, width or self.width)
+
+    def weight(self, name: str, *dims: Dim, at: Placement | None = None) -> Tensor:
+        """Return a new weight."""
+        width = 4 if self.lowering.casts else self.width
+        placed = self.placed(at or {})
+        made = Tensor(name, dims, placed, self.mesh, width, is_weight=True)
+        self.weights.append(made)
+        return made
+
+    def placed(self, at: Placement) -> Placement:
+        """Return *at* on the axes of the mesh."""
+        return {axis: dim for axis, dim in at.items() if axis in self.mesh}
+
+    def traffic(self, *tensors: Tensor) -> Traffic:
+        """Return the traffic of reading or writing *tensors* once, in the block's format."""
+        return Traffic(self.count(*tensors) * self.width)
+
+    @staticmethod
+    def count(*tensors: Tensor) -> Size:
+        """Return the elements of *tensors*."""
+        total: Size = 0
+        for each in tensors:
+            total = total + each.numel
+        return total
+
+    @contextmanager
+    def module(self, *arguments: Tensor) -> Iterator[None]:
+        """Hold on to a module's arguments until it returns, also as they are placed for it."""
+        outer, self._arguments = self._arguments, [*arguments]
+        yield
+        self.hold(*self._arguments)
+        self._arguments = outer
+
+    def argument(self, tensor: Tensor) -> None:
+        """Hold on to *tensor* until the module that is being written returns."""
+        self._arguments.append(tensor)
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Hold on to *tensors* until here."""
+        self.held += [(len(self.operators), each.storage) for each in tensors]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Name a part of the block, which a plan may run again in backward."""
+        outer, self._region = self._region, (*self._region, name)
+        yield
+        self._region = outer
+
+    @contextmanager
+    def one_node(self, *, fused: bool) -> Iterator[None]:
+        """Make one autograd node of the operators inside, where they are *fused*."""
+        self._nodes.open(fused=fused)
+        yield
+        self._nodes.open(fused=False)
+
+    def add(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+        *work: Work,
+        kind: Kind = Kind.OTHER,
+        scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
+    ) -> Tensor:
+        """Add an operator and return its first output.
+
+        Args:
+            inputs: What it reads.
+            outputs: What it makes.
+            gradients: Its backward.
+            work: What it runs forward.
+            kind: What it is.
+            scratch: What lives while it runs, forward and backward.
+        """
+        operator = Operator(
+            kind,
+            tuple(inputs),
+            tuple(outputs),
+            work,
+            tuple(gradients),
+            self._nodes.number(),
+            self._region,
+            self.lowering.saves_first,
+            tuple(scratch[0]),
+            tuple(scratch[1]),
+        )
+        self.operators.append(operator)
+        return outputs[0]

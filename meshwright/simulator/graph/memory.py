@@ -1,0 +1,60 @@
+"""Bytes of a walk: what it keeps, and the most that lives at one time."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.simulator.graph.backward import Backward
+from meshwright.simulator.graph.tensors import Size
+
+
+class Memory(NamedTuple):
+    """Bytes of a pass through a block.
+
+    Args:
+        saved: Kept from forward to backward.
+        cached: Beside that, what lives until the whole forward pass is over.
+        forward: The most that forward needs beside what it keeps.
+        backward: The most that backward needs beside what was kept.
+        arrival: The most that lives beside that when a weight's gradient has come.
+        left: What is still there in the end, such as gradients that are kept.
+    """
+
+    saved: Size
+    cached: Size
+    forward: Size
+    backward: Size
+    arrival: Size
+    left: Size
+
+    @classmethod
+    def of(cls, walk: Backward) -> "Memory":
+        """Return the bytes of *walk*; columns where its sizes are."""
+        tape = walk.tape
+        events = tape.storages.events
+        ran, returned = tape.marks
+        levels = _levels([each.nbytes * sign for each, sign in events])
+        output = tape.block.operators[-1].outputs[0].storage
+        gone = [each.nbytes for each, _ in events[ran:returned] if each is not output]
+        saved = levels[returned]
+        return cls(
+            saved=saved,
+            cached=sum(gone),
+            forward=_most(levels[: ran + 1]) - saved,
+            backward=_most(levels[returned:]) - saved,
+            arrival=_most([levels[each] for each in walk.arrivals] or [saved]) - saved,
+            left=levels[-1],
+        )
+
+
+def _levels(changes: Sequence[Size]) -> list[Size]:
+    """Return how much lives before each of *changes*, and after the last."""
+    return list(accumulate(changes, initial=0))
+
+
+def _most(levels: Sequence[Size]) -> Size:
+    if all(isinstance(each, int) for each in levels):
+        return max(levels)
+    return np.asarray(np.max(np.stack(np.broadcast_arrays(*levels)), axis=0), np.int64)

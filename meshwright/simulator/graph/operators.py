@@ -1,0 +1,162 @@
+"""What an operator is: its work forward, and what each part of its backward reads and makes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.graph.tensors import (
+    Dim,
+    Placement,
+    Size,
+    Tensor,
+    gradient_place,
+    product_of,
+    product_place,
+)
+from meshwright.simulator.layout import Axis
+
+
+class Kind(StrEnum):
+    """What an operator does, where a walk or a price tells one from another."""
+
+    PLACE = "place"
+    PRODUCT = "product"
+    ATTENTION = "attention"
+    OTHER = "other"
+
+
+class Product(NamedTuple):
+    """A batched matrix product."""
+
+    m: Size
+    n: Size
+    k: Size
+    batch: Size = 1
+
+    @property
+    def flops(self) -> Size:
+        """Operations, a multiply-add counting two."""
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+class FusedAttention(NamedTuple):
+    """A fused attention call: products of the whole square of scores, *widths* those of all."""
+
+    scores: Size
+    widths: Size
+
+    @property
+    def flops(self) -> Size:
+        """Operations with nothing masked."""
+        return 2 * self.scores * self.widths
+
+
+class Traffic(NamedTuple):
+    """A kernel whose time is its traffic."""
+
+    nbytes: Size
+
+
+class Transfer(NamedTuple):
+    """A collective; the larger of a rank's buffers."""
+
+    op: CollectiveOp
+    axis: Axis
+    nbytes: Size
+
+
+Work: TypeAlias = Product | FusedAttention | Traffic | Transfer
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gradient:
+    """How the gradient of one input comes out of that of the outputs.
+
+    Args:
+        of: The input.
+        reads: Tensors of the forward pass.
+        work: Its kernels.
+        at: Where it lies; None where the gradient of the output lies.
+        hands_on: It is the gradient of the output itself, or a view of it.
+        overwrites: A tensor of the forward pass in whose storage it is made.
+    """
+
+    of: Tensor
+    reads: tuple[Tensor, ...] = ()
+    work: tuple[Work, ...] = ()
+    at: Placement | None = None
+    hands_on: bool = False
+    overwrites: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operator:
+    """One kernel or collective of a block.
+
+    Args:
+        kind: What it is.
+        inputs: Tensors that it reads, weights too.
+        outputs: Tensors that it makes; the first is what other operators read.
+        work: What it runs.
+        gradients: In the order in which backward makes them.
+        node: Operators of one number are one autograd node.
+        region: The parts of the block that it is in, from the outside in.
+        saves_first: Keeps its inputs before it runs, as PyTorch's own operators do: repetition
+            that stops early does not run the last one.
+        scratch: Tensors that live while it runs.
+        backward_scratch: Tensors that live while its backward runs.
+    """
+
+    kind: Kind
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    work: tuple[Work, ...]
+    gradients: tuple[Gradient, ...]
+    node: int
+    region: tuple[str, ...] = ()
+    saves_first: bool = False
+    scratch: tuple[Tensor, ...] = ()
+    backward_scratch: tuple[Tensor, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of what it makes."""
+        return self.outputs[0].name
+
+    @property
+    def reads(self) -> tuple[Tensor, ...]:
+        """What backward reads of the forward pass, weights left out."""
+        read = dict.fromkeys(each for item in self.gradients for each in item.reads)
+        return tuple(each for each in read if not each.is_weight)
+
+
+def product_work(left: Tensor, right: Tensor, out: tuple[Dim, ...]) -> Product:
+    """Return the matrix product behind an einsum: its dims fall into batch, rows, columns, sum."""
+    sizes = {**right.sizes, **left.sizes}
+    left_dims, right_dims = set(left.dims), set(right.dims)
+
+    def count(dims: Iterable[Dim]) -> Size:
+        return product_of(sizes[dim] for dim in dims)
+
+    return Product(
+        m=count(dim for dim in out if dim not in right_dims),
+        n=count(dim for dim in out if dim not in left_dims),
+        k=count(dim for dim in sizes if dim not in out),
+        batch=count(dim for dim in out if dim in left_dims and dim in right_dims),
+    )
+
+
+def product_gradients(left: Tensor, right: Tensor, out: Tensor) -> tuple[Gradient, ...]:
+    """Return both gradients of ``out = left x right``: products of the same dims."""
+    gradient = out.like(f"{out.name} gradient", at=gradient_place(out.at))
+    return tuple(
+        Gradient(
+            of=one,
+            reads=(other,),
+            work=(product_work(gradient, other, one.dims),),
+            at=product_place(gradient.at, other.at, one.dims),
+        )
+        for one, other in ((left, right), (right, left))
+    )

@@ -1,0 +1,99 @@
+"""The order of a block: its autograd nodes, what of it runs again, and when storages die."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from meshwright.simulator.graph.block import Block
+from meshwright.simulator.graph.operators import Kind, Operator
+from meshwright.simulator.graph.tensors import Tensor
+
+Region: TypeAlias = tuple[str, ...]
+Node: TypeAlias = list[Operator]
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """What runs again in backward.
+
+    Args:
+        parts: Parts of the block, such as "layer"; numbers behind a colon tell those of one kind
+            apart.
+        stops_early: It ends once it has what backward reads.
+        kept: Operators of these parts whose outputs are kept all the same.
+    """
+
+    parts: frozenset[str] = frozenset()
+    stops_early: bool = False
+    kept: frozenset[Operator] = frozenset()
+
+    def region(self, operator: Operator) -> Region:
+        """Return the outermost part that runs again with *operator*; empty if none does."""
+        for index, name in enumerate(operator.region):
+            if name.partition(":")[0] in self.parts:
+                return operator.region[: index + 1]
+        return ()
+
+
+class Order(NamedTuple):
+    """What a walk of a block follows.
+
+    Args:
+        nodes: In the order in which they run forward.
+        repeated: Those of each part that runs again.
+        inputs: Storages that such a part reads from outside.
+        dies: Storages whose last use in forward is an operator.
+        returned: What lives until the forward pass is over.
+    """
+
+    nodes: list[Node]
+    repeated: dict[Region, list[Node]]
+    inputs: dict[Region, list[Tensor]]
+    dies: dict[Operator, list[Tensor]]
+    returned: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, block: Block, repetition: Repetition) -> "Order":
+        """Return the order of *block*."""
+        nodes = [list(each) for _, each in groupby(block.operators, key=lambda op: op.node)]
+        repeated: dict[Region, list[Node]] = defaultdict(list)
+        for node in nodes:
+            region = repetition.region(node[0])
+            if region:
+                repeated[region].append(node)
+        inputs = {region: _inputs(inside) for region, inside in repeated.items()}
+        returned = (block.operators[-1].outputs[0], *block.cached)
+        return cls(nodes, repeated, inputs, _deaths(block, returned), returned)
+
+
+def _inputs(nodes: list[Node]) -> list[Tensor]:
+    operators = [each for node in nodes for each in node]
+    made = {out for each in operators for out in each.outputs if out.base is None}
+    read = dict.fromkeys(x.storage for each in operators for x in each.inputs if not x.is_weight)
+    return [each for each in read if each not in made]
+
+
+def _deaths(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[Tensor]]:
+    last: dict[Tensor, int] = {}
+    for index, op in enumerate(block.operators):
+        for each in (*op.inputs, *op.outputs):
+            last[each.storage] = index
+    for each in returned:
+        last.pop(each.storage, None)
+    for end, each in block.held:
+        if each in last:
+            last[each] = max(last[each], end - 1)
+    dies: dict[Operator, list[Tensor]] = defaultdict(list)
+    for each, index in last.items():
+        dies[block.operators[index]].append(each)
+    return dies
+
+
+def placed_again(node: Node) -> list[Operator]:
+    """Return the changes of place in a fused node that backward repeats: it keeps their inputs."""
+    if len(node) == 1:
+        return []
+    read = {each for op in node for each in op.reads}
+    places = (op for op in node if op.kind is Kind.PLACE)
+    return [op for op in places if op.outputs[0] in read and op.outputs[0].base is None]

@@ -1,0 +1,174 @@
+"""Operators that are no products: changes of shape, norms, dropout, activations, additions."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from meshwright.simulator.graph.block import Block
+from meshwright.simulator.graph.operators import Gradient, Traffic
+from meshwright.simulator.graph.tensors import PARTIAL, Dim, Placement, Tensor
+
+STATISTIC_BYTES = 4  # norm statistics and log-sum-exp are fp32
+NUMBER_BYTES = 8  # PyTorch indexes with int64
+
+
+class Reads(StrEnum):
+    """What the backward of a pointwise kernel reads."""
+
+    INPUTS = "inputs"
+    OUTPUT = "output"
+    NOTHING = "nothing"
+
+
+def last_dim(x: Tensor, name: str, last: Dim) -> Tensor:
+    """Return a new tensor like *x* whose last dim is *last*, split as the old one was."""
+    at = {axis: last if dim is x.dims[-1] else dim for axis, dim in x.at.items()}
+    return x.like(name, dims=(*x.dims[:-1], last), at=at)
+
+
+def pointwise(
+    block: Block,
+    name: str,
+    *inputs: Tensor,
+    reads: Reads = Reads.INPUTS,
+    last: Dim | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """Return what one kernel makes of *inputs*.
+
+    Args:
+        block: Where it is written down.
+        name: What it makes.
+        inputs: Of one shape.
+        reads: What its backward reads.
+        last: The last dim of what it makes, if it is another one.
+        in_place: It overwrites the first of *inputs*.
+    """
+    first = inputs[0]
+    out = first.like(name, base=first.storage if in_place else None)
+    if last is not None:
+        out = last_dim(first, name, last)
+    read = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
+    backward = block.traffic(*inputs, out, *read)
+    gradients = [Gradient(x, read, (backward,) if x is first else (), at=x.at) for x in inputs]
+    return block.add(inputs, [out], gradients, block.traffic(*inputs, out))
+
+
+def view(block: Block, x: Tensor, *dims: Dim, renamed: tuple[Dim, Dim] | None = None) -> Tensor:
+    """Return *x* with other *dims*; what is split along the first of *renamed* is by the second."""
+    old, new = renamed or (None, None)
+    at = {axis: new if new is not None and dim is old else dim for axis, dim in x.at.items()}
+    out = x.like(x.name, dims=dims, at=at, base=x.storage)
+    return block.add([x], [out], [Gradient(x, hands_on=True, at=x.at)])
+
+
+def copy(
+    block: Block,
+    x: Tensor,
+    name: str,
+    *,
+    like: Tensor | None = None,
+    width: int | None = None,
+    copies_back: bool = True,
+) -> Tensor:
+    """Return a copy of *x*, perhaps with the dims of another; backward copies, too, or hands on.
+
+    Its traffic is part of what other kernels are counted for.
+    """
+    source = x if like is None else like
+    out = x.like(name, dims=source.dims, at=source.at, width=width)
+    return block.add([x], [out], [Gradient(x, at=x.at, hands_on=not copies_back)])
+
+
+def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
+    """Return normalised tokens; backward reads the input and its statistics.
+
+    Args:
+        block: Where it is written down.
+        x: Tokens.
+        name: What it makes.
+        centers: Layer norm, with a mean and a bias; else RMS norm.
+    """
+    width = x.dims[-1]
+    weights = [block.weight(f"{name}.weight", width)]
+    weights += [block.weight(f"{name}.bias", width)] if centers else []
+    kinds = ("mean", "deviation") if centers else ("deviation",)
+    tokens = {axis: dim for axis, dim in x.at.items() if dim is not width}
+    statistics = [
+        x.like(f"{name} {each}", dims=x.dims[:-1], at=tokens, width=STATISTIC_BYTES)
+        for each in kinds
+    ]
+    summed = dict.fromkeys(x.at, PARTIAL)
+    slope = Gradient(x, (x, *statistics), (block.traffic(*[x] * 5),))
+    of_weights = [Gradient(each, (x, *statistics), at=summed) for each in weights]
+    outputs = [x.like(name), *statistics]
+    return block.add([x, *weights], outputs, [slope, *of_weights], block.traffic(x, x))
+
+
+def dropout(block: Block, x: Tensor, name: str, work: Sequence[Traffic] = ()) -> Tensor:
+    """Return what dropout leaves; backward reads a mask of one byte an element.
+
+    Args:
+        block: Where it is written down.
+        x: What is dropped.
+        name: What it makes.
+        work: Its traffic forward and backward; by default 2 values and a byte each way.
+    """
+    out, mask = x.like(name), x.like(f"{name} mask", width=1)
+    usual = Traffic(block.traffic(x, x).nbytes + x.numel)
+    forward, backward = work or (usual, usual)
+    return block.add([x], [out, mask], [Gradient(x, (mask,), (backward,))], forward)
+
+
+def residual(block: Block, update: Tensor, stream: Tensor, *, bias: bool, drops: bool) -> Tensor:
+    """Return *stream* with *update* added, after its bias and dropout."""
+    with block.module(update):
+        name, fuses = update.name, block.lowering.fuses_residual
+        # Where it is a kernel of its own, PyTorch still fuses dropout's traffic with the addition
+        # in what stacks are fitted on: it counts as a byte forward, 2 values and a byte backward.
+        masked = Traffic(block.traffic(update, update).nbytes + update.numel)
+        vector = [block.weight(f"{name}.bias", update.dims[-1])] if bias and fuses else []
+        summed = dict.fromkeys(update.at, PARTIAL)
+        of_bias = [Gradient(each, (), (block.traffic(update),), at=summed) for each in vector]
+        mask = [update.like(f"{name} mask", width=1)] if drops and fuses else []
+        if drops and not fuses:
+            update = dropout(block, update, name, (Traffic(update.numel), masked))
+        branch = Gradient(
+            update, tuple(mask), (masked,) * len(mask), hands_on=not mask and _same(update, stream)
+        )
+        moved = block.traffic(update, stream, stream)
+        added = Gradient(stream, (), (moved,), hands_on=True)
+        forward = Traffic(moved.nbytes + block.count(*mask))
+        outputs = [stream.like(f"{name} added"), *mask]
+        return block.add([update, stream, *vector], outputs, [branch, *of_bias, added], forward)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.width == other.width
+
+
+def cut(block: Block, x: Tensor, *parts: Dim) -> list[Tensor]:
+    """Return views of *x* cut apart in its last dim; their gradients are packed again."""
+    whole = x.dims[-1]
+    views = [
+        x.like(
+            part.name,
+            dims=(*x.dims[:-1], part),
+            at={axis: part if dim is whole else dim for axis, dim in x.at.items()},
+            base=x.storage,
+        )
+        for part in parts
+    ]
+    block.add([x], views, [Gradient(x)])
+    return views
+
+
+def take(
+    block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
+) -> Tensor:
+    """Return rows of *x* by number, in other *dims*; backward reads the numbers."""
+    out = x.like(name, dims=dims, at=x.at if at is None else at)
+    told = dims[:-1] if x.dims[-1] is dims[-1] else dims  # numbers of rows, or of elements
+    numbers = out.like(f"{name} numbers", dims=told, width=NUMBER_BYTES)
+    moved = block.traffic(x, out)
+    gradient = Gradient(x, (numbers,), (moved,), at=x.at)
+    return block.add([x], [out, numbers], [gradient], moved)

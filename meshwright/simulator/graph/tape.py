@@ -1,0 +1,151 @@
+"""Runs a block forward and backward in PyTorch's order, counting references to storages.
+
+One walk gives everything: the work of each phase, in order, and each storage that comes and goes.
+Only the structure of the block decides the walk; sizes are looked up afterwards, as numbers or as
+columns of many layouts at once.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.graph.block import Block
+from meshwright.simulator.graph.operators import Operator, Transfer, Work
+from meshwright.simulator.graph.order import Node, Order, Region, Repetition, placed_again
+from meshwright.simulator.graph.tensors import Tensor
+
+COPIED = (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
+
+
+class Phase(StrEnum):
+    """Passes through a block."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+
+
+class Step(NamedTuple):
+    """Work of a phase, and the operator that it belongs to."""
+
+    phase: Phase
+    operator: Operator
+    work: Work
+
+
+class Marks(NamedTuple):
+    """After how many events a forward pass has run, and has returned."""
+
+    ran: int
+    returned: int
+
+
+class Storages:
+    """Reference counts; ``events`` has each storage that came (1) or went (-1), in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Tensor, int]] = []
+        self._counts: Counter[Tensor] = Counter()
+
+    def hold(self, *tensors: Tensor) -> None:
+        """Take a reference to each storage; the first one allocates it."""
+        for each in tensors:
+            storage = each.storage
+            if storage.is_weight:
+                continue
+            self._counts[storage] += 1
+            if self._counts[storage] == 1:
+                self.events.append((storage, 1))
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Give a reference back of each; the last one frees the storage."""
+        for each in tensors:
+            storage = each.storage
+            if storage.is_weight:
+                continue
+            self._counts[storage] -= 1
+            assert self._counts[storage] >= 0, f"{storage.name} is dropped too often"
+            if not self._counts[storage]:
+                self.events.append((storage, -1))
+
+    def touch(self, *tensors: Tensor) -> None:
+        """Let *tensors* live for a moment."""
+        self.hold(*tensors)
+        self.drop(tensors)
+
+
+NOT_RUN = Marks(0, 0)
+
+
+@dataclass(slots=True)
+class Tape:
+    """A pass through a block.
+
+    Args:
+        block: What runs.
+        repetition: What of it runs again in backward.
+        storages: What came and went.
+        steps: What ran, in order.
+        marks: When forward was over.
+        saved: What backward reads, by node.
+        order: What the walk follows.
+    """
+
+    block: Block
+    repetition: Repetition = field(default_factory=Repetition)
+    storages: Storages = field(default_factory=Storages)
+    steps: list[Step] = field(default_factory=list)
+    marks: Marks = NOT_RUN
+    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+    order: Order = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = Order.of(self.block, self.repetition)
+
+    def run_forward(self, *inputs: Tensor) -> None:
+        """Run all operators; *inputs* are there before."""
+        order, storages = self.order, self.storages
+        storages.hold(*inputs)
+        entered: set[Region] = set()
+        for node in order.nodes:
+            region = self.repetition.region(node[0])
+            for op in node:
+                if region and region not in entered:
+                    entered.add(region)
+                    storages.hold(*order.inputs[region])
+                self.run(op, Phase.FORWARD)
+                if op in self.repetition.kept:
+                    storages.hold(*op.outputs)
+            if not region:
+                self.save(node)
+            for op in node:
+                storages.drop(order.dies.get(op, ()))
+        ran = len(storages.events)
+        storages.drop(order.returned)
+        self.marks = Marks(ran, len(storages.events))
+
+    def run(self, op: Operator, phase: Phase) -> None:
+        """Run one operator forward."""
+        self.storages.hold(*(out for out in op.outputs if out.base is None))
+        self.storages.touch(*op.scratch)
+        self.copy_tokens(op.inputs[0], op.outputs[0], op.work)
+        self.steps += [Step(phase, op, work) for work in op.work]
+
+    def copy_tokens(self, one: Tensor, other: Tensor, work: Iterable[Work]) -> None:
+        """Hold, for a moment, the copy of all tokens that a gather or a scatter makes."""
+        ops = {each.op for each in work if isinstance(each, Transfer)}
+        if self.block.lowering.fuses_places or not ops.intersection(COPIED):
+            return
+        is_sum = CollectiveOp.REDUCE_SCATTER in ops
+        whole = one if is_sum or len(one.at) < len(other.at) else other
+        self.storages.touch(whole.like(f"{whole.name} copied"))
+
+    def save(self, node: Node) -> None:
+        """Hold what backward reads; what the node can place anew it does not keep."""
+        made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
+        read = dict.fromkeys(made.get(each, each).storage for op in node for each in op.reads)
+        self.saved[node[0].node] = list(read)
+        self.storages.hold(*read)
