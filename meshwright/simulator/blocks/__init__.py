@@ -1,6 +1,5 @@
 """What one microbatch runs in a layer and at the ends of a model: shapes, FLOPs, bytes."""
 
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
 from meshwright.simulator.blocks.fp8_casts import (
     num_linear_weights,
     step_cast_bytes,
@@ -8,6 +7,7 @@ from meshwright.simulator.blocks.fp8_casts import (
 )
 from meshwright.simulator.blocks.layer import layer_operators
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
+from meshwright.simulator.blocks.old_ends import embedding_operators, head_operators
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,

@@ -55,12 +55,15 @@ class Block:
         """Return a tensor; axes that the mesh lacks do not count in *at*."""
         return Tensor(name, dims, self.placed(at or {}), self.mesh, width or self.width)
 
-    def weight(self, name: str, *dims: Dim, at: Placement | None = None) -> Tensor:
-        """Return a new weight."""
+    def weight(
+        self, name: str, *dims: Dim, at: Placement | None = None, shared: bool = False
+    ) -> Tensor:
+        """Return a new weight; one that is *shared* is a parameter of another block."""
         width = 4 if self.lowering.casts else self.width
         placed = self.placed(at or {})
         made = Tensor(name, dims, placed, self.mesh, width, is_weight=True)
-        self.weights.append(made)
+        if not shared:
+            self.weights.append(made)
         return made
 
     def placed(self, at: Placement) -> Placement:
@@ -116,6 +119,7 @@ class Block:
         gradients: Sequence[Gradient],
         *work: Work,
         kind: Kind = Kind.OTHER,
+        eight_bits: bool = False,
         scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
     ) -> Tensor:
         """Add an operator and return its first output.
@@ -126,6 +130,7 @@ class Block:
             gradients: Its backward.
             work: What it runs forward.
             kind: What it is.
+            eight_bits: Whether it is of a linear layer that multiplies in fp8.
             scratch: What lives while it runs, forward and backward.
         """
         operator = Operator(
@@ -137,6 +142,7 @@ class Block:
             self._nodes.number(),
             self._region,
             self.lowering.saves_first,
+            eight_bits,
             tuple(scratch[0]),
             tuple(scratch[1]),
         )
