@@ -54,8 +54,8 @@ def _looked_up(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
 
     DTensor's look-up gives every tensor rank a gradient of all rows, of which it keeps its own.
     """
-    vocabulary = Dim("vocabulary", shape.local_vocab_size * shape.tp)
-    table = block.weight("word_embedding.weight", vocabulary, dims.hidden, at={Axis.TP: vocabulary})
+    rows = dims.vocabulary
+    table = block.weight("word_embedding.weight", rows, dims.hidden, at={Axis.TP: rows})
     ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
     stream = dims.stream(block, shape)
     x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
@@ -75,31 +75,30 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
     return block.add([x, rows], [x.like(f"{name} added")], gradients, traffic)
 
 
-def head(block: Block, x: Tensor, shape: BlockShape) -> Tensor:
-    """Return the loss of the logits; only scored positions reach it."""
+def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the loss of the logits."""
+    logits = output(block, x, shape, dims)
+    others = [_pooled(block, x)] if shape.model.mlm_head else []
+    return loss_of(block, logits, *others)
+
+
+def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the logits; only scored positions reach them."""
     model = shape.model
-    stream = x
     if model.scored_fraction < 1:
-        scored = Dim("scored tokens", shape.num_local_scored_tokens)
-        x = copy(block, x, "scored", like=x.like("scored", dims=(scored, x.dims[-1]), at={}))
+        x = copy(block, x, "scored", like=x.like("scored", dims=(dims.scored, x.dims[-1]), at={}))
     if model.mlm_head:
         x = whole_product(block, x, Dim("mlm dense", model.hidden_size), "mlm dense", bias=True)
         x = pointwise(block, "mlm activation", x)
-    x = norm(block, x, "mlm norm" if model.mlm_head else "final norm", centers=_centers(shape))
-    vocabulary = Dim("vocabulary", shape.local_vocab_size * shape.tp)
+    name = "mlm norm" if model.mlm_head else "final norm"
+    x = norm(block, x, name, centers=model.norm == "layernorm")
     linear = Linear(bias=model.mlm_head, in_layer=False, shared=model.tied_embeddings)
-    (logits,) = columns(block, x, vocabulary, linear=linear)
-    if model.mlm_head:
-        _pooler(block, stream)
-    return loss_of(block, logits)
+    (logits,) = columns(block, x, dims.vocabulary, linear=linear)
+    return logits
 
 
-def _centers(shape: BlockShape) -> bool:
-    return shape.model.norm == "layernorm"
-
-
-def _pooler(block: Block, stream: Tensor) -> None:
-    """Add BERT's pooler and classifier of the first tokens, which every tensor rank computes.
+def _pooled(block: Block, stream: Tensor) -> Tensor:
+    """Return what BERT's pooler and classifier say of first tokens; each tensor rank does all.
 
     They have so few rows that reading the matrix, and writing the gradient, is their time.
     """
@@ -111,6 +110,9 @@ def _pooler(block: Block, stream: Tensor) -> None:
         block.weight("next_sentence.weight", classes, pooled),
         block.weight("next_sentence.bias", classes),
     ]
-    moved = Traffic(weights[0].numel * block.width)
+    moved = block.traffic(weights[0])
+    summed = dict.fromkeys(stream.at, PARTIAL)
+    first = Gradient(weights[0], (), (moved, moved), at=summed)
+    gradients = [first, *(Gradient(each, at=summed) for each in weights[1:])]
     out = stream.like("pooled", dims=(classes,), at={})
-    block.add([stream, *weights], [out], [], moved)
+    return block.add([stream, *weights], [out], gradients, moved)

@@ -35,9 +35,13 @@ CHAIN = LossBytes(38, 14)
 ONE_KERNEL = LossBytes(6, 10)
 
 
-def loss_of(block: Block, logits: Tensor) -> Tensor:
-    """Return the loss of *logits*, as the block's lowering makes it."""
-    return _LOSSES[block.lowering.loss](block, logits)
+def loss_of(block: Block, logits: Tensor, *others: Tensor) -> Tensor:
+    """Return the loss of *logits*, as the block's lowering makes it, and of what is small."""
+    loss = _LOSSES[block.lowering.loss](block, logits)
+    if not others:
+        return loss
+    gradients = [Gradient(each, at=each.at) for each in (loss, *others)]
+    return block.add([loss, *others], [loss.like("sum of losses")], gradients)
 
 
 def _fused(block: Block, logits: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ class Backward:
         self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, Axis]]
     ) -> tuple[tuple[Work, ...], bool]:
         """Return the collectives that move a gradient back, and whether its storage stays."""
-        work = place_work(found, op.outputs[0], of, eight_bits=op.eight_bits)
+        width = self.tape.block.width if op.eight_bits else None
+        work = place_work(found, op.outputs[0], of, cast_from=width)
         is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
         return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
 

@@ -11,7 +11,7 @@ from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tenso
 
 
 class _Nodes:
-    """Numbers autograd nodes: each operator is one, but for those that are fused."""
+    """Numbers operators; those that are fused have one number."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -49,6 +49,7 @@ class Block:
     cached: list[Tensor] = field(default_factory=list)
     _region: tuple[str, ...] = ()
     _nodes: _Nodes = field(default_factory=_Nodes)
+    _prices: _Nodes = field(default_factory=_Nodes)
     _arguments: list[Tensor] = field(default_factory=list)
 
     def tensor(self, name: str, *dims: Dim, at: Placement | None = None, width: int = 0) -> Tensor:
@@ -112,6 +113,13 @@ class Block:
         yield
         self._nodes.open(fused=False)
 
+    @contextmanager
+    def one_price(self) -> Iterator[None]:
+        """Price the products inside, of one input, as if they were one."""
+        self._prices.open(fused=True)
+        yield
+        self._prices.open(fused=False)
+
     def add(
         self,
         inputs: Sequence[Tensor],
@@ -140,6 +148,7 @@ class Block:
             work,
             tuple(gradients),
             self._nodes.number(),
+            self._prices.number(),
             self._region,
             self.lowering.saves_first,
             eight_bits,

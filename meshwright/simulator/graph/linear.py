@@ -13,6 +13,7 @@ from meshwright.simulator.graph.operators import (
 )
 from meshwright.simulator.graph.pointwise import copy, cut
 from meshwright.simulator.graph.tensors import (
+    PARTIAL,
     Dim,
     Placement,
     Size,
@@ -31,11 +32,13 @@ class Linear(NamedTuple):
         bias: It has one.
         in_layer: It is one of a layer's, which may multiply in fp8.
         shared: Its weight is a parameter of another block.
+        counts_bias: The traffic of its bias's gradient is not counted elsewhere.
     """
 
     bias: bool = False
     in_layer: bool = True
     shared: bool = False
+    counts_bias: bool = True
 
 
 PLAIN = Linear()
@@ -55,7 +58,8 @@ def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -
         return x
     stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
     out = x.like(f"{x.name} placed", at=at, base=x.storage if stays else None)
-    work = place_work(changes(x.at, at), x, out, eight_bits=eight_bits)
+    width = None if not eight_bits else block.width
+    work = place_work(changes(x.at, at), x, out, cast_from=width)
     gradient = Gradient(x, at=gradient_place(x.at))
     return block.add([x], [out], [gradient], *work, kind=Kind.PLACE, eight_bits=eight_bits)
 
@@ -72,7 +76,7 @@ def product(
     name: str,
     operands: tuple[Tensor, Tensor],
     *dims: Dim,
-    bias: bool = False,
+    linear: Linear = PLAIN,
     kind: Kind = Kind.PRODUCT,
     scratch: Scratch | None = None,
 ) -> Tensor:
@@ -83,7 +87,7 @@ def product(
         name: What it makes.
         operands: Activations and weight, or two activations.
         dims: Of what it makes.
-        bias: Whether a vector is added.
+        linear: Whether a vector is added.
         kind: What it is.
         scratch: Copies of its operands in fp8, if it multiplies so.
     """
@@ -91,18 +95,26 @@ def product(
     out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=block.width)
     gradients = product_gradients(x, weight, out)
     inputs = [x, weight]
-    if bias:
-        own = [dim for dim in dims if dim in weight.dims]
-        split = {axis: dim for axis, dim in weight.at.items() if dim in own}
-        vector = block.weight(f"{name}.bias", *own, at=split)
-        if block.lowering.casts:
-            vector = _cast(block, vector)
-        gradients += (Gradient(vector, (), (block.traffic(out),)),)
+    if linear.bias:
+        vector, gradient = _bias(block, weight, out, counted=linear.counts_bias)
+        gradients += (gradient,)
         inputs.append(vector)
     work = product_work(x, weight, dims)
     in_fp8 = scratch is not None
     copies = scratch or Scratch()
     return block.add(inputs, [out], gradients, work, kind=kind, eight_bits=in_fp8, scratch=copies)
+
+
+def _bias(block: Block, weight: Tensor, out: Tensor, *, counted: bool) -> tuple[Tensor, Gradient]:
+    """Return the vector that is added to a product, and its gradient, a sum over tokens."""
+    own = [dim for dim in out.dims if dim in weight.dims]
+    split = {axis: dim for axis, dim in weight.at.items() if dim in own}
+    vector = block.weight(f"{out.name}.bias", *own, at=split)
+    if block.lowering.casts:
+        vector = _cast(block, vector)
+    kept = gradient_place(out.at)
+    place = {axis: dim if dim in own else PARTIAL for axis, dim in kept.items()}
+    return vector, Gradient(vector, (), (block.traffic(out),) if counted else (), at=place)
 
 
 def operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +141,8 @@ def columns(
     """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
     lowering = block.lowering
     whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-    with block.one_node(fused=lowering.fuses_places):
-        x = _kept_copy(block, x, linear)
+    x = _kept_copy(block, x, linear)
+    with block.one_price(), block.one_node(fused=lowering.fuses_places):
         in_fp8 = _gathers_in_fp8(block, linear)
         gathered = place(block, x, whole, eight_bits=in_fp8)
         if not lowering.fuses_places:
@@ -155,7 +167,7 @@ def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -
         ready = bits.keeps_copy and not again
         scratch = _scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
     pair = operands(block, x, weight)
-    return product(block, out.name, pair, *x.dims[:-1], out, bias=linear.bias, scratch=scratch)
+    return product(block, out.name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
 def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
@@ -173,9 +185,10 @@ def row(
     block: Block, x: Tensor, out: Dim, name: str, at: Placement, linear: Linear = PLAIN
 ) -> Tensor:
     """Return the product of *x*, whose last dim the tensor axis splits, summed and placed."""
-    bias = linear.bias and not block.lowering.fuses_residual  # else `residual` adds it
-    with block.one_node(fused=block.lowering.fuses_places):
-        x = _kept_copy(block, x, linear)
+    if block.lowering.fuses_residual:
+        linear = linear._replace(bias=False)  # `residual` adds it
+    x = _kept_copy(block, x, linear)
+    with block.one_price(), block.one_node(fused=block.lowering.fuses_places):
         inputs = x.dims[-1]
         weight = block.weight(f"{name}.weight", out, inputs, at={Axis.TP: inputs})
         in_fp8 = _gathers_in_fp8(block, linear)
@@ -187,7 +200,7 @@ def row(
             again = 0 if bits.keeps_copy else 2
             scratch = _scratch(block, (x, weight), made, copies=1 if gathered else 2, again=again)
         pair = operands(block, x, weight)
-        partial = product(block, name, pair, *x.dims[:-1], out, bias=bias, scratch=scratch)
+        partial = product(block, name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
         return place(block, partial, at, eight_bits=in_fp8)
 
 
@@ -238,4 +251,6 @@ def _fp8(x: Tensor, copies: int) -> Tensor:
 def whole_product(block: Block, x: Tensor, out: Dim, name: str, *, bias: bool = False) -> Tensor:
     """Return a product with a weight that no axis splits."""
     weight = block.weight(f"{name}.weight", out, x.dims[-1])
-    return product(block, name, operands(block, x, weight), *x.dims[:-1], out, bias=bias)
+    return product(
+        block, name, operands(block, x, weight), *x.dims[:-1], out, linear=Linear(bias=bias)
+    )

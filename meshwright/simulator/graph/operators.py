@@ -107,6 +107,7 @@ class Operator:
         work: What it runs.
         gradients: In the order in which backward makes them.
         node: Operators of one number are one autograd node.
+        price: Products of one number are priced as one.
         region: The parts of the block that it is in, from the outside in.
         saves_first: Keeps its inputs before it runs, as PyTorch's own operators do: repetition
             that stops early does not run the last one.
@@ -121,6 +122,7 @@ class Operator:
     work: tuple[Work, ...]
     gradients: tuple[Gradient, ...]
     node: int
+    price: int
     region: tuple[str, ...] = ()
     saves_first: bool = False
     eight_bits: bool = False
@@ -140,7 +142,11 @@ class Operator:
 
 
 def place_work(
-    found: Iterable[tuple[CollectiveOp, Axis]], one: Tensor, other: Tensor, *, eight_bits: bool
+    found: Iterable[tuple[CollectiveOp, Axis]],
+    one: Tensor,
+    other: Tensor,
+    *,
+    cast_from: int | None = None,
 ) -> tuple[Transfer, ...]:
     """Return the collectives that move a tensor between two places, as *one* and as *other*.
 
@@ -148,15 +154,13 @@ def place_work(
         found: What they are.
         one: Its part here.
         other: Its part there.
-        eight_bits: Whether it is cast to fp8 before it is gathered.
+        cast_from: Bytes of an element that is cast to fp8 before it is gathered, if it is.
     """
-    size, count = larger(one.nbytes, other.nbytes), larger(one.numel, other.numel)
+    count = larger(one.numel, other.numel)
+    width = max(one.width, other.width) if cast_from is None else cast_from
+    gathered = width if cast_from is None else FP8_BYTES
     return tuple(
-        Transfer(
-            op,
-            axis,
-            count * FP8_BYTES if eight_bits and op is CollectiveOp.ALL_GATHER else size,
-        )
+        Transfer(op, axis, count * (gathered if op is CollectiveOp.ALL_GATHER else width))
         for op, axis in found
     )
 

@@ -2,6 +2,7 @@
 
 from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.parameters import (
+    VOCABULARY_ALIGNMENT,
     Block,
     ParameterTensor,
     block_parameters,
@@ -13,6 +14,7 @@ from meshwright.simulator.model.parameters import (
 from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 __all__ = [
+    "VOCABULARY_ALIGNMENT",
     "Block",
     "ModelSpec",
     "ParameterTensor",
