@@ -24,15 +24,14 @@ ALLOWED: dict[str, str] = {
     "simulator.blocks": "graph layout model",
     "simulator.costs": "blocks layout model",
     "simulator.engine": "layout schedules",
-    "simulator.liveness": "blocks",
-    "simulator.memory": "blocks layout liveness schedules",
-    "simulator.replication": "blocks costs engine layout liveness memory model schedules",
-    "simulator.units": "blocks layout liveness memory replication",
+    "simulator.memory": "blocks layout schedules",
+    "simulator.replication": "blocks costs engine layout memory model schedules",
+    "simulator.units": "blocks layout memory replication",
     "simulator.step": "blocks costs engine layout memory replication schedules units",
     "simulator.account": "blocks costs engine layout memory replication schedules step",
-    "simulator.strategies": "account blocks costs engine layout liveness memory replication step",
+    "simulator.strategies": "account blocks costs engine layout memory replication step",
     "simulator": (
-        "account blocks costs engine layout liveness memory model schedules step strategies"
+        "account blocks costs engine layout memory model schedules step strategies"
     ),
     "simulator.matmul": "blocks costs layout",
     "planner.space": "",

@@ -10,7 +10,7 @@ from meshwright.simulator.account import (
     plan_warnings,
     time_breakdown,
 )
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import LOGITS, BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
@@ -23,7 +23,6 @@ from meshwright.simulator.layout import (
     stack_refusal,
     with_stages,
 )
-from meshwright.simulator.liveness import SavedTensor, layer_tensors, logits_tensor, saved_tensors
 from meshwright.simulator.memory import (
     MemoryEvent,
     device_bytes,
@@ -37,7 +36,7 @@ from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, of
 from meshwright.simulator.strategies import STRATEGIES, StrategyCase
 
 # All that a stage with nothing but the embedding holds to speak of.
-TABLE = SavedTensor("embedding table", 0)
+TABLE = NamedBytes("embedding table", 0)
 
 
 def simulate(
@@ -123,7 +122,7 @@ def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[Memo
 def _memory(
     built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
 ) -> MemoryResult:
-    stages = tuple(_stages(built, times))
+    stages = tuple(_stages(built, times, costs))
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
         peak_bytes=worst.peak_bytes,
@@ -138,10 +137,10 @@ def _memory(
     )
 
 
-def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
+def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
         peak = memory_peak(memory, rank_timeline(built, times, pp_rank))
-        tensor = largest_tensor(built.shape, built.stages[pp_rank], peak.action)
+        tensor = largest_tensor(costs.blocks, built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,
             parameters_bytes=memory.parameters_bytes,
@@ -156,14 +155,16 @@ def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
         )
 
 
-def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action | None) -> str:
+def largest_tensor(
+    blocks: BlockTable, shape: BlockShape, stages: tuple[Stage, ...], action: Action | None
+) -> str:
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    tensors: list[SavedTensor] = []
+    tensors: list[NamedBytes] = []
     if any(stage.num_layers for stage in stages):
         again = action.phase is Phase.BACKWARD
-        tensors += layer_tensors(shape) if again else saved_tensors(shape)
+        tensors += blocks.saved_tensors(shape, "layer", repeats=not again)
     if stages[action.virtual_stage].has_head:
-        tensors.append(logits_tensor(shape))
+        tensors += [each for each in blocks.saved_tensors(shape, "head") if each.name == LOGITS]
     return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -9,6 +9,7 @@ from meshwright.simulator.account.traffic import Traffic, stage_blocks
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
+    BlockTable,
     FlashAttention,
     Gemm,
 )
@@ -31,11 +32,11 @@ def rank_flops(
         pp_rank: Whose FLOPs.
         microbatches: Microbatches that the rank runs.
     """
-    shape = BlockShape.of(job, plan, stack)
+    shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
         _counted_flops(operators) * count
         for stage in rank_stages(plan, pp_rank)
-        for operators, count in stage_blocks(shape, stage)
+        for operators, count in stage_blocks(blocks, shape, stage)
     )
     return microbatches * flops
 

@@ -17,6 +17,7 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import Axis
 
 FP32_BYTES = 4
+LOGITS = "logits"  # what the loss keeps of them
 NUM_STATISTICS = 3  # of a token: maximum, target's logit, sum of exponents
 
 
@@ -49,7 +50,7 @@ def _fused(block: Block, logits: Tensor) -> Tensor:
 
     Transformer Engine gathers the three numbers of a token from every rank.
     """
-    own = logits.like("logits")
+    own = logits.like(LOGITS)
     calls = []
     if Axis.TP in block.mesh:
         size = NUM_STATISTICS * FP32_BYTES * _num_tokens(logits) * block.mesh[Axis.TP]
@@ -62,7 +63,7 @@ def _fused(block: Block, logits: Tensor) -> Tensor:
 def _in_place(block: Block, logits: Tensor) -> Tensor:
     """Return the loss as Megatron-LM computes it: the gradient replaces fp32 probabilities."""
     wide = _widened(block, logits)
-    likely = wide.like("logits")
+    likely = wide.like(LOGITS)
     slope = Gradient(wide, (likely,), (Traffic(CHAIN.backward * logits.numel),), overwrites=likely)
     forward = Traffic(CHAIN.forward * logits.numel)
     outputs = [_scalar(logits), likely]
@@ -77,7 +78,7 @@ def _eager(block: Block, logits: Tensor) -> Tensor:
     Split over ranks, it makes the exponentials, too, for a moment (DTensor's `loss_parallel`).
     """
     wide = _widened(block, logits)
-    likely = wide.like("logits")
+    likely = wide.like(LOGITS)
     forward, backward = (Traffic(each * logits.numel) for each in CHAIN)
     split = Axis.TP in block.mesh
     scratch = [wide.like("exponentials")] if split else []

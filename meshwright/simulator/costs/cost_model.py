@@ -4,6 +4,7 @@ from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, Stac
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
+    BlockTable,
     Collective,
     FlashAttention,
     Gemm,
@@ -11,9 +12,6 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
 )
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
@@ -53,6 +51,7 @@ class CostModel:
         self.cluster = cluster
         self.stack = stack
         self.world_size = world_size
+        self.blocks = BlockTable()
         self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, Block], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
@@ -62,7 +61,7 @@ class CostModel:
         """Return the cost of one block for one microbatch on one rank."""
         key = (shape, block)
         if key not in self._blocks:
-            self._blocks[key] = self._block_cost(shape, _OPERATORS[block](shape))
+            self._blocks[key] = self._block_cost(shape, self.blocks.operators(shape, block))
         return self._blocks[key]
 
     def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
@@ -163,10 +162,3 @@ class CostModel:
     def memory_traffic(self, size_bytes: int) -> Cost:
         """Return the time of *size_bytes* of element-wise traffic."""
         return memory_bound_cost(MemoryBound("traffic", size_bytes), self.cluster.device)
-
-
-_OPERATORS = {
-    "embedding": embedding_operators,
-    "layer": layer_operators,
-    "head": head_operators,
-}

@@ -4,6 +4,7 @@ from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     block_bytes,
     pass_workspace_bytes,
+    waiting_table_bytes,
 )
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
@@ -26,6 +27,11 @@ from meshwright.simulator.memory.rank import (
     with_workspace,
 )
 from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.stage_outputs import (
+    kept_logits_bytes,
+    kept_output_bytes,
+    message_buffer_bytes,
+)
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
     memory_peak,
@@ -49,8 +55,11 @@ __all__ = [
     "device_bytes",
     "fuller_peak",
     "kept_levels",
+    "kept_logits_bytes",
+    "kept_output_bytes",
     "memory_peak",
     "memory_timeline",
+    "message_buffer_bytes",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",
@@ -61,6 +70,7 @@ __all__ = [
     "update_level",
     "usable_bytes",
     "virtual_stage_memory",
+    "waiting_table_bytes",
     "with_copies",
     "with_workspace",
 ]

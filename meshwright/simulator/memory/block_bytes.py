@@ -3,19 +3,9 @@
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import (
-    cached_layer_bytes,
-    embedding_backward_steps,
-    head_workspace_bytes,
-    highest,
-    layer_workspace_bytes,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-    waiting_table_bytes,
-)
+from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
 
 
 class Addable(Protocol):
@@ -65,18 +55,32 @@ class BlockBytes(NamedTuple, Generic[Size]):
     embedding_backward: Size
 
 
-def block_bytes(shape: BlockShape) -> BlockBytes[int]:
+def block_bytes(table: BlockTable, shape: BlockShape) -> BlockBytes[int]:
     """Return the bytes of blocks of *shape*."""
+    embedding, layer, head = (table.memory(shape, kind) for kind in ("embedding", "layer", "head"))
+    logits = kept_logits_bytes(shape)
     return BlockBytes(
-        saved_layer_bytes(shape),
-        saved_embedding_bytes(shape),
-        saved_head_bytes(shape),
-        cached_layer_bytes(shape),
-        waiting_table_bytes(shape),
-        *layer_workspace_bytes(shape),
-        *head_workspace_bytes(shape),
-        highest(embedding_backward_steps(shape)),
+        saved_layer=layer.saved,
+        saved_embedding=embedding.saved,
+        saved_head=head.saved + logits,
+        cached_layer=layer.cached,
+        waiting_table=waiting_table_bytes(shape),
+        layer_forward=layer.forward,
+        layer_backward=layer.backward,
+        head_forward=head.forward - logits,
+        head_backward=head.backward,
+        embedding_backward=embedding.backward,
     )
+
+
+def waiting_table_bytes(shape: BlockShape) -> int:
+    """Return a tied table's gradient from the head, which waits for that from the embedding.
+
+    Autograd adds both up, in place, before it adds them to the gradient that is kept.
+    """
+    if not shape.model.tied_embeddings or shape.stack.fused_gradient_accumulation:
+        return 0
+    return shape.local_vocab_size * shape.model.hidden_size * shape.residual_bytes
 
 
 def pass_workspace_bytes(

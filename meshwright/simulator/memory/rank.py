@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Precision, StackProfile
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -12,9 +12,9 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.liveness import kept_output_bytes
 from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
 from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 
 
 class Shards(NamedTuple):
@@ -190,16 +190,14 @@ class RankMemory:
         )
 
 
-def virtual_stage_memory(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> VirtualStageMemory:
-    """Return the memory of one pass through *num_layers* layers and their extras."""
-    blocks, stage = block_bytes(shape), Stage(num_layers, has_embedding, has_head)
+def virtual_stage_memory(table: BlockTable, shape: BlockShape, stage: Stage) -> VirtualStageMemory:
+    """Return the memory of one pass through the blocks of *stage*."""
+    blocks = block_bytes(table, shape)
     forward, backward = pass_workspace_bytes(blocks, stage, max)
-    saved = num_layers * blocks.saved_layer
-    saved += blocks.saved_embedding if has_embedding else 0
-    saved += blocks.saved_head if has_head else 0
-    saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
+    saved = stage.num_layers * blocks.saved_layer
+    saved += blocks.saved_embedding if stage.has_embedding else 0
+    saved += blocks.saved_head if stage.has_head else 0
+    saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
     return VirtualStageMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,

@@ -2,21 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import (
-    embedding_backward_steps,
-    fullest_arrival,
-    head_backward_steps,
-    saved_head_bytes,
-    saved_layer_bytes,
-    waiting_table_bytes,
-    whole_backward_steps,
-)
+from meshwright.simulator.memory import kept_logits_bytes, waiting_table_bytes
 from meshwright.simulator.replication.buckets import StagePart
 
 
 def bucket_cast_bytes(
+    table: BlockTable,
     shape: BlockShape,
     stage: Stage,
     parts: tuple[StagePart, ...],
@@ -30,30 +23,36 @@ def bucket_cast_bytes(
     copies that a slow network keeps waiting come on top.
 
     Args:
+        table: What blocks hold.
         shape: Sizes of the blocks.
         stage: Whose pass.
         parts: Its blocks by the buckets that they complete, in model order.
         cast_bytes: Bytes of the copy of so many gradients.
     """
-    levels = zip(parts, _levels(shape, stage, parts), strict=True)
+    levels = zip(parts, _levels(table, shape, stage, parts), strict=True)
     return max(level + max(map(cast_bytes, part.buckets)) for part, level in levels)
 
 
-def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> Iterator[int]:
+def _levels(
+    table: BlockTable, shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]
+) -> Iterator[int]:
     """Yield what lives, beside what was kept, in the first block of each part, its last to run."""
-    head = saved_head_bytes(shape) if stage.has_head else 0
+    embedding, layer, of_head = (
+        table.memory(shape, kind) for kind in ("embedding", "layer", "head")
+    )
+    head = of_head.saved + kept_logits_bytes(shape) if stage.has_head else 0
     is_whole = stage.has_embedding and stage.has_head
     waiting = waiting_table_bytes(shape) if is_whole else 0
-    saved = saved_layer_bytes(shape)
+    saved = layer.saved
     above = stage.num_layers
     for part in parts:
         if part.stage.has_embedding:
             freed = stage.num_layers * saved + head
-            yield fullest_arrival(embedding_backward_steps(shape)) - freed
+            yield embedding.arrival - freed
         elif part.stage.num_layers:
             # When the part's first layer runs, all layers behind it have freed theirs.
             freed = (above - 1) * saved + head
-            yield fullest_arrival(whole_backward_steps(shape)) + waiting - freed
+            yield layer.arrival + waiting - freed
         else:
-            yield fullest_arrival(head_backward_steps(shape))
+            yield of_head.arrival
         above -= part.stage.num_layers

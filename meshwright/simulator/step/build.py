@@ -247,7 +247,9 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
     if holds_units(shape, replication):
         parameter = ParameterBytes(state, context.wire.reduce_bytes)
         replication = replication.in_steps_of(microbatches)
-        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, replication, parameter)
+        memory = unit_rank_memory(
+            shape, PassBytes.of(context.costs.blocks, shape), stages, replication, parameter
+        )
         memory = replace(
             memory,
             message_buffers_bytes=microbatches * memory.message_buffers_bytes,
@@ -258,9 +260,7 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     virtual_stages = []
     for stage in stages:
-        virtual_stage = virtual_stage_memory(
-            shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-        )
+        virtual_stage = virtual_stage_memory(context.costs.blocks, shape, stage)
         parts = context.parts[stage]
         if replication.in_units:
             units = [sum(part.buckets) for part in parts]
@@ -303,7 +303,9 @@ def _with_casts(
         return virtual_stage
     if context.replication.in_units:
         return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
-    needed = bucket_cast_bytes(context.shape, stage, parts, lambda size: _cast_bytes(context, size))
+    needed = bucket_cast_bytes(
+        context.costs.blocks, context.shape, stage, parts, lambda size: _cast_bytes(context, size)
+    )
     backward = max(virtual_stage.backward_workspace_bytes, needed)
     return replace(virtual_stage, backward_workspace_bytes=backward)
 

@@ -14,19 +14,17 @@ from typing import NamedTuple
 
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.blocks import (
+    LOGITS,
+    BlockOperators,
     BlockShape,
     KernelLaunches,
     MemoryBound,
     Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
 )
 from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
 from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
@@ -47,7 +45,6 @@ from meshwright.simulator.strategies.module_memory import (
 
 HOST = "host"
 TOKEN_BYTES = 8
-LOSS_OPERATORS = frozenset({"loss", "loss gradient"})
 
 
 class LaunchedBlock(NamedTuple):
@@ -112,26 +109,30 @@ class Replica:
         """Bytes of them as they are gathered."""
         return self.num_logits * self.shape.element_bytes
 
+    @property
+    def _operators(self) -> tuple[BlockOperators, ...]:
+        """Operators of the blocks that replicas run: the head without the loss."""
+        kinds = ("embedding", "layer", "output")
+        return tuple(self.case.costs.blocks.operators(self.shape, kind) for kind in kinds)
+
     @cached_property
     def forward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks in model order; the head without the loss."""
-        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
-        head = without_loss(head_operators(self.shape).forward)
+        embedding, layer, head = self._operators
         return (
             self._block("embedding", embedding.forward),
             *(self._block("layer", layer.forward),) * self.case.job.model.num_layers,
-            self._block("head", head),
+            self._block("head", head.forward),
         )
 
     @cached_property
     def backward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks from the head to the embedding; recomputation is in them."""
-        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
-        head = without_loss(head_operators(self.shape).backward)
+        embedding, layer, head = self._operators
         again = self._block("layer", layer.recompute + layer.backward)
         again = again._replace(cost=self.case.costs.block_cost(self.shape, "layer").backward)
         return (
-            self._block("head", head),
+            self._block("head", head.backward),
             *(again,) * self.case.job.model.num_layers,
             self._block("embedding", embedding.backward),
         )
@@ -149,18 +150,17 @@ class Replica:
     @cached_property
     def loss_cost(self) -> PhaseCost:
         """Loss of the whole batch and its gradient, on device 0."""
-        head, dp = head_operators(self.shape), self.case.plan.dp
+        blocks, dp = self.case.costs.blocks, self.case.plan.dp
+        head, rest = (blocks.operators(self.shape, kind) for kind in ("head", "output"))
         whole = [
-            MemoryBound(item.name, dp * item.size_bytes)
-            for item in head.forward + head.backward
-            if isinstance(item, MemoryBound) and item.name in LOSS_OPERATORS
+            MemoryBound("loss", dp * (_traffic_bytes(one) - _traffic_bytes(other)))
+            for one, other in ((head.forward, rest.forward), (head.backward, rest.backward))
         ]
         return self.case.costs.phase_cost(tuple(whole), self.shape)
 
 
-def without_loss(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return the operators of a head that replicas run."""
-    return tuple(item for item in operators if item.name not in LOSS_OPERATORS)
+def _traffic_bytes(operators: tuple[Operator, ...]) -> int:
+    return sum(item.size_bytes for item in operators if isinstance(item, MemoryBound))
 
 
 def simulate_data_parallel_module(case: StrategyCase) -> StepResult:
@@ -298,10 +298,10 @@ def _pass_bytes(
 
     A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
     """
-    shape = replica.shape
-    saved = saved_bytes(shape)
-    forward = forward_workspace_bytes(shape)
-    backward = backward_workspace_bytes(shape, slope_bytes)
+    shape, blocks = replica.shape, replica.case.costs.blocks
+    saved = saved_bytes(blocks, shape)
+    forward = forward_workspace_bytes(blocks, shape)
+    backward = backward_workspace_bytes(blocks, shape, slope_bytes)
     return [
         live
         for each in passes
@@ -317,9 +317,12 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     case, dp = replica.case, replica.case.plan.dp
     state = StateBytes.of(case.costs.stack, case.job.precision)
     memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
-    saved, logits = saved_bytes(replica.shape), logits_tensor(replica.shape).size_bytes
+    blocks, shape = case.costs.blocks, replica.shape
+    saved = saved_bytes(blocks, shape)
+    kept = blocks.saved_tensors(shape, "head")
+    logits = sum(each.size_bytes for each in kept if each.name == LOGITS)
     # Forward, or in the loss's backward the losses' gradient beside its own.
-    workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
+    workspace = dp * max(blocks.memory(shape, "head").forward, 2 * logits)
     # Its part of the gradient is a view of the whole.
     task_bytes = _pass_bytes(replica, passes, 0, dp * replica.logit_bytes)
     for each in passes:
@@ -348,7 +351,8 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         update_temporary_bytes=0,
         virtual_stages=(),
     )
-    largest = max(saved_tensors(replica.shape), key=lambda item: item.size_bytes)
+    tensors = case.costs.blocks.saved_tensors(replica.shape, "layer")
+    largest = max(tensors, key=lambda item: item.size_bytes)
     return GraphDevice(
         compute=_device(index),
         links=_links(index),

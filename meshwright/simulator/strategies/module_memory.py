@@ -5,59 +5,43 @@ Gradients of a replica are those of copies of the weights: they stay until all o
 reduction).
 """
 
-from collections.abc import Iterator
+from meshwright.simulator.blocks import BlockShape, BlockTable, Ending, num_linear_weights
 
-from meshwright.simulator.blocks import BlockShape, num_linear_weights
-from meshwright.simulator.liveness import (
-    Step,
-    embedding_backward_steps,
-    head_forward_steps,
-    highest,
-    layer_workspace_bytes,
-    logits_backward_steps,
-    logits_tensor,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-    whole_backward_steps,
-)
+STAYS = Ending(keeps_gradients=True)
+STAYS_SENT = Ending(keeps_gradients=True, from_buffer=True)
 
 
-def saved_bytes(shape: BlockShape) -> int:
+def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
-    layers = shape.model.num_layers * saved_layer_bytes(shape)
-    head = saved_head_bytes(shape) - logits_tensor(shape).size_bytes
-    return saved_embedding_bytes(shape) + layers + head
+    embedding, layer, output = (
+        table.memory(shape, kind).saved for kind in ("embedding", "layer", "output")
+    )
+    return embedding + shape.model.num_layers * layer + output
 
 
-def forward_workspace_bytes(shape: BlockShape) -> int:
+def forward_workspace_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what forward needs beside what it keeps: in the last layer, or for the logits."""
-    head = saved_head_bytes(shape) - logits_tensor(shape).size_bytes
-    until_logits = head_forward_steps(shape)[:2]
-    return max(layer_workspace_bytes(shape)[0], highest(until_logits)) - head
+    layer, output = table.memory(shape, "layer"), table.memory(shape, "output")
+    return max(layer.forward - output.saved, output.forward)
 
 
-def backward_workspace_bytes(shape: BlockShape, slope_bytes: int) -> int:
+def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: int) -> int:
     """Return the most that backward holds beside what forward kept, all gradients included.
 
     Args:
+        table: What blocks hold.
         shape: Sizes of the blocks.
         slope_bytes: The gradient of the logits, as it came.
     """
-    return highest(_backward_steps(shape, slope_bytes))
-
-
-def _backward_steps(shape: BlockShape, slope_bytes: int) -> Iterator[Step]:
-    """Yield the steps of the whole backward pass; gradients of weights stay."""
-    element, model = shape.residual_bytes, shape.model
-    table = shape.local_vocab_size * model.hidden_size
-    yield Step("gradient of the logits", slope_bytes, 0)
-    yield from logits_backward_steps(shape, slope_bytes, stays=True)
-    _, *layer = whole_backward_steps(shape, keeps_weight_gradients=True)
-    others = shape.parameters.layer - num_linear_weights(shape)
-    for _ in range(model.num_layers):
-        yield from layer
-        yield Step("biases and norms", others * element, 0)
-    yield Step("positions", (shape.parameters.embedding - table) * element, 0)
-    _, *embedding = embedding_backward_steps(shape)
-    yield from embedding
+    output = table.memory(shape, "output", STAYS_SENT)
+    layer, embedding = (table.memory(shape, kind, STAYS) for kind in ("layer", "embedding"))
+    # Biases and norms, whose gradients stay, too, do not count in a block.
+    vectors = (shape.parameters.layer - num_linear_weights(shape)) * shape.residual_bytes
+    level = output.left - output.saved
+    most = slope_bytes + output.backward
+    for _ in range(shape.model.num_layers):
+        # A block's own gradient that arrives is what the one behind it has left.
+        level -= shape.message_bytes
+        most = max(most, level + layer.backward)
+        level += layer.left - layer.saved + vectors
+    return max(most, level - shape.message_bytes + embedding.backward)

@@ -17,7 +17,6 @@ from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage
-from meshwright.simulator.liveness import saved_tensors
 from meshwright.simulator.memory import RankMemory, StateBytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
@@ -299,11 +298,12 @@ def _add_update(
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
-    virtual_stage = virtual_stage_memory(
-        participants.shape, participants.whole_stage.num_layers, has_embedding=True, has_head=True
-    )
+    blocks = participants.case.costs.blocks
+    virtual_stage = virtual_stage_memory(blocks, participants.shape, participants.whole_stage)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
-    largest = max(saved_tensors(participants.shape), key=lambda item: item.size_bytes).name
+    largest = max(
+        blocks.saved_tensors(participants.shape, "layer"), key=lambda item: item.size_bytes
+    ).name
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [

@@ -6,7 +6,6 @@ from dataclasses import replace
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import kept_output_bytes, message_buffer_bytes
 from meshwright.simulator.memory import (
     KeptUnits,
     PassPeak,
@@ -15,6 +14,8 @@ from meshwright.simulator.memory import (
     SentBytes,
     VirtualStageMemory,
     fuller_peak,
+    kept_output_bytes,
+    message_buffer_bytes,
     rank_memory,
 )
 from meshwright.simulator.replication import Replication, sum_parameters
