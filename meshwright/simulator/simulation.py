@@ -34,7 +34,6 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
-from meshwright.simulator.strategies import STRATEGIES, StrategyCase
 
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = SavedTensor("embedding table", 0)
@@ -67,6 +66,11 @@ def simulate(
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
+        from meshwright.simulator.strategies import (  # noqa: PLC0415 -- of other stacks alone
+            STRATEGIES,
+            StrategyCase,
+        )
+
         return STRATEGIES[stack.strategy](StrategyCase(job, plan, costs, memory_limit_bytes))
     built = build_step(job, plan, costs)
     return account(built, simulate_folded(built.work), costs, memory_limit_bytes)

@@ -279,7 +279,7 @@ def test_options_become_words() -> None:
 
     words = ["--device", "cpu", "--ranks", "2", "--nccl-tests", "a", "--nccl-tests", "b"]
     command = as_command(run, CalibrateOptions)
-    status = run_command_line({"calibrate": command, "other": command}, ["calibrate", *words])
+    status = run_command_line(["calibrate"], lambda _name: command, ["calibrate", *words])
     assert status == 0
     assert seen[0].device is Accelerator.CPU
     assert (seen[0].ranks, seen[0].nccl_tests) == (2, ["a", "b"])
