@@ -137,9 +137,9 @@ def test_ctrl_c_ends_the_command_with_130(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(device_bench, "measure_batch", stopped)
-    calibrate = as_command(run_calibrate, CalibrateOptions)
-    commands = {"calibrate": calibrate, "again": calibrate}
-    monkeypatch.setattr(meshwright, "_commands", lambda: commands)
+    monkeypatch.setattr(
+        meshwright, "_command", lambda _name: as_command(run_calibrate, CalibrateOptions)
+    )
     assert meshwright.main(["calibrate", "--device", "cpu", "--out", str(tmp_path / "o")]) == 130
 
 

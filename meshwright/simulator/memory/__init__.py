@@ -28,8 +28,10 @@ from meshwright.simulator.memory.rank import (
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
+    RanAction,
     memory_peak,
     memory_timeline,
+    new_moments,
     pass_levels,
     update_level,
 )
@@ -40,6 +42,7 @@ __all__ = [
     "MemoryEvent",
     "PassPeak",
     "PassPeaks",
+    "RanAction",
     "RankMemory",
     "SentBytes",
     "Shards",
@@ -51,6 +54,7 @@ __all__ = [
     "kept_levels",
     "memory_peak",
     "memory_timeline",
+    "new_moments",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",

@@ -13,7 +13,7 @@ from meshwright.simulator.layout import (
     main_gradient_bytes,
 )
 from meshwright.simulator.liveness import kept_output_bytes
-from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes
 from meshwright.simulator.memory.sent_messages import SentBytes
 
 
@@ -191,15 +191,14 @@ class RankMemory:
 
 
 def virtual_stage_memory(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+    shape: BlockShape, stage: Stage, blocks: BlockBytes[int]
 ) -> VirtualStageMemory:
-    """Return the memory of one pass through *num_layers* layers and their extras."""
-    blocks, stage = block_bytes(shape), Stage(num_layers, has_embedding, has_head)
+    """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
-    saved = num_layers * blocks.saved_layer
-    saved += blocks.saved_embedding if has_embedding else 0
-    saved += blocks.saved_head if has_head else 0
-    saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
+    saved = stage.num_layers * blocks.saved_layer
+    saved += blocks.saved_embedding if stage.has_embedding else 0
+    saved += blocks.saved_head if stage.has_head else 0
+    saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
     return VirtualStageMemory(
         saved_bytes=saved,
         forward_workspace_bytes=forward,
