@@ -77,10 +77,12 @@ class Ending(NamedTuple):
     Args:
         keeps_gradients: Those of weights stay until the pass is over.
         from_buffer: The gradient of its output lies in a buffer that is counted elsewhere.
+        counts_vectors: Gradients of biases and of norms' weights count, too.
     """
 
     keeps_gradients: bool = False
     from_buffer: bool = False
+    counts_vectors: bool = False
 
 
 ADDED = Ending()
@@ -144,7 +146,7 @@ def walk(
     tape = Tape(block, repetition)
     tape.run_forward(first)
     policy = WeightGradients.KEPT if ending.keeps_gradients else block.lowering.weight_gradients
-    result = Backward(tape, policy)
+    result = Backward(tape, policy, ending.counts_vectors)
     last = block.operators[-1].outputs[0]
     result.run(last.like("buffer", dims=(), width=0) if ending.from_buffer else None)
     return result

@@ -35,6 +35,7 @@ class Backward:
     Args:
         tape: After its forward pass.
         weight_gradients: What becomes of the gradients of weights.
+        counts_vectors: Whether those of biases and norms' weights are there at all.
         arrivals: Numbers of events after which a weight's gradient is there, and what it was made
             of is gone.
         places: Where the gradient of each weight lies, as a pass makes it.
@@ -42,6 +43,7 @@ class Backward:
 
     tape: Tape
     weight_gradients: WeightGradients
+    counts_vectors: bool = False
     arrivals: list[int] = field(default_factory=list)
     places: dict[Tensor, Placement] = field(default_factory=dict)
     _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
@@ -136,7 +138,8 @@ class Backward:
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
         self.places[of] = gradient.at or {}
         fused = policy is WeightGradients.FUSED
-        if len(of.dims) == 1 or (fused and _is_product(gradient)):
+        is_left_out = len(of.dims) == 1 and not self.counts_vectors
+        if is_left_out or (fused and _is_product(gradient)):
             return []
         token = self._token(of if gradient.makes is None else gradient.makes)
         return [] if policy is WeightGradients.KEPT else [token]
