@@ -3,12 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
-from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
-from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.costs import CostModel
-from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.liveness.activations import (
     cached_layer_bytes,
     saved_head_bytes,
@@ -22,6 +16,12 @@ from meshwright.simulator.liveness.products import (
     cast_row_steps,
     highest,
 )
+
+from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.costs import CostModel
+from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.memory import block_bytes, pass_workspace_bytes, virtual_stage_memory
 from meshwright.simulator.replication.buckets import gradient_buckets
 from meshwright.simulator.step.build import build_step

@@ -5,18 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from meshwright.hwprofiles import (
-    Attention,
-    Precision,
-    Recompute,
-    StackProfile,
-    load_cluster,
-    load_stack,
-)
-from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.layout.stages import Stage
 from meshwright.simulator.liveness.activations import (
     SavedTensor,
     attention_core_tensors,
@@ -29,6 +17,18 @@ from meshwright.simulator.liveness.activations import (
 from meshwright.simulator.liveness.ends import embedding_backward_steps, head_workspace_bytes
 from meshwright.simulator.liveness.layer import layer_workspace_bytes
 from meshwright.simulator.liveness.products import highest
+
+from meshwright.hwprofiles import (
+    Attention,
+    Precision,
+    Recompute,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.stages import Stage
 from meshwright.simulator.memory.block_bytes import block_bytes
 from meshwright.simulator.memory.rank import (
     PassPeak,
