@@ -136,7 +136,7 @@ class StepRun:
 
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        state, lanes = self.states[place.index], self._lanes(place)
+        state, lanes = self.states[place.index], _lanes(self, place)
         starts, ends, messages = state.starts_ps, state.ends_ps, state.messages
         num_stages, shares_port = self.work.num_virtual_stages, self.work.shared_port
         now = port_free_ps = 0
@@ -165,25 +165,6 @@ class StepRun:
                 if self.work.blocking_messages:
                     now = port_free_ps
         yield from self._finish(place, now)
-
-    def _lanes(self, place: RankPlace) -> list[Lane]:
-        """Return what a rank does for each of its instructions."""
-        lanes = []
-        for instruction in self.programs[place.pp_rank]:
-            inboxes = self.states[place.index].inboxes
-            inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
-            outbox = None
-            if instruction.target_step:
-                target = self.states[place.index + instruction.target_step * place.stride]
-                outbox = target.inboxes[instruction.target_slot]
-            message = instruction.message
-            is_special = instruction.units or instruction.gathers or instruction.reductions
-            special = instruction if is_special else None
-            lane = Lane(
-                inbox, instruction.compute_ps, outbox, message.occupy_ps, message.delay_ps, special
-            )
-            lanes.append(lane)
-        return lanes
 
     def _special_pass(
         self, place: RankPlace, instruction: Instruction, action: Action, now: int
@@ -289,6 +270,30 @@ class StepRun:
             now = yield place.tp_group.arrive(now)
         state.sums_start_ps = now
         return now + rank.sums_ps
+
+
+def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
+    """Return what a rank does for each of its instructions."""
+    lanes = []
+    for instruction in run.programs[place.pp_rank]:
+        inboxes, message = run.states[place.index].inboxes, instruction.message
+        inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
+        outbox = None
+        if instruction.target_step:
+            target = run.states[place.index + instruction.target_step * place.stride]
+            outbox = target.inboxes[instruction.target_slot]
+        is_special = instruction.units or instruction.gathers or instruction.reductions
+        lanes.append(
+            Lane(
+                inbox,
+                instruction.compute_ps,
+                outbox,
+                message.occupy_ps,
+                message.delay_ps,
+                instruction if is_special else None,
+            )
+        )
+    return lanes
 
 
 def _units_now(

@@ -29,9 +29,9 @@ from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
     RanAction,
+    fullest_moments,
     memory_peak,
     memory_timeline,
-    new_moments,
     pass_levels,
     update_level,
 )
@@ -51,10 +51,10 @@ __all__ = [
     "block_bytes",
     "device_bytes",
     "fuller_peak",
+    "fullest_moments",
     "kept_levels",
     "memory_peak",
     "memory_timeline",
-    "new_moments",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",
