@@ -138,8 +138,7 @@ class StepRun:
         """Run the actions of one rank, then what ends its step."""
         state, lanes = self.states[place.index], _lanes(self, place)
         starts, ends, messages = state.starts_ps, state.ends_ps, state.messages
-        num_stages, shares_port = self.work.num_virtual_stages, self.work.shared_port
-        now = port_free_ps = 0
+        num_stages, now, port_free_ps = self.work.num_virtual_stages, 0, 0
         for action in self.work.actions[place.pp_rank]:
             phase, stage, microbatch = action
             lane = lanes[stage if phase is Phase.FORWARD else num_stages + stage]
@@ -159,7 +158,7 @@ class StepRun:
             if outbox is not None:
                 sent_ps = max(port_free_ps, now)
                 port_free_ps = sent_ps + occupy_ps
-                if shares_port and occupy_ps:
+                if self.work.shared_port and occupy_ps:
                     messages.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if self.work.blocking_messages:
@@ -170,18 +169,18 @@ class StepRun:
         self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
         """Run a pass beside which parameters may be gathered or gradients reduced."""
-        state, microbatch = self.states[place.index], action.microbatch
-        last = self.work.num_microbatches - 1
+        state, last = self.states[place.index], self.work.num_microbatches - 1
         if instruction.units:
             return (yield from self._sharded_pass(place, instruction, action, now))
+        microbatch = action.microbatch
         if instruction.gathers and microbatch == 0:
             return (yield from self._gathered_forward(place, instruction.gathers, now))
-        if instruction.reductions and (instruction.reduces_always or microbatch == last):
-            now = _reduced_backward(state, instruction.reductions, now)
-            if microbatch == last:  # `_finish` waits for it, with what else is left
-                return now
-            return (yield from self._wait_for(place, len(state.queue), now))
-        return now + instruction.compute_ps
+        if not instruction.reductions or not (instruction.reduces_always or microbatch == last):
+            return now + instruction.compute_ps
+        now = _reduced_backward(state, instruction.reductions, now)
+        if microbatch != last:  # `_finish` waits for the last one's, with what else is left
+            now = yield from self._wait_for(place, len(state.queue), now)
+        return now
 
     def _gathered_forward(
         self, place: RankPlace, segments: tuple[PassSegment, ...], now: int
