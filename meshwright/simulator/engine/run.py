@@ -88,16 +88,15 @@ class Inbox:
 class Lane(NamedTuple):
     """What a rank does for one phase of one virtual stage: take a message, compute, send one.
 
-    ``special`` is the instruction of a pass beside which parameters are gathered or gradients
-    reduced.
+    Beside its passes of *special* microbatches parameters are gathered or gradients reduced.
     """
 
     inbox: Inbox | None
-    compute_ps: int
     outbox: Inbox | None
     occupy_ps: int
     delay_ps: int
-    special: Instruction | None
+    instruction: Instruction
+    special: range
 
 
 @dataclass(slots=True)
@@ -142,7 +141,7 @@ class StepRun:
         for action in self.work.actions[place.pp_rank]:
             phase, stage, microbatch = action
             lane = lanes[stage if phase is Phase.FORWARD else num_stages + stage]
-            inbox, compute_ps, outbox, occupy_ps, delay_ps, special = lane
+            inbox, outbox, occupy_ps, delay_ps, instruction, special = lane
             if inbox is not None:
                 if microbatch not in inbox.arrivals_ps:
                     yield inbox.message(self.env, microbatch)
@@ -150,10 +149,10 @@ class StepRun:
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
-            if special is None:
-                now += compute_ps
+            if microbatch in special:
+                now = yield from self._special_pass(place, instruction, action, now)
             else:
-                now = yield from self._special_pass(place, special, action, now)
+                now += instruction.compute_ps
             ends.append(now)
             if outbox is not None:
                 sent_ps = max(port_free_ps, now)
@@ -168,17 +167,15 @@ class StepRun:
     def _special_pass(
         self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
-        """Run a pass beside which parameters may be gathered or gradients reduced."""
-        state, last = self.states[place.index], self.work.num_microbatches - 1
+        """Run a pass beside which parameters are gathered or gradients reduced."""
         if instruction.units:
             return (yield from self._sharded_pass(place, instruction, action, now))
-        microbatch = action.microbatch
-        if instruction.gathers and microbatch == 0:
+        if instruction.gathers:
             return (yield from self._gathered_forward(place, instruction.gathers, now))
-        if not instruction.reductions or not (instruction.reduces_always or microbatch == last):
-            return now + instruction.compute_ps
+        state = self.states[place.index]
         now = _reduced_backward(state, instruction.reductions, now)
-        if microbatch != last:  # `_finish` waits for the last one's, with what else is left
+        if action.microbatch != self.work.num_microbatches - 1:
+            # `_finish` waits for the last one's, with what else is left.
             now = yield from self._wait_for(place, len(state.queue), now)
         return now
 
@@ -281,18 +278,20 @@ def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
         if instruction.target_step:
             target = run.states[place.index + instruction.target_step * place.stride]
             outbox = target.inboxes[instruction.target_slot]
-        is_special = instruction.units or instruction.gathers or instruction.reductions
-        lanes.append(
-            Lane(
-                inbox,
-                instruction.compute_ps,
-                outbox,
-                message.occupy_ps,
-                message.delay_ps,
-                instruction if is_special else None,
-            )
-        )
+        special = _special_microbatches(instruction, run.work.num_microbatches)
+        lane = Lane(inbox, outbox, message.occupy_ps, message.delay_ps, instruction, special)
+        lanes.append(lane)
     return lanes
+
+
+def _special_microbatches(instruction: Instruction, num_microbatches: int) -> range:
+    """Return in which microbatches an instruction gathers parameters or reduces gradients."""
+    if instruction.units or (instruction.reductions and instruction.reduces_always):
+        return range(num_microbatches)
+    if instruction.gathers:
+        return range(1)
+    first = num_microbatches - 1 if instruction.reductions else num_microbatches
+    return range(first, num_microbatches)
 
 
 def _units_now(
