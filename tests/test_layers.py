@@ -30,9 +30,7 @@ ALLOWED: dict[str, str] = {
     "simulator.step": "blocks costs engine layout memory replication schedules units",
     "simulator.account": "blocks costs engine layout memory replication schedules step",
     "simulator.strategies": "account blocks costs engine layout memory replication step",
-    "simulator": (
-        "account blocks costs engine layout memory model schedules step strategies"
-    ),
+    "simulator": ("account blocks costs engine layout memory model schedules step strategies"),
     "simulator.matmul": "blocks costs layout",
     "planner.space": "",
     "planner.footprint": "space",

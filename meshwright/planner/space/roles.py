@@ -98,33 +98,41 @@ def fullest_moments(
 
 def _walk(schedule: Schedule, role: Role, pp: int, num_microbatches: int) -> list[PeakCandidate]:
     actions = schedule.rank_actions(role.first, pp, num_microbatches, len(role.stages))
-    kept = [0, 0, 0]
+    layers = embeddings = heads = 0
     most_layers: dict[tuple[int, int, Phase, Stage], int] = {}
-    for action in actions:
-        stage = role.stages[action.virtual_stage]
-        if action.phase is Phase.FORWARD:
-            _add(kept, stage, 1)
-        key = (kept[1], kept[2], action.phase, stage)
-        most_layers[key] = max(kept[0], most_layers.get(key, 0))
-        if action.phase is Phase.BACKWARD:
-            _add(kept, stage, -1)
+    for phase, virtual_stage, _ in actions:
+        stage = role.stages[virtual_stage]
+        num_layers, has_embedding, has_head = stage
+        if phase is Phase.FORWARD:
+            layers, embeddings, heads = (
+                layers + num_layers,
+                embeddings + has_embedding,
+                heads + has_head,
+            )
+        key = (embeddings, heads, phase, stage)
+        if most_layers.get(key, -1) < layers:
+            most_layers[key] = layers
+        if phase is Phase.BACKWARD:
+            layers, embeddings, heads = (
+                layers - num_layers,
+                embeddings - has_embedding,
+                heads - has_head,
+            )
     return _undominated([PeakCandidate(layers, *key) for key, layers in most_layers.items()])
-
-
-def _add(kept: list[int], stage: Stage, count: int) -> None:
-    kept[0] += count * stage.num_layers
-    kept[1] += count * stage.has_embedding
-    kept[2] += count * stage.has_head
 
 
 def _undominated(moments: list[PeakCandidate]) -> list[PeakCandidate]:
     """Drop moments that another one of the same action reaches in every count."""
-
-    def exceeds(one: PeakCandidate, other: PeakCandidate) -> bool:
-        return (
-            one != other
-            and one[3:] == other[3:]
-            and all(a >= b for a, b in zip(one[:3], other[:3], strict=True))
-        )
-
-    return [each for each in moments if not any(exceeds(other, each) for other in moments)]
+    kept: list[PeakCandidate] = []
+    # The larger ones first: none that comes later exceeds one before it.
+    for moment in sorted(moments, key=lambda each: each[:3], reverse=True):
+        layers, embeddings, heads, *action = moment
+        if not any(
+            each.layer_passes >= layers
+            and each.embedding_passes >= embeddings
+            and each.head_passes >= heads
+            and [each.phase, each.stage] == action
+            for each in kept
+        ):
+            kept.append(moment)
+    return kept

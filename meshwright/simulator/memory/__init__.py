@@ -34,6 +34,8 @@ from meshwright.simulator.memory.stage_outputs import (
 )
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
+    RanAction,
+    fullest_moments,
     memory_peak,
     memory_timeline,
     pass_levels,
@@ -46,6 +48,7 @@ __all__ = [
     "MemoryEvent",
     "PassPeak",
     "PassPeaks",
+    "RanAction",
     "RankMemory",
     "SentBytes",
     "Shards",
@@ -54,6 +57,7 @@ __all__ = [
     "block_bytes",
     "device_bytes",
     "fuller_peak",
+    "fullest_moments",
     "kept_levels",
     "kept_logits_bytes",
     "kept_output_bytes",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Precision, StackProfile
-from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -12,7 +12,7 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 
@@ -190,9 +190,10 @@ class RankMemory:
         )
 
 
-def virtual_stage_memory(table: BlockTable, shape: BlockShape, stage: Stage) -> VirtualStageMemory:
-    """Return the memory of one pass through the blocks of *stage*."""
-    blocks = block_bytes(table, shape)
+def virtual_stage_memory(
+    shape: BlockShape, stage: Stage, blocks: BlockBytes[int]
+) -> VirtualStageMemory:
+    """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
     saved = stage.num_layers * blocks.saved_layer
     saved += blocks.saved_embedding if stage.has_embedding else 0

@@ -8,6 +8,9 @@ from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_l
 from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
 
+RanAction = tuple[Action, int, int]
+"""An action with its start and end in picoseconds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPeak:
@@ -55,38 +58,118 @@ def pass_levels(
     return kept_levels(memory, actions, states)
 
 
+class _Held(NamedTuple):
+    """What a rank that keeps no units holds between its passes, beside what is saved for backward.
+
+    ``gathered`` weights and ``late`` gradients, which no pass has made yet, are by virtual stage.
+    """
+
+    gathered: tuple[int, ...]
+    late: tuple[int, ...]
+    reduced: int
+
+    @classmethod
+    def first(cls, memory: RankMemory) -> "_Held":
+        """Return what it holds before its first pass."""
+        stages = memory.virtual_stages
+        return cls((0,) * len(stages), tuple(stage.late_gradients_bytes for stage in stages), 0)
+
+
+class _Pass(NamedTuple):
+    """A pass of such a rank, and its levels beside what is saved.
+
+    ``keeps`` is saved before it, ``frees`` no more after it.
+    """
+
+    keeps: int
+    during: LiveBytes
+    frees: int
+    after: LiveBytes
+    held: _Held
+
+    @classmethod
+    def of(cls, memory: RankMemory, held: _Held, action: Action, *, is_last: bool) -> "_Pass":
+        """Return the pass of *action* after which a rank that *held* something holds `held`.
+
+        Args:
+            memory: The rank's sizes.
+            held: What it held before.
+            action: The pass.
+            is_last: Whether it is the last backward pass of its virtual stage.
+        """
+        index, is_forward = action.virtual_stage, action.phase is Phase.FORWARD
+        stage, (gathered, late, reduced) = memory.virtual_stages[index], held
+        moment, gathers = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
+        if not is_forward:
+            moment, gathers = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
+            if late[index] and stage.first_backward is not None:
+                moment = stage.first_backward
+            elif is_last and stage.last_backward is not None:
+                moment = stage.last_backward
+            late = (*late[:index], 0, *late[index + 1 :])
+        absent = sum(late) + reduced
+        elsewhere = sum(gathered) - gathered[index]  # the workspace of its own pass has it
+        during = LiveBytes(0, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
+        reduced += stage.reduced_gradients_bytes if is_last else 0
+        gathered = (*gathered[:index], gathers, *gathered[index + 1 :])
+        after = LiveBytes(0, sum(gathered), sum(late) + reduced)
+        saved = stage.saved_bytes
+        keeps, frees = (saved, 0) if is_forward else (0, saved)
+        return cls(keeps, during, frees, after, _Held(gathered, late, reduced))
+
+
+def _passes(memory: RankMemory, actions: Sequence[Action]) -> Iterator[_Pass]:
+    """Yield the passes of a rank that keeps no units between them; those alike are one record."""
+    held = _Held.first(memory)
+    backward = (
+        (action.virtual_stage, position)
+        for position, action in enumerate(actions)
+        if action.phase is Phase.BACKWARD
+    )
+    last = set(dict(backward).values())
+    known: dict[tuple[_Held, Phase, int, bool], _Pass] = {}
+    for position, action in enumerate(actions):
+        key = (held, action[0], action[1], position in last)
+        one = known.get(key)
+        if one is None:
+            one = known[key] = _Pass.of(memory, held, action, is_last=position in last)
+        yield one
+        held = one[4]
+
+
 def _plain_levels(
     memory: RankMemory, actions: Sequence[Action]
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
-    live = memory.message_buffers_bytes
-    gathered: dict[int, int] = {}
-    late = {index: stage.late_gradients_bytes for index, stage in enumerate(memory.virtual_stages)}
-    last = {action.virtual_stage: action for action in actions if action.phase is Phase.BACKWARD}
-    reduced = 0
-    for action in actions:
-        phase, index, _ = action
-        stage = memory.virtual_stages[index]
-        if phase is Phase.FORWARD:
-            live += stage.saved_bytes
-            moment = PassPeak(stage.forward_workspace_bytes)
-        else:
-            moment = PassPeak(stage.backward_workspace_bytes)
-            if late.pop(index, 0) and stage.first_backward is not None:
-                moment = stage.first_backward
-            elif action == last[index] and stage.last_backward is not None:
-                moment = stage.last_backward
-        gathered.pop(index, None)  # the workspace of its own pass has it
-        absent, elsewhere = sum(late.values()) + reduced, sum(gathered.values())
-        during = LiveBytes(live, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
-        gathered[index] = stage.after_forward_bytes
-        if phase is Phase.BACKWARD:
-            gathered[index] = stage.after_backward_bytes
-            live -= stage.saved_bytes
-            if action == last[index]:
-                reduced += stage.reduced_gradients_bytes
-        absent = sum(late.values()) + reduced
-        yield during, LiveBytes(live, sum(gathered.values()), absent)
+    saved = memory.message_buffers_bytes
+    for keeps, during, frees, after, _ in _passes(memory, actions):
+        saved += keeps
+        full = during._replace(activations=saved)
+        saved -= frees
+        yield full, after._replace(activations=saved)
+
+
+def _fullest_levels(
+    memory: RankMemory, actions: Sequence[Action]
+) -> Iterator[tuple[int, tuple[LiveBytes, LiveBytes]]]:
+    """Yield the position and the levels of passes of which one is the first fullest.
+
+    Of passes alike it is the first of those that find most saved.
+    """
+    if memory.virtual_stages[0].kept_units is not None:
+        yield from enumerate(pass_levels(memory, actions))
+        return
+    saved = memory.message_buffers_bytes
+    most: dict[int, tuple[int, int, _Pass]] = {}
+    for position, one in enumerate(_passes(memory, actions)):
+        saved += one[0]
+        number = id(one)
+        if number not in most or saved > most[number][0]:
+            most[number] = saved, position, one
+        saved -= one[2]
+    for saved, position, one in sorted(most.values(), key=lambda found: found[1]):
+        during = one.during._replace(activations=saved)
+        yield position, (during, one.after._replace(activations=saved - one.frees))
 
 
 def update_level(memory: RankMemory) -> LiveBytes:
@@ -98,7 +181,7 @@ def update_level(memory: RankMemory) -> LiveBytes:
 
 
 def memory_timeline(
-    memory: RankMemory, passes: Iterable[tuple[Action, int, int]], update_ps: int
+    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
 ) -> list[MemoryEvent]:
     """Return the live bytes of a rank, beyond its static ones, at each action of a step.
 
@@ -107,10 +190,26 @@ def memory_timeline(
         passes: Each action with its start and end in picoseconds, in order.
         update_ps: When the optimizer starts.
     """
-    ran = list(passes)
+    levels = pass_levels(memory, [action for action, _, _ in passes])
+    return _events(memory, zip(passes, levels, strict=True), update_ps)
+
+
+def fullest_moments(
+    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
+) -> list[MemoryEvent]:
+    """Return a few events of `memory_timeline` in order, among them the first fullest instant."""
+    levels = _fullest_levels(memory, [action for action, _, _ in passes])
+    ran = ((passes[position], pair) for position, pair in levels)
+    return _events(memory, ran, update_ps)
+
+
+def _events(
+    memory: RankMemory,
+    ran: Iterable[tuple[RanAction, tuple[LiveBytes, LiveBytes]]],
+    update_ps: int,
+) -> list[MemoryEvent]:
     events: list[MemoryEvent] = []
-    levels = pass_levels(memory, [action for action, _, _ in ran])
-    for (action, start_ps, end_ps), (during, after) in zip(ran, levels, strict=True):
+    for (action, start_ps, end_ps), (during, after) in ran:
         events.append(_event(start_ps, str(action), during, action))
         events.append(_event(end_ps, f"after {action}", after, action))
     events.append(_event(update_ps, "optimizer", update_level(memory)))

@@ -8,7 +8,6 @@ reduction).
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending, num_linear_weights
 
 STAYS = Ending(keeps_gradients=True)
-STAYS_SENT = Ending(keeps_gradients=True, from_buffer=True)
 
 
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
@@ -33,12 +32,12 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
         shape: Sizes of the blocks.
         slope_bytes: The gradient of the logits, as it came.
     """
-    output = table.memory(shape, "output", STAYS_SENT)
+    output = table.memory(shape, "output", STAYS._replace(arriving_bytes=slope_bytes))
     layer, embedding = (table.memory(shape, kind, STAYS) for kind in ("layer", "embedding"))
     # Biases and norms, whose gradients stay, too, do not count in a block.
     vectors = (shape.parameters.layer - num_linear_weights(shape)) * shape.residual_bytes
     level = output.left - output.saved
-    most = slope_bytes + output.backward
+    most = output.backward
     for _ in range(shape.model.num_layers):
         # A block's own gradient that arrives is what the one behind it has left.
         level -= shape.message_bytes

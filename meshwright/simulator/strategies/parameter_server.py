@@ -17,7 +17,7 @@ from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage
-from meshwright.simulator.memory import RankMemory, StateBytes, virtual_stage_memory
+from meshwright.simulator.memory import RankMemory, StateBytes, block_bytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
 from meshwright.simulator.strategies.async_rounds import WorkerRound, account_rounds
@@ -298,8 +298,9 @@ def _add_update(
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
-    blocks = participants.case.costs.blocks
-    virtual_stage = virtual_stage_memory(blocks, participants.shape, participants.whole_stage)
+    shape, blocks = participants.shape, participants.case.costs.blocks
+    sizes = block_bytes(blocks, shape)
+    virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     largest = max(
         blocks.saved_tensors(participants.shape, "layer"), key=lambda item: item.size_bytes
