@@ -18,6 +18,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.memory import block_bytes
 from meshwright.simulator.memory.rank import (
     PassPeak,
     RankMemory,
@@ -280,13 +281,14 @@ def test_stages_hold_the_model_and_a_copied_table() -> None:
 def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
     embedding, layer, head = (TABLE.memory(shape, kind) for kind in ("embedding", "layer", "head"))
-    inner = virtual_stage_memory(TABLE, shape, INNER)
+    blocks = block_bytes(TABLE, shape)
+    inner = virtual_stage_memory(shape, INNER, blocks)
     assert inner == VirtualStageMemory(
         saved_bytes=3 * layer.saved,
         forward_workspace_bytes=layer.forward,
         backward_workspace_bytes=layer.backward,
     )
-    ends = virtual_stage_memory(TABLE, shape, Stage(3, has_embedding=True, has_head=True))
+    ends = virtual_stage_memory(shape, Stage(3, has_embedding=True, has_head=True), blocks)
     assert ends.saved_bytes - inner.saved_bytes == embedding.saved + head.saved
     # A layer runs while nothing of the head is kept yet, or any more.
     assert ends.forward_workspace_bytes == max(layer.forward - head.saved, head.forward)
@@ -296,13 +298,14 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
     embedding, head = (TABLE.memory(shape, kind) for kind in ("embedding", "head"))
-    first = virtual_stage_memory(TABLE, shape, Stage(0, has_embedding=True, has_head=False))
+    blocks = block_bytes(TABLE, shape)
+    first = virtual_stage_memory(shape, Stage(0, has_embedding=True, has_head=False), blocks)
     assert first == VirtualStageMemory(
         saved_bytes=embedding.saved,
         forward_workspace_bytes=0,
         backward_workspace_bytes=embedding.backward,
     )
-    last = virtual_stage_memory(TABLE, shape, Stage(0, has_embedding=False, has_head=True))
+    last = virtual_stage_memory(shape, Stage(0, has_embedding=False, has_head=True), blocks)
     assert last.forward_workspace_bytes == head.forward
     assert last.backward_workspace_bytes == head.backward
 

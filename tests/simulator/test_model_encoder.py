@@ -35,7 +35,9 @@ KERNELS = st.sampled_from(Attention)
 def encoder(**changes: object) -> ModelSpec:
     sizes = {"num_layers": 3, "hidden_size": H, "num_heads": 8, "vocab_size": VOCABULARY}
     switches = {"causal": False, "token_types": 2, "mlm_head": True, "embedding_norm": True}
-    return ModelSpec.model_validate({"name": "encoder", "seq_len": 32, **sizes, **switches, **changes})
+    return ModelSpec.model_validate(
+        {"name": "encoder", "seq_len": 32, **sizes, **switches, **changes}
+    )
 
 
 def shape_of(model: ModelSpec, attention: Attention = Attention.FLASH, tp: int = 1) -> BlockShape:

@@ -74,7 +74,7 @@ def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:
     tp=st.sampled_from([1, 2, 4]),
     pp=st.sampled_from([1, 2, 4]),
     dp=st.integers(1, 3),
-    recompute=st.sampled_from(Recompute),
+    recompute=st.sampled_from(CORE.recompute_modes),
     sequence_parallel=st.booleans(),
     microbatches=st.integers(1, 4),
 )
@@ -277,9 +277,7 @@ def test_learned_positions_are_scattered_and_their_gradient_summed() -> None:
     model = load_model("gpt2")
     tokens, table = 512 * 768 * 2, 1024 * 768 * 2
     embedding = block_of(titan_shape(model), "embedding")
-    assert collectives(embedding.forward) == [
-        (CollectiveOp.REDUCE_SCATTER, tokens)
-    ]
+    assert collectives(embedding.forward) == [(CollectiveOp.REDUCE_SCATTER, tokens)]
     assert collectives(embedding.backward) == [
         (ALL_GATHER, tokens),
         (ALL_REDUCE, table),

@@ -117,7 +117,7 @@ def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
         dp=dp,
         microbatch_size=microbatch_size,
         sequence_parallel=draw(st.booleans()) and tp > 1,
-        recompute=draw(st.sampled_from(Recompute)),
+        recompute=draw(st.sampled_from(CORE.recompute_modes)),
     )
     return job, plan
 
