@@ -83,7 +83,7 @@ def test_a_tied_tables_gradient_waits_for_that_of_the_embedding(
     stack: str, precision: Precision, size: int
 ) -> None:
     shape = shape_of(stack, precision=precision, tokens=1, attention=Attention.UNFUSED)
-    memory = virtual_stage_memory(TABLE, shape, WHOLE)
+    memory = virtual_stage_memory(shape, WHOLE, block_bytes(TABLE, shape))
     needed = memory.saved_bytes + memory.backward_workspace_bytes
     assert needed == pytest.approx(MATRIX * size, rel=0.001)
 

@@ -302,9 +302,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
     sizes = block_bytes(blocks, shape)
     virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
-    largest = max(
-        blocks.saved_tensors(participants.shape, "layer"), key=lambda item: item.size_bytes
-    ).name
+    largest = max(blocks.saved_tensors(shape, "layer"), key=lambda item: item.size_bytes)
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [
@@ -327,7 +325,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
             links=place.links,
             memory=memory,
             task_bytes=tuple(task_bytes),
-            largest_tensor=largest,
+            largest_tensor=largest.name,
         )
     for server, place in enumerate(participants.servers):
         if place not in participants.workers:
