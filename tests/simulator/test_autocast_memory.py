@@ -8,7 +8,7 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster,
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import CostModel
-from meshwright.simulator.layout import rank_stages
+from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.liveness.activations import (
     cached_layer_bytes,
     saved_head_bytes,
@@ -22,7 +22,7 @@ from meshwright.simulator.liveness.products import (
     cast_row_steps,
     highest,
 )
-from meshwright.simulator.memory.rank import pass_workspace_bytes, virtual_stage_memory
+from meshwright.simulator.memory import block_bytes, pass_workspace_bytes, virtual_stage_memory
 from meshwright.simulator.replication.buckets import gradient_buckets
 from meshwright.simulator.step.build import build_step
 
@@ -62,14 +62,13 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
     )
     assert cached_layer_bytes(module) == 0
 
-    def forward(num_layers: int) -> int:
-        return pass_workspace_bytes(full, num_layers, has_embedding=True, has_head=True)[0]
+    def forward(num_layers: int, *, has_head: bool = True) -> int:
+        stage = Stage(num_layers, has_embedding=True, has_head=has_head)
+        return pass_workspace_bytes(block_bytes(full), stage, max)[0]
 
     assert [forward(n) - forward(0) for n in range(4)] == [n * 2 * LAYER for n in range(4)]
     # Without a head the last layer's pass is the fullest: the casts of those before it are there.
-    headless = [
-        pass_workspace_bytes(full, n, has_embedding=True, has_head=False)[0] for n in range(1, 4)
-    ]
+    headless = [forward(n, has_head=False) for n in range(1, 4)]
     assert headless[0] == layer_workspace_bytes(full)[0]
     assert [each - headless[0] for each in headless] == [n * 2 * LAYER for n in range(3)]
     # 16-bit and fp32 logits beside what is kept of them.

@@ -394,7 +394,8 @@ def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
         plan = make_plan(model, pp=pp, dp=dp)
         shape = BlockShape.of(make_job(model, dp), plan, CORE)
         mesh = Mesh(tp=1, dp=dp, pp=pp, node_size=8)
-        return shared_embedding_ps(costs, shape, plan, mesh)
+        wire = WireBytes.of(CORE, shape.precision)
+        return shared_embedding_ps(costs, shape, mesh, wire, plan.num_shards)
 
     assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
     table_bytes = padded_vocab_size(tied, 1) * 768 * 4

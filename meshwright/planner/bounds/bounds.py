@@ -13,6 +13,7 @@ over tensor-parallel ranks come before or after what is reduced last.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,23 @@ from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParal
 from meshwright.planner.footprint import PipelineGroup, pipeline_groups
 from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
 from meshwright.simulator import CostModel
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
-from meshwright.simulator.replication import leaves_sums, norm_cost
+from meshwright.simulator.replication import Replication, leaves_sums, norm_cost
 from meshwright.simulator.step import PPM, overhead_per_million, replication_of
 
 LONGEST_PS = 2**62
+
+
+class _Replicas(NamedTuple):
+    """The data-parallel sides that a pipeline's layouts have, and which one each has.
+
+    ``shared_embedding`` is the all-reduce of a tied table in each layout.
+    """
+
+    kinds: list[tuple[BlockShape, Replication]]
+    member: Column
+    shared_embedding: Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class _GroupColumns:
     blocks: NDArray[np.int64]
     occupy: Column
     travel: Column
+    replicas: _Replicas
 
     def forward(self, stage: Stage) -> Column:
         """Return the time of one forward pass through *stage*."""
@@ -67,6 +81,7 @@ class StepBounds:
         self._costs = costs
         self._data_parallel = DataParallelCosts(space, costs)
         self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
+        self._sides: dict[tuple[int, int, int, int], tuple[Replication, int]] = {}
         self._norm_ps = norm_cost(costs).time_ps
 
     def lower_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
@@ -94,6 +109,7 @@ class StepBounds:
             blocks=times.blocks[shapes],
             occupy=np.where(is_far, messages[:, 0], messages[:, 2]),
             travel=np.where(is_far, messages[:, 1], messages[:, 3]),
+            replicas=self._replicas(group),
         )
 
     def _countable(self, group: PipelineGroup, blocks: NDArray[np.int64]) -> Column:
@@ -107,7 +123,9 @@ class StepBounds:
         return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
 
     def _group_bounds(self, group: PipelineGroup, columns: _GroupColumns) -> Column:
-        data_parallel_by_role = [self._data_parallel_columns(group, role) for role in group.roles]
+        data_parallel_by_role = [
+            self._data_parallel_columns(columns.replicas, role) for role in group.roles
+        ]
         first, first_data_parallel = group.roles[0], data_parallel_by_role[0]
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(columns, first, first_data_parallel)
@@ -136,22 +154,38 @@ class StepBounds:
         passes = [group.schedule.in_flight(role.last, group.pp, m, vpp) for m in numbers.tolist()]
         return np.array(passes, np.int64)[member.reshape(-1)]
 
-    def _data_parallel_columns(self, group: PipelineGroup, role: Role) -> DataParallelTimes:
+    def _replicas(self, group: PipelineGroup) -> _Replicas:
         names = ("tp", "dp", "zero_stage")
         columns = [self._space.column(name)[group.indices] for name in names]
         # Of a layout's other choices none moves these times: layouts that share them share a row.
         columns.append(self._leaves_sums[self._table.index[group.indices]])
         keys = np.stack(columns, axis=1)
         distinct, first, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        rows = []
+        kinds, shared_ps = [], []
         for (tp, dp, zero_stage, _), index in zip(distinct.tolist(), first.tolist(), strict=True):
             shape = self._table.shapes[self._table.index[group.indices[index]]]
-            plan = ParallelPlan(tp=tp, pp=group.pp, dp=dp, zero_stage=zero_stage)
-            mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-            replication = replication_of(plan, self._costs.stack, mesh)
-            rows.append(self._data_parallel.times(shape, role, group.pp, replication))
-        values = np.array(rows, np.int64)[member.reshape(-1)]
-        return DataParallelTimes(*values.T)
+            plan = (tp, group.pp, dp, zero_stage)
+            if plan not in self._sides:
+                self._sides[plan] = self._side(shape, *plan)
+            kinds.append((shape, self._sides[plan][0]))
+            shared_ps.append(self._sides[plan][1])
+        member = member.reshape(-1)
+        return _Replicas(kinds, member, np.array(shared_ps, np.int64)[member])
+
+    def _side(
+        self, shape: BlockShape, tp: int, pp: int, dp: int, zero_stage: int
+    ) -> tuple[Replication, int]:
+        plan = ParallelPlan(tp=tp, pp=pp, dp=dp, zero_stage=zero_stage)
+        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
+        shared_ps = self._data_parallel.shared_embedding_ps(shape, mesh)
+        return replication_of(plan, self._costs.stack, mesh), shared_ps
+
+    def _data_parallel_columns(self, replicas: _Replicas, role: Role) -> DataParallelTimes:
+        rows = [
+            self._data_parallel.times(shape, role, replication)
+            for shape, replication in replicas.kinds
+        ]
+        return DataParallelTimes(*np.array(rows, np.int64)[replicas.member].T)
 
 
 def _rank_end(
@@ -236,7 +270,7 @@ def _reduced(
     ready = _first_reduced(columns, stage, data_parallel, 1)
     queued = end - columns.backward(stage) + ready + data_parallel.first_virtual_stage
     is_end = role.first == 0 or role.last == columns.pp - 1
-    shared = data_parallel.shared_embedding * np.int64(is_end)
+    shared = columns.replicas.shared_embedding * np.int64(is_end)
     reduced = np.maximum(end + data_parallel.exposed, queued) + data_parallel.sums_last
     return np.asarray(reduced + shared, np.int64)
 

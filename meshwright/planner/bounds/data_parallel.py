@@ -8,17 +8,18 @@ from meshwright.planner.space import Role, Space
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost
-from meshwright.simulator.layout import ParallelPlan, Stage
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
-    bucket_limit,
     bucket_parts,
     buffer_copies,
     gather_cost,
+    leaves_sums,
     reduce_cost,
     reduced_parts,
+    stage_bucket_limit,
     sum_layers,
     sum_parameters,
     sums_first,
@@ -44,7 +45,6 @@ class DataParallelTimes(NamedTuple):
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
         update: Optimizer, and the gather after it where nothing hides it.
-        shared_embedding: All-reduce of a tied table between first and last rank.
         forward_wait: What each microbatch's forward passes wait for parameters at least.
         backward_wait: The same of backward passes, with reductions that nothing hides.
         port_each: Port time of collectives in each microbatch.
@@ -62,7 +62,6 @@ class DataParallelTimes(NamedTuple):
     gather_first: int = 0
     gather_all: int = 0
     update: int = 0
-    shared_embedding: int = 0
     forward_wait: int = 0
     backward_wait: int = 0
     port_each: int = 0
@@ -79,38 +78,46 @@ class DataParallelCosts:
         self._wire = WireBytes.of(costs.stack, space.job.precision)
         self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
+        self._known: dict[tuple[int, tuple[Stage, ...], Replication], DataParallelTimes] = {}
+        self._sums_ps: dict[tuple[int, bool, tuple[Stage, ...]], int] = {}
 
-    def times(
-        self, shape: BlockShape, role: Role, pp: int, replication: Replication
-    ) -> DataParallelTimes:
+    def shared_embedding_ps(self, shape: BlockShape, mesh: Mesh) -> int:
+        """Return the all-reduce of a tied table between first and last rank."""
+        return shared_embedding_ps(self._costs, shape, mesh, self._wire, mesh.degree(Axis.DP))
+
+    def times(self, shape: BlockShape, role: Role, replication: Replication) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
+        key = (shape.tp, role.stages, replication)
+        if key not in self._known:
+            self._known[key] = self._without_sums(shape, role, replication)
+        sums_ps = self._tensor_sums_ps(shape, role.stages)
+        return _with_sums(self._known[key], sums_ps, self._stack, replication)
+
+    def _without_sums(
+        self, shape: BlockShape, role: Role, replication: Replication
+    ) -> DataParallelTimes:
         parameters = self._rank_parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
         update = update_cost(self._costs, parameters, self._wire, replication, cast_bytes).time_ps
-        sums_ps = tensor_sums_cost(self._costs, shape, role.stages, self._wire).time_ps
         if replication.in_units:
-            times = self._sharded_times(shape, role, replication, update)
-            return _with_sums(times, sums_ps, self._stack, replication)
+            return self._sharded_times(shape, role, replication, update)
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, replication).time_ps
-        first, last = (
-            self._parts(shape, role.stages[end], replication.dp)[-1].stage for end in (0, -1)
-        )
-        gathers = self._gathers(shape, role.stages[0], replication)
+        parts = {
+            stage: self._parts(shape, stage, replication.dp) for stage in dict.fromkeys(role.stages)
+        }
+        first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
+        gathers = self._gathers(parts[role.stages[0]], replication)
+        reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: self._costs_of(
-                    self._parts(shape, stage, replication.dp), reduce_cost, replication
-                )
-                for stage in dict.fromkeys(role.stages)
+                stage: self._costs_of(parts[stage], reduce_cost, replication) for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
-        else:
-            reductions = [[0]]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
             exposed = reduce_cost(self._costs, parameters, self._wire, replication).time_ps
-        times = DataParallelTimes(
+        return DataParallelTimes(
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
             every_virtual_stage=sum(map(sum, reductions)),
@@ -121,9 +128,7 @@ class DataParallelCosts:
             gather_first=gathers[0],
             gather_all=sum(gathers),
             update=update,
-            shared_embedding=_shared_embedding(self._costs, shape, pp, replication.dp),
         )
-        return _with_sums(times, sums_ps, self._stack, replication)
 
     def _sharded_times(
         self, shape: BlockShape, role: Role, replication: Replication, update: int
@@ -200,10 +205,17 @@ class DataParallelCosts:
 
     def _parts(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage, bucket_limit(self._stack, dp))
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
         if key not in self._buckets:
             self._buckets[key] = bucket_parts(shape, stage, dp)
         return self._buckets[key]
+
+    def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+        key = (shape.tp, leaves_sums(shape), stages)
+        if key not in self._sums_ps:
+            cost = tensor_sums_cost(self._costs, shape, stages, self._wire)
+            self._sums_ps[key] = cost.time_ps
+        return self._sums_ps[key]
 
     def _rank_parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
         key = (shape.tp, stages)
@@ -211,19 +223,14 @@ class DataParallelCosts:
             self._parameters[key] = sum_parameters(shape, stages)
         return self._parameters[key]
 
-    def _gathers(self, shape: BlockShape, stage: Stage, replication: Replication) -> list[int]:
+    def _gathers(self, parts: tuple[StagePart, ...], replication: Replication) -> list[int]:
         if (
             replication.dp == 1
             or replication.gather_op is None
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return self._costs_of(self._parts(shape, stage, replication.dp), gather_cost, replication)
-
-
-def _shared_embedding(costs: CostModel, shape: BlockShape, pp: int, dp: int) -> int:
-    plan = ParallelPlan(tp=shape.tp, pp=pp, dp=dp)
-    return shared_embedding_ps(costs, shape, plan, Mesh.of(plan, costs.cluster.devices_per_node))
+        return self._costs_of(parts, gather_cost, replication)
 
 
 class _StageCopies(NamedTuple):

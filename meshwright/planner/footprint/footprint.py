@@ -1,7 +1,6 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +10,7 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
-    PeakCandidate,
     Role,
-    ShapeBytes,
     ShapeTable,
     Space,
     fullest_moments,
@@ -24,7 +21,9 @@ from meshwright.simulator import SCHEDULES, Phase, Schedule
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
 from meshwright.simulator.memory import (
+    BlockBytes,
     StateBytes,
+    block_bytes,
     pass_workspace_bytes,
     sharded_workspace_bytes,
 )
@@ -89,23 +88,14 @@ class ParameterCounts:
 class PassWorkspaces:
     """What passes through a stage need beside what they keep, a column over shapes a stage."""
 
-    def __init__(self, table: ShapeTable) -> None:
-        self._table = table
+    def __init__(self, blocks: BlockBytes[Column]) -> None:
+        self._blocks = blocks
         self._known: dict[Stage, NDArray[np.int64]] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
-        """Return the bytes of forward and backward, one row a shape."""
+        """Return the bytes of forward and backward, one column a shape."""
         if stage not in self._known:
-            rows = [
-                pass_workspace_bytes(
-                    shape,
-                    stage.num_layers,
-                    has_embedding=stage.has_embedding,
-                    has_head=stage.has_head,
-                )
-                for shape in self._table.shapes
-            ]
-            self._known[stage] = np.array(rows, np.int64).reshape(-1, 2)
+            self._known[stage] = np.stack(pass_workspace_bytes(self._blocks, stage, np.maximum))
         return self._known[stage]
 
 
@@ -114,18 +104,17 @@ class ShardedWorkspaces:
 
     def __init__(self, table: ShapeTable, state: StateBytes) -> None:
         self._table = table
+        self._by_tp = {shape.tp: shape for shape in table.shapes}
         self._state = state
         self._known: dict[tuple[Replication, Stage], NDArray[np.int64]] = {}
 
     def of(self, replication: Replication, stage: Stage) -> NDArray[np.int64]:
-        """Return the bytes of forward and backward, one row a shape."""
+        """Return the bytes of forward and backward, one column a shape."""
         key = (replication, stage)
         if key not in self._known:
-            by_tp = {
-                shape.tp: self._pair(shape, replication, stage) for shape in self._table.shapes
-            }
-            rows = [by_tp[shape.tp] for shape in self._table.shapes]
-            self._known[key] = np.array(rows, np.int64).reshape(-1, 2)
+            pairs = {tp: self._pair(shape, replication, stage) for tp, shape in self._by_tp.items()}
+            rows = [pairs[shape.tp] for shape in self._table.shapes]
+            self._known[key] = np.array(rows, np.int64).reshape(-1, 2).T
         return self._known[key]
 
     def _pair(self, shape: BlockShape, replication: Replication, stage: Stage) -> tuple[int, int]:
@@ -135,125 +124,116 @@ class ShardedWorkspaces:
         return sharded_workspace_bytes(units, self._state, replication.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Everything that a layout's bytes are read from."""
+class _Sizes(NamedTuple):
+    """Everything that a layout's bytes are read from; ``saved`` has a column for each block."""
 
-    shapes: ShapeBytes
+    saved: NDArray[np.int64]
     counts: ParameterCounts
     state: StateBytes
     passes: PassWorkspaces
-    workspaces: ShardedWorkspaces
-    units: UnitPeaks
-    moments: dict[tuple[str, Role, int, int], list[PeakCandidate]] = field(default_factory=dict)
-
-    def fullest_moments(
-        self, group: PipelineGroup, role: Role, num_microbatches: int
-    ) -> list[PeakCandidate]:
-        """Return the moments of a role, found once for all ZeRO stages."""
-        key = (group.schedule.name, role, group.pp, num_microbatches)
-        if key not in self.moments:
-            self.moments[key] = fullest_moments(group.schedule, role, group.pp, num_microbatches)
-        return self.moments[key]
+    sharded: ShardedWorkspaces
 
 
 def peak_bytes(space: Space, table: ShapeTable) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment."""
     state = StateBytes.of(space.stack, space.job.precision)
-    workspaces = ShardedWorkspaces(table, state)
+    groups = pipeline_groups(space, np.arange(len(space)))
+    peaks = np.zeros(len(space), np.int64)
+    if space.stack.root_unit:
+        units = UnitPeaks(space, table, state)
+        for group in groups:
+            zero_stages = space.column("zero_stage")[group.indices]
+            for zero_stage in np.unique(zero_stages).tolist():
+                chosen = group.indices[zero_stages == zero_stage]
+                replication = _replication(space.stack, group.pp, zero_stage)
+                peaks[chosen] = units.of_layouts(
+                    chosen, group.roles, group.pp, group.schedule, replication
+                )
+        return peaks
+    rows = np.array([block_bytes(shape) for shape in table.shapes], np.int64)
+    blocks = BlockBytes[Column](*rows.reshape(len(table.shapes), -1).T)
     sizes = _Sizes(
-        ShapeBytes.of(table),
+        np.stack([blocks.saved_layer, blocks.saved_embedding, blocks.saved_head], axis=1),
         ParameterCounts(table),
         state,
-        PassWorkspaces(table),
-        workspaces,
-        UnitPeaks(space, table, state),
+        PassWorkspaces(blocks),
+        ShardedWorkspaces(table, state),
     )
-    peaks = np.zeros(len(space), np.int64)
-    for group in pipeline_groups(space, np.arange(len(space))):
-        zero_stages = space.column("zero_stage")[group.indices]
-        for zero_stage in np.unique(zero_stages).tolist():
-            same = group._replace(indices=group.indices[zero_stages == zero_stage])
-            peaks[same.indices] = _group_peaks(space, same, table, sizes, zero_stage)
+    for group in groups:
+        peaks[group.indices] = _group_peaks(space, group, table.index[group.indices], sizes)
     return peaks
 
 
-def _group_peaks(
-    space: Space, group: PipelineGroup, table: ShapeTable, sizes: _Sizes, zero_stage: int
-) -> Column:
-    """Return the peaks of layouts with one pipeline and one ZeRO stage."""
-    shapes, dp = table.index[group.indices], space.column("dp")[group.indices]
+def _replication(stack: StackProfile, pp: int, zero_stage: int) -> Replication:
     # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
-    plan = ParallelPlan(pp=group.pp, dp=2, zero_stage=zero_stage)
-    replication = replication_of(plan, space.stack, Mesh.of(plan, node_size=2))
-    split, state = replication.shards, sizes.state
-    if space.stack.root_unit:
-        return sizes.units.of_layouts(
-            group.indices, group.roles, group.pp, group.schedule, replication
-        )
+    plan = ParallelPlan(pp=pp, dp=2, zero_stage=zero_stage)
+    return replication_of(plan, stack, Mesh.of(plan, node_size=2))
+
+
+def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Sizes) -> Column:
+    """Return the peaks of layouts with one pipeline."""
+    state, dp = sizes.state, space.column("dp")[group.indices]
+    # Without replicas nothing is split, as at stage 0.
+    zero_stages = np.where(dp > 1, space.column("zero_stage")[group.indices], 0)
+    distinct, sharding = np.unique(zero_stages, return_inverse=True)
+    replications = [_replication(space.stack, group.pp, each) for each in distinct.tolist()]
+    is_split = np.array([replication.shards for replication in replications])[sharding] > 1
+    of_weights, of_gradients, of_optimizer = np.where(is_split, dp[:, None], 1).T
+    weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
-        weights = _share(parameters, dp, is_split=split.parameters > 1)
-        as_shard = (dp > 1) & (split.parameters > 1)
-        weight = np.where(as_shard, state.sharded_parameter, state.parameter)
         # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = _share(parameters, dp, is_split=split.optimizer > 1)
+        updated = -(-parameters // of_optimizer)
         static = (
-            weights * weight
-            + _share(parameters, dp, is_split=split.gradients > 1) * state.gradient
+            -(-parameters // of_weights) * weight
+            + -(-parameters // of_gradients) * state.gradient
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
         )
-        moving = _moving_bytes(space, group, role, sizes, shapes, replication)
+        microbatches = space.num_microbatches[group.indices]
+        candidates = _candidates(group, role, microbatches)
+        workspaces = _workspaces(role, replications, sizes)
+        kept = np.einsum("lmb,lb->lm", candidates[:, :, :3], sizes.saved[shapes])
+        phases, stages = candidates[:, :, 3], candidates[:, :, 4]
+        needed = workspaces[sharding[:, None], stages, phases, shapes[:, None]]
         # The update comes when all activations are gone: of both only the larger counts.
-        moving = np.maximum(updated * state.update_temporary, moving)
+        moving = np.maximum(updated * state.update_temporary, (kept + needed).max(axis=1))
         peaks = np.maximum(peaks, static + moving)
     return np.asarray(peaks, np.int64)
 
 
-def _share(parameters: Column, dp: Column, *, is_split: bool) -> Column:
-    return np.asarray(-(-parameters // dp) if is_split else parameters, np.int64)
+def _candidates(group: PipelineGroup, role: Role, microbatches: Column) -> NDArray[np.int64]:
+    """Return the moments among which each layout's peak is, as `PeakCandidate` in numbers."""
+    representative = representative_microbatches(role, group.pp, microbatches)
+    numbers, member = np.unique(representative, return_inverse=True)
+    kinds, phases = list(dict.fromkeys(role.stages)), list(Phase)
+    moments = [
+        [
+            (*moment[:3], phases.index(moment.phase), kinds.index(moment.stage))
+            for moment in fullest_moments(group.schedule, role, group.pp, number)
+        ]
+        for number in numbers.tolist()
+    ]
+    # Repeated where there are fewer, so that all layouts have as many.
+    longest = max(map(len, moments))
+    rows = [each + each[:1] * (longest - len(each)) for each in moments]
+    return np.array(rows, np.int64)[member.reshape(-1)]
 
 
-def _moving_bytes(
-    space: Space,
-    group: PipelineGroup,
-    role: Role,
-    sizes: _Sizes,
-    shape_index: Column,
-    replication: Replication,
-) -> Column:
-    """Return activations and workspaces of a role at its fullest moment."""
-    most = np.zeros(len(group.indices), np.int64)
-    has_replicas = space.column("dp")[group.indices] > 1
-    # Few numbers of microbatches tell layouts apart here: their moments are found once for each.
-    microbatches = representative_microbatches(
-        role, group.pp, space.num_microbatches[group.indices]
+def _workspaces(role: Role, replications: list[Replication], sizes: _Sizes) -> NDArray[np.int64]:
+    """Return what passes need for a moment, by sharding, kind of stage, phase and shape."""
+    kinds = list(dict.fromkeys(role.stages))
+    passes = np.stack([sizes.passes.of(stage) for stage in kinds])
+    # Whole gradients, and parameters, of a unit are momentary only where shards are kept.
+    return np.stack(
+        [
+            passes + [sizes.sharded.of(replication, stage) for stage in kinds]
+            if replication.zero_stage >= 2
+            else passes
+            for replication in replications
+        ]
     )
-    for number in np.unique(microbatches).tolist():
-        chosen = np.flatnonzero(microbatches == number)
-        shapes = shape_index[chosen]
-        for moment in sizes.fullest_moments(group, role, number):
-            bytes_then = _moment_bytes(moment, sizes, shapes)
-            # Whole gradients, and parameters, of a unit are momentary only where shards are kept.
-            if replication.zero_stage >= 2:
-                which = 0 if moment.phase is Phase.FORWARD else 1
-                sharded = sizes.workspaces.of(replication, moment.stage)[shapes, which]
-                bytes_then = bytes_then + sharded * has_replicas[chosen]
-            most[chosen] = np.maximum(most[chosen], bytes_then)
-    return most
-
-
-def _moment_bytes(moment: PeakCandidate, sizes: _Sizes, shapes: Column) -> Column:
-    saved = sizes.shapes
-    kept = (
-        moment.layer_passes * saved.saved_layer[shapes]
-        + moment.embedding_passes * saved.saved_embedding[shapes]
-        + moment.head_passes * saved.saved_head[shapes]
-    )
-    which = 0 if moment.phase is Phase.FORWARD else 1
-    return np.asarray(kept + sizes.passes.of(moment.stage)[shapes, which], np.int64)
 
 
 def device_bytes_column(allocated: Column, stack: StackProfile) -> Column:

@@ -9,7 +9,7 @@ from meshwright.planner.space.roles import (
     representative_microbatches,
 )
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules
-from meshwright.planner.space.shapes import ShapeBytes, ShapeTable, ShapeTimes
+from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
     COLUMNS,
     Column,
@@ -26,7 +26,6 @@ __all__ = [
     "Column",
     "PeakCandidate",
     "Role",
-    "ShapeBytes",
     "ShapeTable",
     "ShapeTimes",
     "Space",

@@ -1,6 +1,5 @@
-"""The few block shapes that a space has, with their bytes and times as columns."""
+"""The few block shapes that a space has, with their times as columns."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import sums_microbatches, syncs_by_default
-from meshwright.simulator.liveness import saved_embedding_bytes, saved_head_bytes, saved_layer_bytes
 from meshwright.simulator.model import Block
 from meshwright.simulator.step import message_between
 
@@ -48,28 +46,6 @@ def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
     plans = (space.plan(row) for row in rows.tolist())
     return tuple(BlockShape.of(space.job, plan, space.stack) for plan in plans)
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeBytes:
-    """Bytes of each shape: what blocks keep for one microbatch."""
-
-    saved_layer: Column
-    saved_embedding: Column
-    saved_head: Column
-
-    @classmethod
-    def of(cls, table: ShapeTable) -> "ShapeBytes":
-        """Return the bytes of every shape of *table*."""
-        return cls(
-            _column(table, saved_layer_bytes),
-            _column(table, saved_embedding_bytes),
-            _column(table, saved_head_bytes),
-        )
-
-
-def _column(table: ShapeTable, of: Callable[[BlockShape], int]) -> Column:
-    return np.array([of(shape) for shape in table.shapes], np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,10 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
+from meshwright.simulator.memory.block_bytes import (
+    BlockBytes,
+    block_bytes,
+    pass_workspace_bytes,
+)
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
     KeptUnits,
@@ -11,7 +16,6 @@ from meshwright.simulator.memory.rank import (
     VirtualStageMemory,
     device_bytes,
     fuller_peak,
-    pass_workspace_bytes,
     rank_memory,
     rank_parameters,
     reserved_bytes,
@@ -31,6 +35,7 @@ from meshwright.simulator.memory.timeline import (
 )
 
 __all__ = [
+    "BlockBytes",
     "KeptUnits",
     "MemoryEvent",
     "PassPeak",
@@ -40,6 +45,7 @@ __all__ = [
     "Shards",
     "StateBytes",
     "VirtualStageMemory",
+    "block_bytes",
     "device_bytes",
     "fuller_peak",
     "kept_levels",

@@ -5,19 +5,15 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import STACKS_OWN, Formats, gradient_bytes, main_gradient_bytes
-from meshwright.simulator.liveness import (
-    cached_layer_bytes,
-    embedding_backward_steps,
-    head_workspace_bytes,
-    highest,
-    kept_output_bytes,
-    layer_workspace_bytes,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-    waiting_table_bytes,
+from meshwright.simulator.layout import (
+    STACKS_OWN,
+    Formats,
+    Stage,
+    gradient_bytes,
+    main_gradient_bytes,
 )
+from meshwright.simulator.liveness import kept_output_bytes
+from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
 from meshwright.simulator.memory.sent_messages import SentBytes
 
 
@@ -194,51 +190,15 @@ class RankMemory:
         )
 
 
-def pass_workspace_bytes(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> tuple[int, int]:
-    """Return what one pass through a virtual stage needs beside all that it keeps.
-
-    Args:
-        shape: Sizes of its blocks.
-        num_layers: Layers of the virtual stage.
-        has_embedding: Whether it holds the embedding.
-        has_head: Whether it holds the head.
-
-    Returns:
-        Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
-        wait for backward; 0 where those are the most.
-    """
-    # While layers run the head keeps nothing: in forward not yet, in backward no more.
-    head = saved_head_bytes(shape) if has_head else 0
-    waiting = waiting_table_bytes(shape) if has_embedding and has_head else 0
-    cached = cached_layer_bytes(shape)
-    forward = backward = 0
-    if num_layers:
-        forward, backward = (size - head for size in layer_workspace_bytes(shape))
-        forward += (num_layers - 1) * cached  # the last layer's own casts are in its steps
-        backward += waiting
-    if has_head:
-        of_head = head_workspace_bytes(shape)
-        forward = max(forward, of_head[0] + num_layers * cached)
-        backward = max(backward, of_head[1])
-    if has_embedding:
-        # The embedding comes last: all that layers and head kept is gone by then.
-        freed = num_layers * saved_layer_bytes(shape) + head
-        backward = max(backward, highest(embedding_backward_steps(shape)) + waiting - freed)
-    return max(0, forward), max(0, backward)
-
-
 def virtual_stage_memory(
     shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *num_layers* layers and their extras."""
-    forward, backward = pass_workspace_bytes(
-        shape, num_layers, has_embedding=has_embedding, has_head=has_head
-    )
-    saved = num_layers * saved_layer_bytes(shape)
-    saved += saved_embedding_bytes(shape) if has_embedding else 0
-    saved += saved_head_bytes(shape) if has_head else 0
+    blocks, stage = block_bytes(shape), Stage(num_layers, has_embedding, has_head)
+    forward, backward = pass_workspace_bytes(blocks, stage, max)
+    saved = num_layers * blocks.saved_layer
+    saved += blocks.saved_embedding if has_embedding else 0
+    saved += blocks.saved_head if has_head else 0
     saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
     return VirtualStageMemory(
         saved_bytes=saved,

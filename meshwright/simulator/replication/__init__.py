@@ -6,6 +6,7 @@ from meshwright.simulator.replication.buckets import (
     bucket_parts,
     part_gathers,
     reduced_parts,
+    stage_bucket_limit,
     unit_shards,
     used_map_bytes,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "reduce_cost",
     "reduced_parts",
     "spread",
+    "stage_bucket_limit",
     "stage_parameters",
     "sum_layers",
     "sum_parameters",

@@ -67,6 +67,16 @@ def bucket_limit(stack: StackProfile, dp: int) -> int:
     return max(stack.gradient_bucket_parameters, stack.gradient_bucket_parameters_per_replica * dp)
 
 
+def stage_bucket_limit(shape: BlockShape, stage: Stage, dp: int) -> int:
+    """Return the parameters that fill a bucket of *stage*: all that it has, or fewer."""
+    whole = stage_parameters(shape, stage)
+    # Megatron-Core: on other stages reductions are not on the critical path, as the first one ends
+    # last (distributed_data_parallel.py).
+    if shape.stack.buckets_first_stage_only and not stage.has_embedding:
+        return whole
+    return min(whole, bucket_limit(shape.stack, dp))
+
+
 def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[GradientBucket, ...]:
     """Return the buckets of *stage* in the order in which backward completes them.
 
@@ -75,14 +85,9 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Grad
         stage: Whose gradients.
         dp: Data-parallel ranks.
     """
-    stack = shape.stack
-    usual = bucket_limit(stack, dp)
-    # Megatron-Core: on other stages reductions are not on the critical path, as the first one ends
-    # last (distributed_data_parallel.py).
-    if stack.buckets_first_stage_only and not stage.has_embedding:
-        usual = stage_parameters(shape, stage)
+    usual = stage_bucket_limit(shape, stage, dp)
     # DDP's first bucket is small, so that an all-reduce starts sooner.
-    limit = stack.first_gradient_bucket_parameters or usual
+    limit = shape.stack.first_gradient_bucket_parameters or usual
     buckets: list[GradientBucket] = []
     num_filled = 0
     last: tuple[Block, int] = ("head", 0)

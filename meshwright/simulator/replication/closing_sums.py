@@ -46,7 +46,7 @@ def tensor_sums(
     if not leaves_sums(shape):
         return
     if not shape.stack.sums_norms_each_microbatch:
-        replicated = sum(_replicated_parameters(shape, stage) for stage in stages)
+        replicated = _replicated_parameters(shape, stages)
         if replicated:
             yield ClosingSum(replicated * wire.reduce_bytes, 1)
     else:
@@ -86,16 +86,16 @@ def tied_table_bytes(shape: BlockShape, wire: WireBytes, num_shards: int) -> int
     return rows * shape.model.hidden_size * width_bytes
 
 
-def _replicated_parameters(shape: BlockShape, stage: Stage) -> int:
+def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
     """Return the parameters of norms, and of biases added to a rank's own tokens."""
-    model = shape.model
     counts = {"embedding": 0, "layer": 0, "head": 0}
-    for tensor in parameter_tensors(model):
+    for tensor in parameter_tensors(shape.model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
         if tensor.tp_dim is None and tensor.name != "position_embedding.weight":
             counts[tensor.block] += prod(tensor.shape)
-    return (
+    return sum(
         stage.num_layers * counts["layer"]
         + stage.has_embedding * counts["embedding"]
         + stage.has_head * counts["head"]
+        for stage in stages
     )

@@ -144,21 +144,32 @@ def _rank_work(
         # reducer), so that nothing hides it.
         reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),
         sums_ps=tensor_sums_cost(costs, context.shape, stages, context.wire).time_ps,
-        shared_embedding_ps=shared_embedding_ps(costs, context.shape, plan, context.mesh),
+        shared_embedding_ps=shared_embedding_ps(
+            costs, context.shape, context.mesh, context.wire, plan.num_shards
+        ),
         optimizer_ps=update.time_ps,
         gather_ps=back_ps
         + (0 if stack.overlap_parameter_gather or gathers_units else gather.time_ps),
     )
 
 
-def shared_embedding_ps(costs: CostModel, shape: BlockShape, plan: ParallelPlan, mesh: Mesh) -> int:
-    """Return the all-reduce of a tied table's gradient between first and last pipeline rank."""
-    if plan.pp == 1 or not shape.model.tied_embeddings:
+def shared_embedding_ps(
+    costs: CostModel, shape: BlockShape, mesh: Mesh, wire: WireBytes, num_shards: int
+) -> int:
+    """Return the all-reduce of a tied table's gradient between first and last pipeline rank.
+
+    Args:
+        costs: Times of collectives.
+        shape: Sizes of the blocks.
+        mesh: Where the ranks are.
+        wire: Bytes of a gradient on its way.
+        num_shards: Data-parallel ranks over which fully_shard splits the table.
+    """
+    last = mesh.degree(Axis.PP) - 1
+    if last == 0 or not shape.model.tied_embeddings:
         return 0
-    wire = WireBytes.of(costs.stack, shape.precision, plan)
-    table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
-    crosses = mesh.crosses_nodes(0, plan.pp - 1)
-    span = GroupSpan(2, 2, 1) if crosses else GroupSpan(2, 1, 2)
+    table_bytes = tied_table_bytes(shape, wire, num_shards)
+    span = GroupSpan(2, 2, 1) if mesh.crosses_nodes(0, last) else GroupSpan(2, 1, 2)
     # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
     # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
     return costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP).time_ps
