@@ -25,12 +25,14 @@ ALLOWED: dict[str, str] = {
     "simulator.costs": "blocks layout model",
     "simulator.engine": "layout schedules",
     "simulator.liveness": "blocks",
-    "simulator.memory": "blocks layout liveness schedules",
+    "simulator.memory": "blocks layout liveness model schedules",
     "simulator.replication": "blocks costs engine layout liveness memory model schedules",
-    "simulator.units": "blocks layout liveness memory replication",
+    "simulator.units": "blocks layout liveness memory model replication",
     "simulator.step": "blocks costs engine layout memory replication schedules units",
     "simulator.account": "blocks costs engine layout memory replication schedules step",
-    "simulator.strategies": "account blocks costs engine layout liveness memory replication step",
+    "simulator.strategies": (
+        "account blocks costs engine layout liveness memory model replication step"
+    ),
     "simulator": (
         "account blocks costs engine layout liveness memory model schedules step strategies"
     ),

@@ -23,8 +23,9 @@ from meshwright.simulator.layout import (
     stack_refusal,
     with_stages,
 )
-from meshwright.simulator.liveness import SavedTensor, layer_tensors, logits_tensor, saved_tensors
+from meshwright.simulator.liveness import SavedTensor
 from meshwright.simulator.memory import (
+    BLOCK_MEMORY,
     MemoryEvent,
     device_bytes,
     memory_peak,
@@ -32,6 +33,7 @@ from meshwright.simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
+from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 from meshwright.simulator.strategies import STRATEGIES, StrategyCase
@@ -160,10 +162,15 @@ def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action 
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    tensors: list[SavedTensor] = []
-    if any(stage.num_layers for stage in stages):
-        again = action.phase is Phase.BACKWARD
-        tensors += layer_tensors(shape) if again else saved_tensors(shape)
-    if stages[action.virtual_stage].has_head:
-        tensors.append(logits_tensor(shape))
+    layers = [kind for stage in stages for kind, _ in stage.layers]
+    ends = [HEAD] if stages[action.virtual_stage].has_head else []
+    tensors = [
+        tensor
+        for known in (BLOCK_MEMORY[kind] for kind in dict.fromkeys(layers + ends))
+        for tensor in (
+            known.read_tensors(shape)
+            if action.phase is Phase.BACKWARD
+            else known.saved_tensors(shape)
+        )
+    ]
     return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -8,7 +8,7 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster,
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import CostModel
-from meshwright.simulator.layout import Stage, rank_stages
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.liveness.activations import (
     cached_layer_bytes,
     saved_head_bytes,
@@ -23,6 +23,7 @@ from meshwright.simulator.liveness.products import (
     highest,
 )
 from meshwright.simulator.memory import block_bytes, pass_workspace_bytes, virtual_stage_memory
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import gradient_buckets
 from meshwright.simulator.step.build import build_step
 
@@ -63,8 +64,10 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
     assert cached_layer_bytes(module) == 0
 
     def forward(num_layers: int, *, has_head: bool = True) -> int:
-        stage = Stage(num_layers, has_embedding=True, has_head=has_head)
-        return pass_workspace_bytes(block_bytes(full), stage, max)[0]
+        layers = (BlockRun("layer", num_layers),) if num_layers else ()
+        stage = Stage(layers, has_embedding=True, has_head=has_head)
+        blocks = {kind: block_bytes(full, kind) for kind, _ in stage.blocks}
+        return pass_workspace_bytes(blocks, stage, max)[0]
 
     assert [forward(n) - forward(0) for n in range(4)] == [n * 2 * LAYER for n in range(4)]
     # Without a head the last layer's pass is the fullest: the casts of those before it are there.
@@ -82,11 +85,14 @@ def test_a_tied_tables_gradient_waits_for_that_of_the_embedding() -> None:
         ("megatron-lm-2021", Precision.FP16, 2),
     ):
         shape = shape_of(stack, precision=precision, tokens=1, attention=Attention.UNFUSED)
-        virtual_stage = virtual_stage_memory(shape, 3, has_embedding=True, has_head=True)
+        virtual_stage = virtual_stage_memory(
+            shape, Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
+        )
         needed = virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes
         assert needed == pytest.approx(2 * MATRIX * size, rel=0.01)
     virtual_stage = virtual_stage_memory(
-        shape_of("megatron-core", tokens=1), 3, has_embedding=True, has_head=True
+        shape_of("megatron-core", tokens=1),
+        Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True),
     )
     assert virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes == pytest.approx(
         2 * MATRIX, rel=0.05
@@ -144,7 +150,7 @@ def test_a_bucket_is_cast_once_its_gradients_are_there() -> None:
     assert backward_bytes(job, Precision.BF16) == plain
     few = replace(job, seq_len=4)
     shape = BlockShape.of(few, ParallelPlan(stages=(1,), attention=Attention.FLASH), DDP)
-    (stage,) = rank_stages(ParallelPlan(stages=(1,)), 0)
+    stage = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     # The output matrix's gradient beside that of its input.
     inputs = 4 * 4 * 512
     assert backward_bytes(few, None) == 4 * MATRIX + inputs

@@ -15,6 +15,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.liveness.activations import (
     SavedTensor,
@@ -36,16 +37,17 @@ from meshwright.simulator.memory.rank import (
     VirtualStageMemory,
     device_bytes,
     rank_memory,
-    rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
     virtual_stage_memory,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.replication import stage_parameters
 from meshwright.simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -263,25 +265,39 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
 def test_stages_hold_the_model_and_a_copied_table() -> None:
     model = load_model("gpt2").model_copy(update={"vocab_size": 50_304})  # needs no padding
     shape = block_shape(model)
-    whole = rank_parameters(shape, 12, has_embedding=True, has_head=True)
+    whole = stage_parameters(
+        shape, Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
+    )
     assert whole == count_parameters(model)
-    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
-    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == whole + 50_304 * 768
     untied = model.model_copy(update={"tied_embeddings": False})
     shape = block_shape(untied)
-    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
-    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == count_parameters(untied) == whole + 50_304 * 768
 
 
 def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
     layer, head = layer_workspace_bytes(shape), head_workspace_bytes(shape)
-    inner = virtual_stage_memory(shape, 3, has_embedding=False, has_head=False)
+    inner = virtual_stage_memory(
+        shape, Stage((BlockRun("layer", 3),), has_embedding=False, has_head=False)
+    )
     assert inner.saved_bytes == 3 * saved_layer_bytes(shape)
     assert (inner.forward_workspace_bytes, inner.backward_workspace_bytes) == layer
-    ends = virtual_stage_memory(shape, 3, has_embedding=True, has_head=True)
+    ends = virtual_stage_memory(
+        shape, Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
+    )
     extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
     assert ends.saved_bytes - inner.saved_bytes == extra
     # A layer runs while nothing of the head is kept yet, or any more.
@@ -291,13 +307,13 @@ def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
 
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    embedding = virtual_stage_memory(shape, 0, has_embedding=True, has_head=False)
+    embedding = virtual_stage_memory(shape, Stage((), has_embedding=True, has_head=False))
     assert embedding == VirtualStageMemory(
         saved_bytes=saved_embedding_bytes(shape),
         forward_workspace_bytes=0,
         backward_workspace_bytes=highest(embedding_backward_steps(shape)),
     )
-    head = virtual_stage_memory(shape, 0, has_embedding=False, has_head=True)
+    head = virtual_stage_memory(shape, Stage((), has_embedding=False, has_head=True))
     workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)
     assert workspaces == head_workspace_bytes(shape)
 

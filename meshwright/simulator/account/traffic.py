@@ -10,9 +10,7 @@ from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
     Collective,
-    embedding_operators,
-    head_operators,
-    layer_operators,
+    block_operators,
 )
 from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob, rank_stages
@@ -60,7 +58,7 @@ def rank_traffic(
         pp_rank: Whose collectives; messages between stages are not among them.
     """
     shape = BlockShape.of(job, plan, stack)
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
     for stage in stages:
         for collective, count in _stage_collectives(shape, stage):
@@ -77,12 +75,9 @@ def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
 
 
 def stage_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[BlockOperators, int]]:
-    """Yield the operators of each kind of block of a virtual stage, and how many it has."""
-    yield layer_operators(shape), stage.num_layers
-    if stage.has_embedding:
-        yield embedding_operators(shape), 1
-    if stage.has_head:
-        yield head_operators(shape), 1
+    """Yield the operators of each run of blocks of a virtual stage, and how many it has."""
+    for kind, count in stage.blocks:
+        yield block_operators(shape, kind), count
 
 
 def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collective, int]]:
@@ -99,7 +94,7 @@ def _data_parallel_collectives(
     """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
     if plan.dp == 1:
         return
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     replication = replication_of(plan, shape.stack, Mesh.of(plan))
     wire = WireBytes.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)

@@ -31,6 +31,7 @@ from meshwright.simulator.layout import (
     Split,
     linear_pair_communication,
 )
+from meshwright.simulator.model import TRANSFORMER_LAYER
 
 
 def pair_communication(shape: BlockShape) -> PairCommunication:
@@ -121,7 +122,7 @@ def _layer_backward(
         *column_backward(shape, comm, qkv),
         *backward_casts(shape, linears),
         *_layer_elementwise(shape, backward=True),
-        accumulation(shape, shape.parameters.layer),
+        accumulation(shape, shape.parameters[TRANSFORMER_LAYER]),
         *norm_reductions(shape, 2),
         KernelLaunches("layer backward", shape.stack.backward_kernels_per_layer + num_products),
         HostPasses("layer backward", 2),

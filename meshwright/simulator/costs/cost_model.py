@@ -11,9 +11,7 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
+    block_operators,
 )
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
@@ -29,7 +27,7 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
-from meshwright.simulator.model import Block
+from meshwright.simulator.model import BlockKind
 
 
 class BlockCost:
@@ -54,18 +52,19 @@ class CostModel:
         self.stack = stack
         self.world_size = world_size
         self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
-        self._blocks: dict[tuple[BlockShape, Block], BlockCost] = {}
+        self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
         self._tp_spans: dict[int, GroupSpan] = {}
 
-    def block_cost(self, shape: BlockShape, block: Block) -> BlockCost:
-        """Return the cost of one block for one microbatch on one rank."""
-        key = (shape, block)
+    def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
+        """Return the cost of one block of *kind* for one microbatch on one rank."""
+        key = (shape, kind)
         if key not in self._blocks:
-            self._blocks[key] = self._block_cost(shape, _OPERATORS[block](shape))
+            self._blocks[key] = self.operators_cost(shape, block_operators(shape, kind))
         return self._blocks[key]
 
-    def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
+    def operators_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
+        """Return the cost of *operators* for one microbatch on one rank."""
         # Products or collectives, in the breakdown it is time that recomputation costs; what that
         # time rests on stays as it is.
         recompute = self.phase_cost(operators.recompute, shape)
@@ -163,10 +162,3 @@ class CostModel:
     def memory_traffic(self, size_bytes: int) -> Cost:
         """Return the time of *size_bytes* of element-wise traffic."""
         return memory_bound_cost(MemoryBound("traffic", size_bytes), self.cluster.device)
-
-
-_OPERATORS = {
-    "embedding": embedding_operators,
-    "layer": layer_operators,
-    "head": head_operators,
-}

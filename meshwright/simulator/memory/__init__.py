@@ -1,7 +1,10 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
 from meshwright.simulator.memory.block_bytes import (
+    BLOCK_MEMORY,
     BlockBytes,
+    BlockMemory,
+    arrival_bytes,
     block_bytes,
     pass_workspace_bytes,
 )
@@ -17,7 +20,6 @@ from meshwright.simulator.memory.rank import (
     device_bytes,
     fuller_peak,
     rank_memory,
-    rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
@@ -25,7 +27,11 @@ from meshwright.simulator.memory.rank import (
     with_copies,
     with_workspace,
 )
-from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.sent_messages import (
+    SentBytes,
+    kept_output_bytes,
+    message_buffer_bytes,
+)
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
     memory_peak,
@@ -35,7 +41,9 @@ from meshwright.simulator.memory.timeline import (
 )
 
 __all__ = [
+    "BLOCK_MEMORY",
     "BlockBytes",
+    "BlockMemory",
     "KeptUnits",
     "MemoryEvent",
     "PassPeak",
@@ -45,17 +53,19 @@ __all__ = [
     "Shards",
     "StateBytes",
     "VirtualStageMemory",
+    "arrival_bytes",
     "block_bytes",
     "device_bytes",
     "fuller_peak",
     "kept_levels",
+    "kept_output_bytes",
     "memory_peak",
     "memory_timeline",
+    "message_buffer_bytes",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",
     "rank_memory",
-    "rank_parameters",
     "reserved_bytes",
     "sharded_workspace_bytes",
     "update_level",

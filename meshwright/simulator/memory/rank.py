@@ -12,9 +12,8 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.liveness import kept_output_bytes
 from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
-from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.sent_messages import SentBytes, kept_output_bytes
 
 
 class Shards(NamedTuple):
@@ -190,18 +189,13 @@ class RankMemory:
         )
 
 
-def virtual_stage_memory(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> VirtualStageMemory:
-    """Return the memory of one pass through *num_layers* layers and their extras."""
-    blocks, stage = block_bytes(shape), Stage(num_layers, has_embedding, has_head)
+def virtual_stage_memory(shape: BlockShape, stage: Stage) -> VirtualStageMemory:
+    """Return the memory of one pass through *stage*."""
+    blocks = {kind: block_bytes(shape, kind) for kind, _ in stage.blocks}
     forward, backward = pass_workspace_bytes(blocks, stage, max)
-    saved = num_layers * blocks.saved_layer
-    saved += blocks.saved_embedding if has_embedding else 0
-    saved += blocks.saved_head if has_head else 0
-    saved += kept_output_bytes(shape, has_embedding=has_embedding, has_head=has_head)
+    saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
     return VirtualStageMemory(
-        saved_bytes=saved,
+        saved_bytes=saved + kept_output_bytes(shape, stage),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
     )
@@ -230,18 +224,6 @@ def sharded_workspace_bytes(
     gathered = num_gathered * state.gathered_parameter if shards.parameters > 1 else 0
     gradient = max(units) * state.gradient if shards.gradients > 1 else 0
     return gathered, gathered + gradient
-
-
-def rank_parameters(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> int:
-    """Return the parameters of one rank; a tied output matrix away from its table is a copy."""
-    parameters = shape.parameters
-    total = num_layers * parameters.layer
-    total += has_embedding * parameters.embedding + has_head * parameters.head
-    if has_head and not has_embedding and shape.model.tied_embeddings:
-        total += shape.local_vocab_size * shape.model.hidden_size
-    return total
 
 
 def rank_memory(

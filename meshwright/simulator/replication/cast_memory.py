@@ -4,15 +4,8 @@ from collections.abc import Callable, Iterator
 
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import (
-    embedding_backward_steps,
-    fullest_arrival,
-    head_backward_steps,
-    saved_head_bytes,
-    saved_layer_bytes,
-    waiting_table_bytes,
-    whole_backward_steps,
-)
+from meshwright.simulator.memory import arrival_bytes, block_bytes
+from meshwright.simulator.model import EMBEDDING
 from meshwright.simulator.replication.buckets import StagePart
 
 
@@ -35,25 +28,23 @@ def bucket_cast_bytes(
         parts: Its blocks by the buckets that they complete, in model order.
         cast_bytes: Bytes of the copy of so many gradients.
     """
-    levels = zip(parts, _levels(shape, stage, parts), strict=True)
+    levels = zip(reversed(parts), _levels(shape, stage, parts), strict=True)
     return max(level + max(map(cast_bytes, part.buckets)) for part, level in levels)
 
 
 def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> Iterator[int]:
-    """Yield what lives, beside what was kept, in the first block of each part, its last to run."""
-    head = saved_head_bytes(shape) if stage.has_head else 0
-    is_whole = stage.has_embedding and stage.has_head
-    waiting = waiting_table_bytes(shape) if is_whole else 0
-    saved = saved_layer_bytes(shape)
-    above = stage.num_layers
-    for part in parts:
-        if part.stage.has_embedding:
-            freed = stage.num_layers * saved + head
-            yield fullest_arrival(embedding_backward_steps(shape)) - freed
-        elif part.stage.num_layers:
-            # When the part's first layer runs, all layers behind it have freed theirs.
-            freed = (above - 1) * saved + head
-            yield fullest_arrival(whole_backward_steps(shape)) + waiting - freed
-        else:
-            yield fullest_arrival(head_backward_steps(shape))
-        above -= part.stage.num_layers
+    """Yield what lives, beside what was kept, in the first block of each part, its last to run.
+
+    The last part comes first.
+    """
+    blocks = {kind: block_bytes(shape, kind) for kind, _ in stage.blocks}
+    freed = waiting = 0
+    for part in reversed(parts):
+        for kind, count in part.stage.blocks:
+            freed += count * blocks[kind].saved
+            waiting += count * blocks[kind].waiting if stage.has_embedding else 0
+        first = part.stage.blocks[0].kind
+        # All blocks behind that one have freed theirs.
+        level = arrival_bytes(shape, first) - (freed - blocks[first].saved)
+        # The embedding's gradient of a tied table is added to the one that waits, in place.
+        yield level if first == EMBEDDING else level + waiting - blocks[first].waiting

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, Source, StackProfile
-from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
+from meshwright.simulator.blocks import BlockShape, sent_bytes, weight_copy_bytes
 from meshwright.simulator.costs import CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import (
@@ -16,7 +16,7 @@ from meshwright.simulator.layout import (
     ParallelPlan,
     Stage,
     TrainingJob,
-    rank_stages,
+    model_stages,
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
@@ -142,9 +142,10 @@ def rank_refetches(
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
-    stages_by_rank = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
-    stages_once = dict.fromkeys(stage for stages in stages_by_rank for stage in stages)
-    context = _context(job, plan, costs, tuple(stages_once))
+    stages = model_stages(job.model, plan.stages)
+    stages_by_rank = [stages[pp_rank :: plan.pp] for pp_rank in range(plan.pp)]
+    stages_once = tuple(dict.fromkeys(stages))
+    context = _context(job, plan, costs, stages_once)
     passes = {stage: virtual_stage_cost(costs, context.shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(stages_by_rank))
     memory = {stages: _memory(context, stages) for stages in distinct}
@@ -202,7 +203,7 @@ def _context(
 def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
     costs, plan, shape = context.costs, context.plan, context.shape
     crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
-    message = costs.message(shape.message_bytes, crosses_nodes=crosses)
+    message = costs.message(sent_bytes(shape, stages[0]), crosses_nodes=crosses)
     parameters = sum_parameters(shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     link = costs.cluster.host_link
@@ -258,9 +259,7 @@ def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
         return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     virtual_stages = []
     for stage in stages:
-        virtual_stage = virtual_stage_memory(
-            shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-        )
+        virtual_stage = virtual_stage_memory(shape, stage)
         parts = context.parts[stage]
         if replication.in_units:
             units = [sum(part.buckets) for part in parts]

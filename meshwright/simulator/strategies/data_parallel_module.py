@@ -8,26 +8,26 @@ interpreter launches the kernels of all replicas, whose threads take turns a lay
 A pass ends when its gradients are added up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.blocks import (
+    BlockOperators,
     BlockShape,
     KernelLaunches,
     MemoryBound,
     Operator,
-    embedding_operators,
-    head_operators,
-    layer_operators,
+    block_operators,
 )
 from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import whole_model
 from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
+from meshwright.simulator.model import HEAD
 from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
     GraphDevice,
@@ -94,8 +94,7 @@ class Replica:
     @cached_property
     def num_parameters(self) -> int:
         """Parameters of the model."""
-        num_layers = self.case.job.model.num_layers
-        return stage_parameters(self.shape, Stage(num_layers, has_embedding=True, has_head=True))
+        return stage_parameters(self.shape, whole_model(self.case.job.model))
 
     @property
     def weight_bytes(self) -> int:
@@ -115,41 +114,39 @@ class Replica:
     @cached_property
     def forward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks in model order; the head without the loss."""
-        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
-        head = without_loss(head_operators(self.shape).forward)
-        return (
-            self._block("embedding", embedding.forward),
-            *(self._block("layer", layer.forward),) * self.case.job.model.num_layers,
-            self._block("head", head),
-        )
+        return tuple(forward for forward, _ in self._blocks)
 
     @cached_property
     def backward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks from the head to the embedding; recomputation is in them."""
-        embedding, layer = embedding_operators(self.shape), layer_operators(self.shape)
-        head = without_loss(head_operators(self.shape).backward)
-        again = self._block("layer", layer.recompute + layer.backward)
-        again = again._replace(cost=self.case.costs.block_cost(self.shape, "layer").backward)
-        return (
-            self._block("head", head),
-            *(again,) * self.case.job.model.num_layers,
-            self._block("embedding", embedding.backward),
-        )
+        return tuple(backward for _, backward in reversed(self._blocks))
 
-    def _block(self, name: str, operators: tuple[Operator, ...]) -> LaunchedBlock:
-        costs = self.case.costs
+    @cached_property
+    def _blocks(self) -> list[tuple[LaunchedBlock, LaunchedBlock]]:
+        """Forward and backward of each block in model order."""
+        blocks = []
+        for kind, count in whole_model(self.case.job.model).blocks:
+            operators = without_loss(block_operators(self.shape, kind))
+            cost = self.case.costs.operators_cost(self.shape, operators)
+            again = operators.recompute + operators.backward
+            passes = (
+                self._launched(kind, operators.forward, cost.forward),
+                self._launched(kind, again, cost.backward),
+            )
+            blocks += [passes] * count
+        return blocks
+
+    def _launched(
+        self, name: str, operators: tuple[Operator, ...], cost: PhaseCost
+    ) -> LaunchedBlock:
         count = sum(item.count for item in operators if isinstance(item, KernelLaunches))
-        launch = constant_cost(count, costs.stack.host_per_launch_s)
-        return LaunchedBlock(
-            name,
-            costs.phase_cost(operators, self.shape),
-            PhaseCost.total([(Category.HOST, launch)]),
-        )
+        launch = constant_cost(count, self.case.costs.stack.host_per_launch_s)
+        return LaunchedBlock(name, cost, PhaseCost.total([(Category.HOST, launch)]))
 
     @cached_property
     def loss_cost(self) -> PhaseCost:
         """Loss of the whole batch and its gradient, on device 0."""
-        head, dp = head_operators(self.shape), self.case.plan.dp
+        head, dp = block_operators(self.shape, HEAD), self.case.plan.dp
         whole = [
             MemoryBound(item.name, dp * item.size_bytes)
             for item in head.forward + head.backward
@@ -158,9 +155,13 @@ class Replica:
         return self.case.costs.phase_cost(tuple(whole), self.shape)
 
 
-def without_loss(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return the operators of a head that replicas run."""
-    return tuple(item for item in operators if item.name not in LOSS_OPERATORS)
+def without_loss(operators: BlockOperators) -> BlockOperators:
+    """Return the operators of a block that replicas run."""
+    forward, backward = (
+        tuple(item for item in each if item.name not in LOSS_OPERATORS)
+        for each in (operators.forward, operators.backward)
+    )
+    return replace(operators, forward=forward, backward=backward)
 
 
 def simulate_data_parallel_module(case: StrategyCase) -> StepResult:

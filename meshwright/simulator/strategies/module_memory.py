@@ -8,6 +8,7 @@ reduction).
 from collections.abc import Iterator
 
 from meshwright.simulator.blocks import BlockShape, num_linear_weights
+from meshwright.simulator.layout import whole_model
 from meshwright.simulator.liveness import (
     Step,
     embedding_backward_steps,
@@ -16,18 +17,18 @@ from meshwright.simulator.liveness import (
     layer_workspace_bytes,
     logits_backward_steps,
     logits_tensor,
-    saved_embedding_bytes,
     saved_head_bytes,
-    saved_layer_bytes,
     whole_backward_steps,
 )
+from meshwright.simulator.memory import block_bytes
+from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER
 
 
 def saved_bytes(shape: BlockShape) -> int:
     """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
-    layers = shape.model.num_layers * saved_layer_bytes(shape)
-    head = saved_head_bytes(shape) - logits_tensor(shape).size_bytes
-    return saved_embedding_bytes(shape) + layers + head
+    blocks = whole_model(shape.model).blocks
+    saved = sum(count * block_bytes(shape, kind).saved for kind, count in blocks)
+    return saved - logits_tensor(shape).size_bytes
 
 
 def forward_workspace_bytes(shape: BlockShape) -> int:
@@ -54,10 +55,10 @@ def _backward_steps(shape: BlockShape, slope_bytes: int) -> Iterator[Step]:
     yield Step("gradient of the logits", slope_bytes, 0)
     yield from logits_backward_steps(shape, slope_bytes, stays=True)
     _, *layer = whole_backward_steps(shape, keeps_weight_gradients=True)
-    others = shape.parameters.layer - num_linear_weights(shape)
+    others = shape.parameters[TRANSFORMER_LAYER] - num_linear_weights(shape)
     for _ in range(model.num_layers):
         yield from layer
         yield Step("biases and norms", others * element, 0)
-    yield Step("positions", (shape.parameters.embedding - table) * element, 0)
+    yield Step("positions", (shape.parameters[EMBEDDING] - table) * element, 0)
     _, *embedding = embedding_backward_steps(shape)
     yield from embedding

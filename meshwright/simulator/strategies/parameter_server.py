@@ -16,7 +16,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per_s, ports_per_node
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import ParameterServer, Stage
+from meshwright.simulator.layout import ParameterServer, Stage, whole_model
 from meshwright.simulator.liveness import saved_tensors
 from meshwright.simulator.memory import RankMemory, StateBytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
@@ -70,7 +70,7 @@ class Participants:
     @property
     def whole_stage(self) -> Stage:
         """What a worker computes."""
-        return Stage(self.case.job.model.num_layers, has_embedding=True, has_head=True)
+        return whole_model(self.case.job.model)
 
 
 def simulate_parameter_server(case: StrategyCase) -> StepResult:
@@ -124,8 +124,7 @@ def _participants(case: StrategyCase, options: ParameterServer) -> Participants:
                 f"than the {cluster.num_nodes} of {cluster.name}; allowed: all"
             )
     shape = BlockShape.of(case.job, case.plan, case.costs.stack)
-    stage = Stage(case.job.model.num_layers, has_embedding=True, has_head=True)
-    shards = tuple(spread(stage_parameters(shape, stage), len(servers)))
+    shards = tuple(spread(stage_parameters(shape, whole_model(case.job.model)), len(servers)))
     return Participants(
         case=case, options=options, shape=shape, workers=workers, servers=servers, shards=shards
     )
@@ -299,9 +298,7 @@ def _add_update(
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
-    virtual_stage = virtual_stage_memory(
-        participants.shape, participants.whole_stage.num_layers, has_embedding=True, has_head=True
-    )
+    virtual_stage = virtual_stage_memory(participants.shape, participants.whole_stage)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     largest = max(saved_tensors(participants.shape), key=lambda item: item.size_bytes).name
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)

@@ -18,6 +18,7 @@ from meshwright.simulator.liveness import (
     saved_layer_bytes,
 )
 from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER
 from meshwright.simulator.replication import Replication, stage_parameters
 
 
@@ -118,7 +119,7 @@ class UnitBytes:
     ) -> "UnitBytes":
         """Return the bytes of *stage* from those of a parameter."""
         state, reduce_bytes = parameter
-        layer = shape.parameters.layer
+        layer = shape.parameters[TRANSFORMER_LAYER]
         total = stage_parameters(shape, stage)
         root = total - stage.num_layers * layer
         matrix = shape.local_vocab_size * shape.model.hidden_size
@@ -132,7 +133,7 @@ class UnitBytes:
         has_end = stage.has_embedding or stage.has_head
         is_copied = reduce_bytes != state.gathered_parameter
         # Positions follow the table: their first copy in the other format is made later.
-        positions = shape.parameters.embedding - matrix
+        positions = shape.parameters[EMBEDDING] - matrix
         positions *= stage.has_embedding * state.gathered_parameter
         return cls(
             layer=layer * state.gathered_parameter,

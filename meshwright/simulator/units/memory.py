@@ -6,7 +6,6 @@ from dataclasses import replace
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import kept_output_bytes, message_buffer_bytes
 from meshwright.simulator.memory import (
     KeptUnits,
     PassPeak,
@@ -15,6 +14,8 @@ from meshwright.simulator.memory import (
     SentBytes,
     VirtualStageMemory,
     fuller_peak,
+    kept_output_bytes,
+    message_buffer_bytes,
     rank_memory,
 )
 from meshwright.simulator.replication import Replication, sum_parameters
@@ -69,10 +70,7 @@ def unit_rank_memory(
         memory,
         parameters_bytes=shards * state.sharded_parameter,
         gradients_bytes=memory.gradients_bytes + sum(units[stage].surplus for stage in stages),
-        message_buffers_bytes=sum(
-            message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
-            for stage in stages
-        ),
+        message_buffers_bytes=sum(message_buffer_bytes(shape, stage) for stage in stages),
     )
 
 
@@ -82,7 +80,7 @@ def _virtual_stage_memory(
     passes, stage, replication, units = stage_pass
     saved = stage.num_layers * passes.saved_layer
     saved += stage.has_embedding * passes.saved_embedding + stage.has_head * passes.saved_head
-    saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+    saved += kept_output_bytes(shape, stage)
     apart = stage_pass.moments(whole=False)
     return VirtualStageMemory(
         saved_bytes=saved,
