@@ -8,6 +8,7 @@ Imports are local: ``--version`` must not wait for numpy, nor a library user for
 """
 # ruff: noqa: PLC0415
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         load_stack,
     )
     from meshwright.planner import SearchResult, SpaceLimits
+    from meshwright.planner.options import OptionGroup
     from meshwright.planner.search import search
     from meshwright.simulator import (
         ModelSpec,
@@ -70,6 +72,17 @@ __all__ = [
     "simulate",
 ]
 
+COMMANDS = (
+    "search",
+    "simulate",
+    "matmul",
+    "validate",
+    "calibrate",
+    "models",
+    "clusters",
+    "stacks",
+    "schedules",
+)
 USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -99,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and words[:1] not in (["validate"], ["calibrate"]):
+        _hasten_start()
     try:
         status = _run(words)
         sys.stdout.flush()
@@ -109,6 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
         return BROKEN_PIPE
     return status
+
+
+def _hasten_start() -> None:
+    """Leave out of this process, which runs no other, what takes time for nothing."""
+    # Imports make many objects and hardly any garbage, and so does a search.
+    gc.set_threshold(100_000, 20, 20)
+    # Threads for products of matrices, which are none of ours; plug-ins of any package there is.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def _run(words: list[str]) -> int:
@@ -122,7 +146,7 @@ def _run(words: list[str]) -> int:
     from meshwright.simulator import PlanError
 
     try:
-        return run_command_line(_commands(), words)
+        return run_command_line(COMMANDS, _command, words)
     except (PlanError, ProfileError) as error:
         return _complain(str(error), USER_MISTAKE)
     except BrokenPipeError:
@@ -142,27 +166,34 @@ def _complain(message: str, status: int) -> int:
     return status
 
 
-def _commands() -> dict[str, Callable[..., int]]:
+def _command(name: str) -> Callable[..., int]:
+    """Return one of `COMMANDS`, with no more imported than it needs."""
+    from meshwright.planner.options import as_command
+
+    if name in {"validate", "calibrate"}:
+        from meshwright.validate.calibration import CalibrateOptions, run_calibrate
+        from meshwright.validate.cli import ValidateOptions, ValidateOutput, run_validate
+
+        if name == "calibrate":
+            return as_command(run_calibrate, CalibrateOptions)
+        return as_command(run_validate, ValidateOptions, ValidateOutput)
     from meshwright.planner import options
     from meshwright.planner.cli import commands
-    from meshwright.planner.options import as_command
-    from meshwright.validate.calibration import CalibrateOptions, run_calibrate
-    from meshwright.validate.cli import ValidateOptions, ValidateOutput, run_validate
 
-    shared = (options.JobOptions, options.LAYOUT)
-    after = (options.MoneyOptions, options.OutputOptions)
-    return {
-        "search": as_command(
-            commands.run_search, *shared, options.LIMITS, options.RankingOptions, *after
+    job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
+    money, output = options.MoneyOptions, options.OutputOptions
+    replication, files = options.REPLICATION, options.FileOptions
+    known: dict[str, tuple[Callable[..., int], tuple[type | OptionGroup, ...]]] = {
+        "search": (
+            commands.run_search,
+            (job, layout, limits, options.RankingOptions, money, output),
         ),
-        "simulate": as_command(
-            commands.run_simulate, *shared, options.REPLICATION, options.FileOptions, *after
-        ),
-        "matmul": as_command(commands.run_matmul, options.MatmulOptions, options.OutputOptions),
-        "validate": as_command(run_validate, ValidateOptions, ValidateOutput),
-        "calibrate": as_command(run_calibrate, CalibrateOptions),
-        "models": as_command(commands.run_models, options.NameOptions),
-        "clusters": as_command(commands.run_clusters, options.NameOptions),
-        "stacks": as_command(commands.run_stacks, options.NameOptions),
-        "schedules": as_command(commands.run_schedules, options.NameOptions),
+        "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+        "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
+        "models": (commands.run_models, (options.NameOptions,)),
+        "clusters": (commands.run_clusters, (options.NameOptions,)),
+        "stacks": (commands.run_stacks, (options.NameOptions,)),
+        "schedules": (commands.run_schedules, (options.NameOptions,)),
     }
+    run, groups = known[name]
+    return as_command(run, *groups)

@@ -28,7 +28,7 @@ ALLOWED: dict[str, str] = {
     "simulator.memory": "blocks layout liveness model schedules",
     "simulator.replication": "blocks costs engine layout liveness memory model schedules",
     "simulator.units": "blocks layout liveness memory model replication",
-    "simulator.step": "blocks costs engine layout memory replication schedules units",
+    "simulator.step": "blocks costs engine layout memory model replication schedules units",
     "simulator.account": "blocks costs engine layout memory replication schedules step",
     "simulator.strategies": (
         "account blocks costs engine layout liveness memory model replication step"

@@ -40,6 +40,7 @@ class Profile(BaseModel):
         extra="forbid",
         populate_by_name=True,
         allow_inf_nan=False,
+        defer_build=True,
     )
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """The public function of this package: simulate one step of a plan and account for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
 from meshwright.simulator.account import (
@@ -12,7 +12,7 @@ from meshwright.simulator.account import (
 )
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
-from meshwright.simulator.engine import StepTimes, simulate_folded
+from meshwright.simulator.engine import RankTimes, StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     Axis,
@@ -27,16 +27,17 @@ from meshwright.simulator.liveness import SavedTensor
 from meshwright.simulator.memory import (
     BLOCK_MEMORY,
     MemoryEvent,
+    RanAction,
     device_bytes,
     memory_peak,
     memory_timeline,
+    new_moments,
     reserved_bytes,
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
-from meshwright.simulator.strategies import STRATEGIES, StrategyCase
 
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = SavedTensor("embedding table", 0)
@@ -69,6 +70,11 @@ def simulate(
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
+        from meshwright.simulator.strategies import (  # noqa: PLC0415 -- of other stacks alone
+            STRATEGIES,
+            StrategyCase,
+        )
+
         return STRATEGIES[stack.strategy](StrategyCase(job, plan, costs, memory_limit_bytes))
     built = build_step(job, plan, costs)
     return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
@@ -118,8 +124,12 @@ def account(
 def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[MemoryEvent]:
     """Return the live bytes over time of a simulated rank, beyond its static ones."""
     rank = times.ranks[pp_rank]
-    passes = zip(built.work.actions[pp_rank], rank.starts_ps, rank.ends_ps, strict=True)
+    passes = _passes(built.work.actions[pp_rank], rank)
     return memory_timeline(built.memory[pp_rank], passes, rank.update_start_ps)
+
+
+def _passes(actions: Sequence[Action], rank: RankTimes) -> list[RanAction]:
+    return list(zip(actions, rank.starts_ps, rank.ends_ps, strict=True))
 
 
 def _memory(
@@ -142,7 +152,9 @@ def _memory(
 
 def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
-        peak = memory_peak(memory, rank_timeline(built, times, pp_rank))
+        rank = times.ranks[pp_rank]
+        passes = _passes(built.work.actions[pp_rank], rank)
+        peak = memory_peak(memory, new_moments(memory, passes, rank.update_start_ps))
         tensor = largest_tensor(built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,

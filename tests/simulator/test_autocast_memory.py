@@ -66,8 +66,7 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
     def forward(num_layers: int, *, has_head: bool = True) -> int:
         layers = (BlockRun("layer", num_layers),) if num_layers else ()
         stage = Stage(layers, has_embedding=True, has_head=has_head)
-        blocks = {kind: block_bytes(full, kind) for kind, _ in stage.blocks}
-        return pass_workspace_bytes(blocks, stage, max)[0]
+        return pass_workspace_bytes(block_bytes(full), stage, max)[0]
 
     assert [forward(n) - forward(0) for n in range(4)] == [n * 2 * LAYER for n in range(4)]
     # Without a head the last layer's pass is the fullest: the casts of those before it are there.
@@ -80,20 +79,17 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
 
 def test_a_tied_tables_gradient_waits_for_that_of_the_embedding() -> None:
     """Where the product adds to the kept gradient itself there is the embedding's alone."""
+    whole = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
     for stack, precision, size in (
         ("ddp", Precision.FP32, 4),
         ("megatron-lm-2021", Precision.FP16, 2),
     ):
         shape = shape_of(stack, precision=precision, tokens=1, attention=Attention.UNFUSED)
-        virtual_stage = virtual_stage_memory(
-            shape, Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
-        )
+        virtual_stage = virtual_stage_memory(shape, whole, block_bytes(shape))
         needed = virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes
         assert needed == pytest.approx(2 * MATRIX * size, rel=0.01)
-    virtual_stage = virtual_stage_memory(
-        shape_of("megatron-core", tokens=1),
-        Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True),
-    )
+    shape = shape_of("megatron-core", tokens=1)
+    virtual_stage = virtual_stage_memory(shape, whole, block_bytes(shape))
     assert virtual_stage.saved_bytes + virtual_stage.backward_workspace_bytes == pytest.approx(
         2 * MATRIX, rel=0.05
     )

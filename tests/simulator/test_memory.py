@@ -15,8 +15,8 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.stages import Stage
 from meshwright.simulator.liveness.activations import (
     SavedTensor,
     attention_core_tensors,
@@ -29,6 +29,7 @@ from meshwright.simulator.liveness.activations import (
 from meshwright.simulator.liveness.ends import embedding_backward_steps, head_workspace_bytes
 from meshwright.simulator.liveness.layer import layer_workspace_bytes
 from meshwright.simulator.liveness.products import highest
+from meshwright.simulator.memory.block_bytes import block_bytes
 from meshwright.simulator.memory.rank import (
     PassPeak,
     RankMemory,
@@ -262,42 +263,40 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
     assert state.model_state_bytes(1000, dp=8, zero_stage=1) == 8_000 + 8 * 125
 
 
+def stage_of(num_layers: int, *, has_embedding: bool, has_head: bool) -> Stage:
+    layers = (BlockRun("layer", num_layers),) if num_layers else ()
+    return Stage(layers, has_embedding=has_embedding, has_head=has_head)
+
+
 def test_stages_hold_the_model_and_a_copied_table() -> None:
     model = load_model("gpt2").model_copy(update={"vocab_size": 50_304})  # needs no padding
     shape = block_shape(model)
-    whole = stage_parameters(
-        shape, Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
-    )
+    whole = stage_parameters(shape, stage_of(12, has_embedding=True, has_head=True))
     assert whole == count_parameters(model)
-    first = stage_parameters(
-        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
-    )
-    last = stage_parameters(
-        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
-    )
+    first = stage_parameters(shape, stage_of(5, has_embedding=True, has_head=False))
+    last = stage_parameters(shape, stage_of(7, has_embedding=False, has_head=True))
     assert first + last == whole + 50_304 * 768
     untied = model.model_copy(update={"tied_embeddings": False})
     shape = block_shape(untied)
-    first = stage_parameters(
-        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
-    )
-    last = stage_parameters(
-        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
-    )
+    first = stage_parameters(shape, stage_of(5, has_embedding=True, has_head=False))
+    last = stage_parameters(shape, stage_of(7, has_embedding=False, has_head=True))
     assert first + last == count_parameters(untied) == whole + 50_304 * 768
+
+
+def stage_memory(
+    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
+) -> VirtualStageMemory:
+    stage = stage_of(num_layers, has_embedding=has_embedding, has_head=has_head)
+    return virtual_stage_memory(shape, stage, block_bytes(shape))
 
 
 def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
     layer, head = layer_workspace_bytes(shape), head_workspace_bytes(shape)
-    inner = virtual_stage_memory(
-        shape, Stage((BlockRun("layer", 3),), has_embedding=False, has_head=False)
-    )
+    inner = stage_memory(shape, 3, has_embedding=False, has_head=False)
     assert inner.saved_bytes == 3 * saved_layer_bytes(shape)
     assert (inner.forward_workspace_bytes, inner.backward_workspace_bytes) == layer
-    ends = virtual_stage_memory(
-        shape, Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
-    )
+    ends = stage_memory(shape, 3, has_embedding=True, has_head=True)
     extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
     assert ends.saved_bytes - inner.saved_bytes == extra
     # A layer runs while nothing of the head is kept yet, or any more.
@@ -307,13 +306,13 @@ def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
 
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    embedding = virtual_stage_memory(shape, Stage((), has_embedding=True, has_head=False))
+    embedding = stage_memory(shape, 0, has_embedding=True, has_head=False)
     assert embedding == VirtualStageMemory(
         saved_bytes=saved_embedding_bytes(shape),
         forward_workspace_bytes=0,
         backward_workspace_bytes=highest(embedding_backward_steps(shape)),
     )
-    head = virtual_stage_memory(shape, Stage((), has_embedding=False, has_head=True))
+    head = stage_memory(shape, 0, has_embedding=False, has_head=True)
     workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)
     assert workspaces == head_workspace_bytes(shape)
 
@@ -361,7 +360,7 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, 1)
     memory = static_rank((virtual_stage,), update_bytes)
     passes = [(action, 10 * i, 10 * i + 7) for i, action in enumerate(actions)]
-    events = memory_timeline(memory, passes, 10 * len(actions))
+    events = memory_timeline(memory, list(passes), 10 * len(actions))
     in_flight = schedule.in_flight(pp_rank, pp, num_microbatches, 1)
     workspace = max(virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     expected = max(in_flight * virtual_stage.saved_bytes + workspace, update_bytes)
@@ -386,7 +385,7 @@ def test_no_activation_outlives_the_last_backward(
     for pp_rank in range(4):
         actions = schedule.rank_actions(pp_rank, 4, 4 * multiple, vpp)
         passes = [(action, i, i + 1) for i, action in enumerate(actions)]
-        events = memory_timeline(static_rank(tuple(virtual_stages)), passes, len(actions))
+        events = memory_timeline(static_rank(tuple(virtual_stages)), list(passes), len(actions))
         assert [event.time_ps for event in events] == sorted(event.time_ps for event in events)
         assert min(event.activations_bytes for event in events) >= 0
         assert (events[-1].activations_bytes, events[-1].moment) == (0, "optimizer")
@@ -415,7 +414,7 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
     ]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
     memory = replace(static_rank((virtual_stage, virtual_stage), 1), message_buffers_bytes=1000)
-    events = memory_timeline(memory, passes, 99)
+    events = memory_timeline(memory, list(passes), 99)
     assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
         (1100, 7, 20),
         (1100, 2, 20),
@@ -441,7 +440,7 @@ def test_a_timeline_names_each_moment() -> None:
     )
     actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((virtual_stage,), 64), passes, 99)
+    events = memory_timeline(static_rank((virtual_stage,), 64), list(passes), 99)
     assert [(e.time_ps, e.moment, e.activations_bytes, e.buffers_bytes) for e in events] == [
         (0, "F0.0", 100, 7),
         (5, "after F0.0", 100, 0),
@@ -490,7 +489,7 @@ def test_sums_of_gradients_leave_with_the_last_backward() -> None:
     )
     actions = [Action(phase, 0, index) for index in range(3) for phase in Phase]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((virtual_stage,), 1), passes, 99)
+    events = memory_timeline(static_rank((virtual_stage,), 1), list(passes), 99)
     first = [(7, 10), (0, 10), (25, 3), (0, 0)]
     later = [(7, 0), (0, 0), (30, 0), (0, 0)]
     last = [(7, 0), (0, 0), (28, 1), (0, 8)]

@@ -137,9 +137,9 @@ def test_ctrl_c_ends_the_command_with_130(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(device_bench, "measure_batch", stopped)
-    calibrate = as_command(run_calibrate, CalibrateOptions)
-    commands = {"calibrate": calibrate, "again": calibrate}
-    monkeypatch.setattr(meshwright, "_commands", lambda: commands)
+    monkeypatch.setattr(
+        meshwright, "_command", lambda _name: as_command(run_calibrate, CalibrateOptions)
+    )
     assert meshwright.main(["calibrate", "--device", "cpu", "--out", str(tmp_path / "o")]) == 130
 
 
@@ -279,7 +279,7 @@ def test_options_become_words() -> None:
 
     words = ["--device", "cpu", "--ranks", "2", "--nccl-tests", "a", "--nccl-tests", "b"]
     command = as_command(run, CalibrateOptions)
-    status = run_command_line({"calibrate": command, "other": command}, ["calibrate", *words])
+    status = run_command_line(["calibrate"], lambda _name: command, ["calibrate", *words])
     assert status == 0
     assert seen[0].device is Accelerator.CPU
     assert (seen[0].ranks, seen[0].nccl_tests) == (2, ["a", "b"])

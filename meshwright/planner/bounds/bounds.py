@@ -116,7 +116,8 @@ class StepBounds:
     def lower_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return a lower bound of the step time of each layout among *indices*."""
         bounds = np.zeros(len(self._space), np.int64)
-        times = ShapeTimes.of(self._table, np.unique(self._table.index[indices]), self._costs)
+        used = np.flatnonzero(np.bincount(self._table.index[indices]))
+        times = ShapeTimes.of(self._table, used, self._costs)
         for group in pipeline_groups(self._space, indices):
             columns = self._columns(group, times)
             bounds[group.indices] = self._group_bounds(group, columns)

@@ -150,7 +150,8 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
                     chosen, group.roles, group.pp, group.schedule, replication
                 )
         return peaks
-    blocks = {kind: _block_columns(table, kind) for kind in table.kinds}
+    known = [block_bytes(shape) for shape in table.shapes]
+    blocks = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
     sizes = _Sizes(
         table.kinds,
         np.stack([blocks[kind].saved for kind in table.kinds], axis=1),
@@ -164,9 +165,8 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
     return peaks
 
 
-def _block_columns(table: ShapeTable, kind: BlockKind) -> BlockBytes[Column]:
-    rows = np.array([block_bytes(shape, kind) for shape in table.shapes], np.int64)
-    return BlockBytes[Column](*rows.reshape(len(table.shapes), -1).T)
+def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
+    return BlockBytes[Column](*np.array(known, np.int64).reshape(len(known), -1).T)
 
 
 def _replication(stack: StackProfile, pp: int, zero_stage: int) -> Replication:

@@ -20,7 +20,13 @@ from meshwright.planner.options.records import (
     read_price,
     read_tokens,
 )
-from meshwright.planner.options.words import Given, as_command, option_name, run_command_line
+from meshwright.planner.options.words import (
+    Given,
+    OptionGroup,
+    as_command,
+    option_name,
+    run_command_line,
+)
 
 __all__ = [
     "LAYOUT",
@@ -32,6 +38,7 @@ __all__ = [
     "MatmulOptions",
     "MoneyOptions",
     "NameOptions",
+    "OptionGroup",
     "OutputOptions",
     "RankingOptions",
     "as_command",

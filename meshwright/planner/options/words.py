@@ -19,7 +19,7 @@ from typing import (
 )
 
 import typer
-from typer.main import get_command
+from typer.main import get_group
 
 from meshwright.hwprofiles import shown, suggestion
 from meshwright.simulator import PlanError
@@ -154,15 +154,23 @@ def _read(option: Option, value: object) -> object:
     return read(text)
 
 
-def run_command_line(commands: Mapping[str, Callable[..., int]], words: Sequence[str]) -> int:
+def run_command_line(
+    names: Sequence[str], command: Callable[[str], Callable[..., int]], words: Sequence[str]
+) -> int:
     """Run the command that *words* name and return its exit status; no words show the help.
+
+    Args:
+        names: Of all commands, in the order of the help.
+        command: Makes the one of a name.
+        words: What was typed.
 
     Raises:
         PlanError: If the words are not what a command takes; one line.
         KeyboardInterrupt: If the user stops the command.
     """
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        raise PlanError(f"unknown command {shown(words[0])}; {suggestion(words[0], commands)}")
+    named = words[:1] if words and words[0] in names else names
+    if words and not words[0].startswith("-") and named is names:
+        raise PlanError(f"unknown command {shown(words[0])}; {suggestion(words[0], names)}")
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,
@@ -171,10 +179,10 @@ def run_command_line(commands: Mapping[str, Callable[..., int]], words: Sequence
         help="Lay out the training of a large model on a cluster: search, simulate, prove.",
         epilog="meshwright --version shows the version.",
     )
-    for name, command in commands.items():
-        app.command(name)(command)
+    for name in named:
+        app.command(name)(command(name))
     try:
-        status = get_command(app).main(
+        status = get_group(app).main(
             args=list(words) or ["--help"], prog_name="meshwright", standalone_mode=False
         )
     except _USAGE_ERROR as error:

@@ -27,9 +27,9 @@ Progress = Callable[[str, int, int], None]
 MAX_PASSES = 500_000
 
 
-# Runs of up to so many passes are kept whole, below a megabyte each, to be reported without
-# another run.
-KEPT_PASSES = 5_000
+# The fastest runs, of so many passes in all, are kept whole to be reported without another run:
+# at most fifty megabytes.
+MOST_KEPT_PASSES = 500_000
 
 
 @dataclass
@@ -50,11 +50,17 @@ class Runs:
             built = build_step(self.space.job, self.space.plan(index), self.costs)
             times = simulate_folded(built.work)
             self.step_ps[index] = times.step_ps
-            num_passes = sum(map(len, built.work.actions))
-            self.num_passes += num_passes
-            if num_passes <= KEPT_PASSES:
-                self.kept[index] = built, times
+            self.num_passes += _num_passes(built)
+            self._keep(index, built, times)
         return self.step_ps[index]
+
+    def _keep(self, index: int, built: BuiltStep, times: StepTimes) -> None:
+        self.kept[index] = built, times
+        passes = sum(_num_passes(built) for built, _ in self.kept.values())
+        for slowest in sorted(self.kept, key=self.rank, reverse=True):
+            if passes <= MOST_KEPT_PASSES:
+                return
+            passes -= _num_passes(self.kept.pop(slowest)[0])
 
     def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
         """Return the full result of layout *index*."""
@@ -90,6 +96,10 @@ class Runs:
             )
             for index in sorted(self.step_ps)
         )
+
+
+def _num_passes(built: BuiltStep) -> int:
+    return sum(map(len, built.work.actions))
 
 
 class Field(NamedTuple):

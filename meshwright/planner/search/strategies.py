@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster, Recompute, StackProfile, Strategy
 from meshwright.planner.footprint import device_bytes_column
-from meshwright.planner.search.finalists import KEPT_PASSES, Field, Runs
+from meshwright.planner.search.finalists import Field, Runs
 from meshwright.planner.space import Column, Space, SpaceLimits, enumerate_space
 from meshwright.simulator import (
     CostModel,
@@ -31,6 +31,8 @@ from meshwright.simulator.step import overhead_per_million
 Servers = int | Literal["all"] | None
 # A pass starts when the one before it has ended, so that two show what lives at once.
 REPRESENTATIVE_MICROBATCHES = 2
+# Results of up to so many passes are kept, below a megabyte each.
+KEPT_PASSES = 5_000
 
 
 @dataclass(frozen=True)

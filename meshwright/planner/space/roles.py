@@ -1,6 +1,7 @@
 """Pipeline ranks that hold alike, and the fullest moments each of them goes through."""
 
 from collections.abc import Sequence
+from operator import add, ge, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -81,16 +82,17 @@ def _walk(
     schedule: Schedule, role: Role, pp: int, num_microbatches: int, kinds: Sequence[BlockKind]
 ) -> list[PeakCandidate]:
     actions = schedule.rank_actions(role.first, pp, num_microbatches, len(role.stages))
-    counts = [block_counts(kinds, [stage]) for stage in role.stages]
-    kept = [0] * len(kinds)
+    counts = [tuple(block_counts(kinds, [stage])) for stage in role.stages]
+    kept = (0,) * len(kinds)
     most_of_first: dict[tuple[tuple[int, ...], Phase, Stage], int] = {}
     for phase, virtual_stage, _ in actions:
         if phase is Phase.FORWARD:
-            kept = [a + b for a, b in zip(kept, counts[virtual_stage], strict=True)]
-        key = (tuple(kept[1:]), phase, role.stages[virtual_stage])
-        most_of_first[key] = max(kept[0], most_of_first.get(key, 0))
+            kept = tuple(map(add, kept, counts[virtual_stage]))
+        key = (kept[1:], phase, role.stages[virtual_stage])
+        if most_of_first.get(key, -1) < kept[0]:
+            most_of_first[key] = kept[0]
         if phase is Phase.BACKWARD:
-            kept = [a - b for a, b in zip(kept, counts[virtual_stage], strict=True)]
+            kept = tuple(map(sub, kept, counts[virtual_stage]))
     return _undominated(
         [
             PeakCandidate((first, *others), phase, stage)
@@ -101,12 +103,11 @@ def _walk(
 
 def _undominated(moments: list[PeakCandidate]) -> list[PeakCandidate]:
     """Drop moments that another one of the same action reaches in every count."""
-
-    def exceeds(one: PeakCandidate, other: PeakCandidate) -> bool:
-        return (
-            one != other
-            and one[1:] == other[1:]
-            and all(a >= b for a, b in zip(one.passes, other.passes, strict=True))
-        )
-
-    return [each for each in moments if not any(exceeds(other, each) for other in moments)]
+    kept: list[PeakCandidate] = []
+    # The larger ones first: none that comes later exceeds one before it.
+    for moment in sorted(moments, key=lambda each: each.passes, reverse=True):
+        if not any(
+            all(map(ge, each.passes, moment.passes)) and each[1:] == moment[1:] for each in kept
+        ):
+            kept.append(moment)
+    return kept

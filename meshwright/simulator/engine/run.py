@@ -24,6 +24,7 @@ from meshwright.simulator.engine.work import (
 from meshwright.simulator.schedules import Action, Phase, refetched
 
 Process = Generator[Event, int, None]
+NO_MICROBATCH = -1
 
 
 class QueuedCollective(NamedTuple):
@@ -61,18 +62,53 @@ class RankPlace:
     embedding_group: Meeting[int, int] | None
 
 
+class Inbox:
+    """Messages for one phase of a virtual stage: when each may be taken, by its microbatch."""
+
+    __slots__ = ("_event", "arrivals_ps", "awaited")
+
+    def __init__(self) -> None:
+        self.arrivals_ps: dict[int, int] = {}
+        self.awaited = NO_MICROBATCH
+        self._event: Event | None = None
+
+    def message(self, env: Environment, microbatch: int) -> Event:
+        """Return the event of a message that has not been sent yet."""
+        self.awaited, self._event = microbatch, Event(env)
+        return self._event
+
+    def deliver(self, microbatch: int, arrival_ps: int) -> None:
+        """Leave the message of *microbatch*, and let the rank go on if it waits for that."""
+        self.arrivals_ps[microbatch] = arrival_ps
+        if self.awaited == microbatch and self._event is not None:
+            self.awaited = NO_MICROBATCH
+            self._event.succeed()
+
+
+class Lane(NamedTuple):
+    """What a rank does for one phase of one virtual stage: take a message, compute, send one.
+
+    ``special`` is the instruction of a pass beside which parameters are gathered or gradients
+    reduced.
+    """
+
+    inbox: Inbox | None
+    compute_ps: int
+    outbox: Inbox | None
+    occupy_ps: int
+    delay_ps: int
+    special: Instruction | None
+
+
 @dataclass(slots=True)
 class RankProgress:
     """What a rank has done so far; filled while it runs, read once at the end."""
 
-    inbox: list[dict[int, int]]
-    waits_for: tuple[int, int] | None = None
-    wake: Event | None = None
+    inboxes: list[Inbox]
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
     queue: list[QueuedCollective] = field(default_factory=list)
     messages: Intervals = field(default_factory=list)
-    port_free_ps: int = 0
     gather_wait_ps: int = 0
     sums_start_ps: int = 0
     reduce_end_ps: int = 0
@@ -95,56 +131,76 @@ class StepRun:
             for actions in work.actions
         ]
         slots = 2 * work.num_virtual_stages
-        self.states = [RankProgress(inbox=[{} for _ in range(slots)]) for _ in range(num_places)]
+        self.states = [RankProgress([Inbox() for _ in range(slots)]) for _ in range(num_places)]
         self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
 
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        state, instructions = self.states[place.index], self.programs[place.pp_rank]
-        inbox, starts, ends = state.inbox, state.starts_ps, state.ends_ps
-        num_stages, last = self.work.num_virtual_stages, self.work.num_microbatches - 1
-        now = 0
+        state, lanes = self.states[place.index], self._lanes(place)
+        starts, ends, messages = state.starts_ps, state.ends_ps, state.messages
+        num_stages, shares_port = self.work.num_virtual_stages, self.work.shared_port
+        now = port_free_ps = 0
         for action in self.work.actions[place.pp_rank]:
             phase, stage, microbatch = action
-            instruction = instructions[stage if phase is Phase.FORWARD else num_stages + stage]
-            slot = instruction.inbox
-            if slot >= 0:
-                if microbatch not in inbox[slot]:  # one that was sent is a number, not an event
-                    yield _message(self.env, state, slot, microbatch)
-                now = max(now, inbox[slot].pop(microbatch))
+            lane = lanes[stage if phase is Phase.FORWARD else num_stages + stage]
+            inbox, compute_ps, outbox, occupy_ps, delay_ps, special = lane
+            if inbox is not None:
+                if microbatch not in inbox.arrivals_ps:
+                    yield inbox.message(self.env, microbatch)
+                now = max(now, inbox.arrivals_ps.pop(microbatch))
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
-            if instruction.units:
-                now = yield from self._sharded_pass(place, instruction, action, now)
-            elif instruction.gathers and microbatch == 0:
-                now = yield from self._gathered_forward(place, instruction.gathers, now)
-            elif instruction.reductions and (instruction.reduces_always or microbatch == last):
-                now = _reduced_backward(state, instruction.reductions, now)
-                if microbatch != last:  # `_finish` waits for the last one's, with what else is left
-                    now = yield from self._wait_for(place, len(state.queue), now)
+            if special is None:
+                now += compute_ps
             else:
-                now += instruction.compute_ps
+                now = yield from self._special_pass(place, special, action, now)
             ends.append(now)
-            if instruction.target_step:
-                now = self._send(place, instruction, microbatch, now)
+            if outbox is not None:
+                sent_ps = max(port_free_ps, now)
+                port_free_ps = sent_ps + occupy_ps
+                if shares_port and occupy_ps:
+                    messages.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
+                outbox.deliver(microbatch, port_free_ps + delay_ps)
+                if self.work.blocking_messages:
+                    now = port_free_ps
         yield from self._finish(place, now)
 
-    def _send(self, place: RankPlace, instruction: Instruction, microbatch: int, now: int) -> int:
-        """Put a message on the rank's port; return when the rank may go on."""
-        state, message = self.states[place.index], instruction.message
-        start_ps = max(now, state.port_free_ps)
-        end_ps = start_ps + message.occupy_ps
-        state.port_free_ps = end_ps
-        if self.work.shared_port and message.occupy_ps:
-            state.messages.append((start_ps, end_ps))  # in order, as `busy_end_ps` wants them
-        target = self.states[place.index + instruction.target_step * place.stride]
-        slot = instruction.target_slot
-        target.inbox[slot][microbatch] = end_ps + message.delay_ps
-        if target.waits_for == (slot, microbatch) and target.wake is not None:
-            target.waits_for = None
-            target.wake.succeed()
-        return end_ps if self.work.blocking_messages else now
+    def _lanes(self, place: RankPlace) -> list[Lane]:
+        """Return what a rank does for each of its instructions."""
+        lanes = []
+        for instruction in self.programs[place.pp_rank]:
+            inboxes = self.states[place.index].inboxes
+            inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
+            outbox = None
+            if instruction.target_step:
+                target = self.states[place.index + instruction.target_step * place.stride]
+                outbox = target.inboxes[instruction.target_slot]
+            message = instruction.message
+            is_special = instruction.units or instruction.gathers or instruction.reductions
+            special = instruction if is_special else None
+            lane = Lane(
+                inbox, instruction.compute_ps, outbox, message.occupy_ps, message.delay_ps, special
+            )
+            lanes.append(lane)
+        return lanes
+
+    def _special_pass(
+        self, place: RankPlace, instruction: Instruction, action: Action, now: int
+    ) -> Generator[Event, int, int]:
+        """Run a pass beside which parameters may be gathered or gradients reduced."""
+        state, microbatch = self.states[place.index], action.microbatch
+        last = self.work.num_microbatches - 1
+        if instruction.units:
+            return (yield from self._sharded_pass(place, instruction, action, now))
+        if instruction.gathers and microbatch == 0:
+            return (yield from self._gathered_forward(place, instruction.gathers, now))
+        if instruction.reductions and (instruction.reduces_always or microbatch == last):
+            now = _reduced_backward(state, instruction.reductions, now)
+            if microbatch == last:  # `_finish` waits for it, with what else is left
+                return now
+            return (yield from self._wait_for(place, len(state.queue), now))
+        return now + instruction.compute_ps
 
     def _gathered_forward(
         self, place: RankPlace, segments: tuple[PassSegment, ...], now: int
@@ -233,13 +289,6 @@ class StepRun:
             now = yield place.tp_group.arrive(now)
         state.sums_start_ps = now
         return now + rank.sums_ps
-
-
-def _message(env: Environment, state: RankProgress, slot: int, microbatch: int) -> Event:
-    """Return the event of a message that has not been sent yet."""
-    state.waits_for = (slot, microbatch)
-    state.wake = Event(env)
-    return state.wake
 
 
 def _units_now(

@@ -3,7 +3,13 @@
 from simpy import Environment
 
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
-from meshwright.simulator.engine.run import RankPlace, RankProgress, StepRun, collective_meeting
+from meshwright.simulator.engine.run import (
+    NO_MICROBATCH,
+    RankPlace,
+    RankProgress,
+    StepRun,
+    collective_meeting,
+)
 from meshwright.simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import Axis, Mesh
@@ -81,18 +87,25 @@ def _check_finished(run: StepRun) -> None:
     stuck = [(index, state) for index, state in enumerate(run.states) if state.end_ps < 0]
     if stuck:
         # A rank that waits for a message says more than one that waits for that rank.
-        index, state = min(stuck, key=lambda item: item[1].waits_for is None)
+        index, state = min(stuck, key=lambda item: not _awaited(item[1]))
         raise DeadlockError(
             f"{len(stuck)} of {len(run.states)} ranks never finished; rank {index} stopped after "
             f"{len(state.ends_ps)} actions, {_waiting(state)}"
         )
 
 
+def _awaited(state: RankProgress) -> list[tuple[int, int]]:
+    """Return slot and microbatch of the message that a rank waits for, if it does."""
+    slots = enumerate(state.inboxes)
+    return [(slot, inbox.awaited) for slot, inbox in slots if inbox.awaited != NO_MICROBATCH]
+
+
 def _waiting(state: RankProgress) -> str:
-    if state.waits_for is None:
+    awaited = _awaited(state)
+    if not awaited:
         return "waiting for other ranks of a group"
-    slot, microbatch = state.waits_for
-    num_stages = len(state.inbox) // 2
+    slot, microbatch = awaited[0]
+    num_stages = len(state.inboxes) // 2
     phase = "forward" if slot < num_stages else "backward"
     return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % num_stages}"
 

@@ -34,8 +34,10 @@ from meshwright.simulator.memory.sent_messages import (
 )
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
+    RanAction,
     memory_peak,
     memory_timeline,
+    new_moments,
     pass_levels,
     update_level,
 )
@@ -48,6 +50,7 @@ __all__ = [
     "MemoryEvent",
     "PassPeak",
     "PassPeaks",
+    "RanAction",
     "RankMemory",
     "SentBytes",
     "Shards",
@@ -62,6 +65,7 @@ __all__ = [
     "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
+    "new_moments",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",

@@ -114,9 +114,9 @@ BLOCK_MEMORY: dict[BlockKind, BlockMemory] = {
 }
 
 
-def block_bytes(shape: BlockShape, kind: BlockKind) -> BlockBytes[int]:
-    """Return the bytes of a block of *kind*."""
-    return BLOCK_MEMORY[kind].block_bytes(shape)
+def block_bytes(shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
+    """Return the bytes of a block of each kind of the model."""
+    return {kind: BLOCK_MEMORY[kind].block_bytes(shape) for kind in shape.parameters}
 
 
 def arrival_bytes(shape: BlockShape, kind: BlockKind) -> int:

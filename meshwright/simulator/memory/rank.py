@@ -1,5 +1,6 @@
 """Memory of a pipeline rank: what always lives, and what a pass adds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.memory.block_bytes import block_bytes, pass_workspace_bytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes
 from meshwright.simulator.memory.sent_messages import SentBytes, kept_output_bytes
+from meshwright.simulator.model import BlockKind
 
 
 class Shards(NamedTuple):
@@ -189,9 +191,10 @@ class RankMemory:
         )
 
 
-def virtual_stage_memory(shape: BlockShape, stage: Stage) -> VirtualStageMemory:
-    """Return the memory of one pass through *stage*."""
-    blocks = {kind: block_bytes(shape, kind) for kind, _ in stage.blocks}
+def virtual_stage_memory(
+    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
+) -> VirtualStageMemory:
+    """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
     saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
     return VirtualStageMemory(

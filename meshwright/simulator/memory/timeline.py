@@ -8,6 +8,9 @@ from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_l
 from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
 
+RanAction = tuple[Action, int, int]
+"""An action with its start and end in picoseconds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPeak:
@@ -55,38 +58,95 @@ def pass_levels(
     return kept_levels(memory, actions, states)
 
 
+class _Held(NamedTuple):
+    """What a rank that keeps no units holds between its passes.
+
+    ``gathered`` weights and ``late`` gradients, which no pass has made yet, are by virtual stage.
+    """
+
+    saved: int
+    gathered: tuple[int, ...]
+    late: tuple[int, ...]
+    reduced: int
+
+    @classmethod
+    def first(cls, memory: RankMemory) -> "_Held":
+        """Return what it holds before its first pass."""
+        stages = memory.virtual_stages
+        late = tuple(stage.late_gradients_bytes for stage in stages)
+        return cls(memory.message_buffers_bytes, (0,) * len(stages), late, 0)
+
+
+def _pass(
+    memory: RankMemory, held: _Held, action: Action, *, is_last: bool
+) -> tuple[tuple[LiveBytes, LiveBytes], _Held]:
+    """Return what lives in a pass and after it, and what the rank holds then.
+
+    Args:
+        memory: The rank's sizes.
+        held: What it held before.
+        action: The pass.
+        is_last: Whether it is the last backward pass of its virtual stage.
+    """
+    phase, index, _ = action
+    stage, (saved, gathered, late, reduced) = memory.virtual_stages[index], held
+    if phase is Phase.FORWARD:
+        saved += stage.saved_bytes
+        moment, kept = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
+    else:
+        moment, kept = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
+        if late[index] and stage.first_backward is not None:
+            moment = stage.first_backward
+        elif is_last and stage.last_backward is not None:
+            moment = stage.last_backward
+        late = (*late[:index], 0, *late[index + 1 :])
+    absent = sum(late) + reduced
+    elsewhere = sum(gathered) - gathered[index]  # the workspace of its own pass has it
+    during = LiveBytes(saved, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
+    if phase is Phase.BACKWARD:
+        saved -= stage.saved_bytes
+        reduced += stage.reduced_gradients_bytes if is_last else 0
+    gathered = (*gathered[:index], kept, *gathered[index + 1 :])
+    after = LiveBytes(saved, sum(gathered), sum(late) + reduced)
+    return (during, after), _Held(saved, gathered, late, reduced)
+
+
+def _last_positions(actions: Sequence[Action]) -> set[int]:
+    """Return where the last backward pass of each virtual stage is."""
+    return set(
+        {
+            action.virtual_stage: position
+            for position, action in enumerate(actions)
+            if action.phase is Phase.BACKWARD
+        }.values()
+    )
+
+
 def _plain_levels(
     memory: RankMemory, actions: Sequence[Action]
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
-    live = memory.message_buffers_bytes
-    gathered: dict[int, int] = {}
-    late = {index: stage.late_gradients_bytes for index, stage in enumerate(memory.virtual_stages)}
-    last = {action.virtual_stage: action for action in actions if action.phase is Phase.BACKWARD}
-    reduced = 0
-    for action in actions:
-        phase, index, _ = action
-        stage = memory.virtual_stages[index]
-        if phase is Phase.FORWARD:
-            live += stage.saved_bytes
-            moment = PassPeak(stage.forward_workspace_bytes)
-        else:
-            moment = PassPeak(stage.backward_workspace_bytes)
-            if late.pop(index, 0) and stage.first_backward is not None:
-                moment = stage.first_backward
-            elif action == last[index] and stage.last_backward is not None:
-                moment = stage.last_backward
-        gathered.pop(index, None)  # the workspace of its own pass has it
-        absent, elsewhere = sum(late.values()) + reduced, sum(gathered.values())
-        during = LiveBytes(live, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
-        gathered[index] = stage.after_forward_bytes
-        if phase is Phase.BACKWARD:
-            gathered[index] = stage.after_backward_bytes
-            live -= stage.saved_bytes
-            if action == last[index]:
-                reduced += stage.reduced_gradients_bytes
-        absent = sum(late.values()) + reduced
-        yield during, LiveBytes(live, sum(gathered.values()), absent)
+    held, last = _Held.first(memory), _last_positions(actions)
+    for position, action in enumerate(actions):
+        levels, held = _pass(memory, held, action, is_last=position in last)
+        yield levels
+
+
+def _new_levels(
+    memory: RankMemory, actions: Sequence[Action]
+) -> Iterator[tuple[int, tuple[LiveBytes, LiveBytes]]]:
+    """Yield the levels of the passes that no earlier one was like, each with its position."""
+    if memory.virtual_stages[0].kept_units is not None:
+        yield from enumerate(pass_levels(memory, actions))
+        return
+    held, last = _Held.first(memory), _last_positions(actions)
+    known: dict[tuple[_Held, Phase, int, bool], _Held] = {}
+    for position, action in enumerate(actions):
+        key = (held, action.phase, action.virtual_stage, position in last)
+        if key not in known:
+            levels, known[key] = _pass(memory, held, action, is_last=position in last)
+            yield position, levels
+        held = known[key]
 
 
 def update_level(memory: RankMemory) -> LiveBytes:
@@ -98,7 +158,7 @@ def update_level(memory: RankMemory) -> LiveBytes:
 
 
 def memory_timeline(
-    memory: RankMemory, passes: Iterable[tuple[Action, int, int]], update_ps: int
+    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
 ) -> list[MemoryEvent]:
     """Return the live bytes of a rank, beyond its static ones, at each action of a step.
 
@@ -107,10 +167,29 @@ def memory_timeline(
         passes: Each action with its start and end in picoseconds, in order.
         update_ps: When the optimizer starts.
     """
-    ran = list(passes)
+    levels = pass_levels(memory, [action for action, _, _ in passes])
+    return _events(memory, zip(passes, levels, strict=True), update_ps)
+
+
+def new_moments(
+    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
+) -> list[MemoryEvent]:
+    """Return the events of `memory_timeline` but for passes that are like an earlier one.
+
+    The first fullest instant of a step is among them, and they are few.
+    """
+    levels = _new_levels(memory, [action for action, _, _ in passes])
+    ran = ((passes[position], pair) for position, pair in levels)
+    return _events(memory, ran, update_ps)
+
+
+def _events(
+    memory: RankMemory,
+    ran: Iterable[tuple[RanAction, tuple[LiveBytes, LiveBytes]]],
+    update_ps: int,
+) -> list[MemoryEvent]:
     events: list[MemoryEvent] = []
-    levels = pass_levels(memory, [action for action, _, _ in ran])
-    for (action, start_ps, end_ps), (during, after) in zip(ran, levels, strict=True):
+    for (action, start_ps, end_ps), (during, after) in ran:
         events.append(_event(start_ps, str(action), during, action))
         events.append(_event(end_ps, f"after {action}", after, action))
     events.append(_event(update_ps, "optimizer", update_level(memory)))

@@ -37,7 +37,7 @@ def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> It
 
     The last part comes first.
     """
-    blocks = {kind: block_bytes(shape, kind) for kind, _ in stage.blocks}
+    blocks = block_bytes(shape)
     freed = waiting = 0
     for part in reversed(parts):
         for kind, count in part.stage.blocks:

@@ -30,18 +30,17 @@ def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> lis
 
 def _passes(pp: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
     """Return the order of forward and of backward passes, the same on every rank."""
-    forward = [_forward(index, pp, vpp) for index in range(num_microbatches * vpp)]
+    forward = [
+        Action(Phase.FORWARD, virtual_stage, group + offset)
+        for group in range(0, num_microbatches, pp)
+        for virtual_stage in range(vpp)
+        for offset in range(pp)
+    ]
     backward = [
-        Action(Phase.BACKWARD, vpp - 1 - action.virtual_stage, action.microbatch)
-        for action in forward
+        Action(Phase.BACKWARD, vpp - 1 - virtual_stage, microbatch)
+        for _, virtual_stage, microbatch in forward
     ]
     return forward, backward
-
-
-def _forward(index: int, pp: int, vpp: int) -> Action:
-    group, within = divmod(index, pp * vpp)
-    virtual_stage, offset = divmod(within, pp)
-    return Action(Phase.FORWARD, virtual_stage, group * pp + offset)
 
 
 def _warmup(pp_rank: int, pp: int, total: int, vpp: int) -> int:

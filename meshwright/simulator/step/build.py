@@ -1,6 +1,6 @@
 """From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
@@ -20,14 +20,17 @@ from meshwright.simulator.layout import (
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
+    BlockBytes,
     RankMemory,
     StateBytes,
     VirtualStageMemory,
+    block_bytes,
     rank_memory,
     virtual_stage_memory,
     with_copies,
     with_workspace,
 )
+from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     WireBytes,
@@ -148,7 +151,7 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     context = _context(job, plan, costs, stages_once)
     passes = {stage: virtual_stage_cost(costs, context.shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(stages_by_rank))
-    memory = {stages: _memory(context, stages) for stages in distinct}
+    memory = _memory(context, distinct)
     updates = {stages: rank_update(context, stages) for stages in distinct}
     work = _step_work(context, stages_by_rank, passes)
     return BuiltStep(
@@ -242,31 +245,57 @@ def _step_work(
     )
 
 
-def _memory(context: StepContext, stages: tuple[Stage, ...]) -> RankMemory:
-    shape, state, replication = context.shape, context.host.state, context.replication
+def _memory(
+    context: StepContext, ranks: tuple[tuple[Stage, ...], ...]
+) -> dict[tuple[Stage, ...], RankMemory]:
+    """Return the memory of each of *ranks* by its virtual stages."""
+    if holds_units(context.shape, context.replication):
+        passes = PassBytes.of(context.shape)
+        return {stages: _memory_of_units(context, stages, passes) for stages in ranks}
+    blocks = block_bytes(context.shape)
+    passes_of = {stage: _stage_memory(context, stage, blocks) for stage in context.parts}
+    return {
+        stages: _memory_of_stages(context, stages, tuple(passes_of[stage] for stage in stages))
+        for stages in ranks
+    }
+
+
+def _memory_of_units(
+    context: StepContext, stages: tuple[Stage, ...], passes: PassBytes
+) -> RankMemory:
+    shape = context.shape
     microbatches = context.plan.num_microbatches(context.job)
-    if holds_units(shape, replication):
-        parameter = ParameterBytes(state, context.wire.reduce_bytes)
-        replication = replication.in_steps_of(microbatches)
-        memory = unit_rank_memory(shape, PassBytes.of(shape), stages, replication, parameter)
-        memory = replace(
-            memory,
-            message_buffers_bytes=microbatches * memory.message_buffers_bytes,
-            holds_sent=get_schedule(context.plan.schedule).holds_sent,
-        )
-        memory = _offloaded(context, memory, stages)
-        # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-        return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
-    virtual_stages = []
-    for stage in stages:
-        virtual_stage = virtual_stage_memory(shape, stage)
-        parts = context.parts[stage]
-        if replication.in_units:
-            units = [sum(part.buckets) for part in parts]
-            virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
-        virtual_stages.append(_with_casts(context, stage, virtual_stage))
+    parameter = ParameterBytes(context.host.state, context.wire.reduce_bytes)
+    replication = context.replication.in_steps_of(microbatches)
+    memory = unit_rank_memory(shape, passes, stages, replication, parameter)
+    memory = replace(
+        memory,
+        message_buffers_bytes=microbatches * memory.message_buffers_bytes,
+        holds_sent=get_schedule(context.plan.schedule).holds_sent,
+    )
+    memory = _offloaded(context, memory, stages)
+    # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
+    return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+
+
+def _stage_memory(
+    context: StepContext, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
+) -> VirtualStageMemory:
+    virtual_stage = virtual_stage_memory(context.shape, stage, blocks)
+    if context.replication.in_units:
+        units = [sum(part.buckets) for part in context.parts[stage]]
+        virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
+    return _with_casts(context, stage, virtual_stage)
+
+
+def _memory_of_stages(
+    context: StepContext,
+    stages: tuple[Stage, ...],
+    virtual_stages: tuple[VirtualStageMemory, ...],
+) -> RankMemory:
+    shape, shards = context.shape, context.replication.shards
     num_parameters = sum_parameters(shape, stages)
-    memory = rank_memory(num_parameters, state, tuple(virtual_stages), shards=replication.shards)
+    memory = rank_memory(num_parameters, context.host.state, virtual_stages, shards=shards)
     memory = _offloaded(context, memory, stages)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.parts[stages[0]]:

@@ -130,10 +130,12 @@ def _rank_work(
     update = rank_update(context, stages)
     back_ps = copy_back_ps(context.host, parameters)
     gathers_units = context.replication.gathers_units
+    virtual_stages = {
+        stage: _virtual_stage_work(context, stage, hops, passes[stage])
+        for stage in dict.fromkeys(stages)
+    }
     return RankWork(
-        virtual_stages=tuple(
-            _virtual_stage_work(context, stage, hops, passes[stage]) for stage in stages
-        ),
+        virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         # Parts are reduced in passes; the map of used weights, if any, after all of them (DDP's
         # reducer), so that nothing hides it.
         reduce_ps=(0 if context.parts[stages[0]] else reduce.time_ps) + _used_ps(context, stages),

@@ -26,8 +26,8 @@ from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER
 
 def saved_bytes(shape: BlockShape) -> int:
     """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
-    blocks = whole_model(shape.model).blocks
-    saved = sum(count * block_bytes(shape, kind).saved for kind, count in blocks)
+    blocks, whole = block_bytes(shape), whole_model(shape.model)
+    saved = sum(count * blocks[kind].saved for kind, count in whole.blocks)
     return saved - logits_tensor(shape).size_bytes
 
 

@@ -18,7 +18,7 @@ from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage, whole_model
 from meshwright.simulator.liveness import saved_tensors
-from meshwright.simulator.memory import RankMemory, StateBytes, virtual_stage_memory
+from meshwright.simulator.memory import RankMemory, StateBytes, block_bytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
 from meshwright.simulator.strategies.async_rounds import WorkerRound, account_rounds
@@ -298,7 +298,8 @@ def _add_update(
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
-    virtual_stage = virtual_stage_memory(participants.shape, participants.whole_stage)
+    shape = participants.shape
+    virtual_stage = virtual_stage_memory(shape, participants.whole_stage, block_bytes(shape))
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     largest = max(saved_tensors(participants.shape), key=lambda item: item.size_bytes).name
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)

@@ -35,6 +35,5 @@ def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
 
     read = as_command(keep, JobOptions, LAYOUT, REPLICATION)
     words = ["simulate", *shlex.split(options), "--cluster", cluster_name]
-    # Of a single command the name would not be read; the second one is never called.
-    run_command_line({"simulate": read, "": lambda: 0}, words)
+    run_command_line(["simulate"], lambda _name: read, words)
     return found[0]
