@@ -24,18 +24,13 @@ ALLOWED: dict[str, str] = {
     "simulator.blocks": "graph layout model",
     "simulator.costs": "blocks layout model",
     "simulator.engine": "layout schedules",
-    "simulator.liveness": "blocks",
-    "simulator.memory": "blocks layout liveness model schedules",
-    "simulator.replication": "blocks costs engine layout liveness memory model schedules",
-    "simulator.units": "blocks layout liveness memory model replication",
+    "simulator.memory": "blocks layout model schedules",
+    "simulator.replication": "blocks costs engine layout memory model schedules",
+    "simulator.units": "blocks layout memory model replication",
     "simulator.step": "blocks costs engine layout memory model replication schedules units",
     "simulator.account": "blocks costs engine layout memory replication schedules step",
-    "simulator.strategies": (
-        "account blocks costs engine layout liveness memory model replication step"
-    ),
-    "simulator": (
-        "account blocks costs engine layout liveness memory model schedules step strategies"
-    ),
+    "simulator.strategies": "account blocks costs engine layout memory model replication step",
+    "simulator": ("account blocks costs engine layout memory model schedules step strategies"),
     "simulator.matmul": "blocks costs layout",
     "planner.space": "",
     "planner.footprint": "space",

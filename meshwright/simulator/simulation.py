@@ -10,7 +10,7 @@ from meshwright.simulator.account import (
     plan_warnings,
     time_breakdown,
 )
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import LOGITS, BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
 from meshwright.simulator.engine import RankTimes, StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
@@ -23,9 +23,7 @@ from meshwright.simulator.layout import (
     stack_refusal,
     with_stages,
 )
-from meshwright.simulator.liveness import SavedTensor
 from meshwright.simulator.memory import (
-    BLOCK_MEMORY,
     MemoryEvent,
     RanAction,
     device_bytes,
@@ -40,7 +38,7 @@ from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 
 # All that a stage with nothing but the embedding holds to speak of.
-TABLE = SavedTensor("embedding table", 0)
+TABLE = NamedBytes("embedding table", 0)
 
 
 def simulate(
@@ -135,7 +133,7 @@ def _passes(actions: Sequence[Action], rank: RankTimes) -> list[RanAction]:
 def _memory(
     built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
 ) -> MemoryResult:
-    stages = tuple(_stages(built, times))
+    stages = tuple(_stages(built, times, costs))
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
         peak_bytes=worst.peak_bytes,
@@ -150,12 +148,12 @@ def _memory(
     )
 
 
-def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
+def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
         rank = times.ranks[pp_rank]
         passes = _passes(built.work.actions[pp_rank], rank)
         peak = memory_peak(memory, new_moments(memory, passes, rank.update_start_ps))
-        tensor = largest_tensor(built.shape, built.stages[pp_rank], peak.action)
+        tensor = largest_tensor(costs.blocks, built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,
             parameters_bytes=memory.parameters_bytes,
@@ -170,19 +168,17 @@ def _stages(built: BuiltStep, times: StepTimes) -> Iterator[StageMemory]:
         )
 
 
-def largest_tensor(shape: BlockShape, stages: tuple[Stage, ...], action: Action | None) -> str:
+def largest_tensor(
+    blocks: BlockTable, shape: BlockShape, stages: tuple[Stage, ...], action: Action | None
+) -> str:
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    layers = [kind for stage in stages for kind, _ in stage.layers]
-    ends = [HEAD] if stages[action.virtual_stage].has_head else []
+    again = action.phase is Phase.BACKWARD
+    kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage.layers)
     tensors = [
-        tensor
-        for known in (BLOCK_MEMORY[kind] for kind in dict.fromkeys(layers + ends))
-        for tensor in (
-            known.read_tensors(shape)
-            if action.phase is Phase.BACKWARD
-            else known.saved_tensors(shape)
-        )
+        each for kind in kinds for each in blocks.saved_tensors(shape, kind, repeats=not again)
     ]
+    if stages[action.virtual_stage].has_head:
+        tensors += [each for each in blocks.saved_tensors(shape, HEAD) if each.name == LOGITS]
     return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -19,7 +19,7 @@ from meshwright.planner.space import (
     representative_microbatches,
 )
 from meshwright.simulator import SCHEDULES, Phase, Schedule
-from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
+from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
@@ -134,13 +134,20 @@ class _Sizes(NamedTuple):
     sharded: ShardedWorkspaces
 
 
-def peak_bytes(space: Space, table: ShapeTable) -> Column:
-    """Return the live bytes of each layout's fullest rank at its fullest moment."""
+def peak_bytes(space: Space, table: ShapeTable, blocks: BlockTable) -> Column:
+    """Return the live bytes of each layout's fullest rank at its fullest moment.
+
+    Args:
+        space: The layouts.
+        table: Their shapes.
+        blocks: Where what blocks hold is kept.
+    """
+    blocks.prepare(table.shapes)
     state = StateBytes.of(space.stack, space.job.precision)
     groups = pipeline_groups(space, np.arange(len(space)))
     peaks = np.zeros(len(space), np.int64)
     if space.stack.root_unit:
-        units = UnitPeaks(space, table, state)
+        units = UnitPeaks(space, table, blocks, state)
         for group in groups:
             zero_stages = space.column("zero_stage")[group.indices]
             for zero_stage in np.unique(zero_stages).tolist():
@@ -150,14 +157,14 @@ def peak_bytes(space: Space, table: ShapeTable) -> Column:
                     chosen, group.roles, group.pp, group.schedule, replication
                 )
         return peaks
-    known = [block_bytes(shape) for shape in table.shapes]
-    blocks = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
+    known = [block_bytes(blocks, shape) for shape in table.shapes]
+    columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
     sizes = _Sizes(
         table.kinds,
-        np.stack([blocks[kind].saved for kind in table.kinds], axis=1),
+        np.stack([columns[kind].saved for kind in table.kinds], axis=1),
         ParameterCounts(table),
         state,
-        PassWorkspaces(blocks),
+        PassWorkspaces(columns),
         ShardedWorkspaces(table, state),
     )
     for group in groups:

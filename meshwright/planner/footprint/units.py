@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.planner.footprint.pass_table import PassTable, representative_order
 from meshwright.planner.space import Column, Role, ShapeTable, Space
 from meshwright.simulator import Schedule
-from meshwright.simulator.blocks import weight_copy_bytes
+from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
 from meshwright.simulator.layout import GroupSpan, Stage
 from meshwright.simulator.memory import (
     RankMemory,
@@ -43,6 +43,7 @@ class UnitPeaks:
 
     space: Space
     table: ShapeTable
+    blocks: BlockTable
     state: StateBytes
     _passes: dict[int, PassBytes] = field(default_factory=dict)
     _memory: dict[tuple[int, int, tuple[Stage, ...], Replication], RankMemory] = field(
@@ -128,7 +129,7 @@ class UnitPeaks:
         if key not in self._memory:
             shape, stages = self.table.shapes[rank.shape], rank.role.stages
             if rank.shape not in self._passes:
-                self._passes[rank.shape] = PassBytes.of(shape)
+                self._passes[rank.shape] = PassBytes.of(self.blocks, shape)
             wire = WireBytes.of(self.space.stack, self.space.job.precision)
             parameter = ParameterBytes(self.state, wire.reduce_bytes)
             memory = unit_rank_memory(

@@ -17,6 +17,7 @@ from meshwright.planner.space import (
     apply_rules,
     enumerate_space,
 )
+from meshwright.simulator.blocks import BlockTable
 
 GPU_MULTIPLES = (2, 4, 8, 16, 32, 64)
 
@@ -61,7 +62,8 @@ def _fitting(candidates: Candidates, limits: SpaceLimits, num_gpus: int) -> tupl
     """Return a space and the layouts of it that every rule leaves."""
     old = candidates.space
     space = enumerate_space(old.job, old.stack, num_gpus, limits)
-    device_bytes = device_bytes_column(peak_bytes(space, ShapeTable.of(space)), old.stack)
+    peaks = peak_bytes(space, ShapeTable.of(space), BlockTable())
+    device_bytes = device_bytes_column(peaks, old.stack)
     left, _ = apply_rules(replace(candidates, space=space, device_bytes=device_bytes))
     return space, np.flatnonzero(left)
 

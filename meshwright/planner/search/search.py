@@ -96,8 +96,8 @@ def _mesh_field(
     """Return the layouts of a mesh of ranks: exact memory and bounds without a run."""
     space = enumerate_space(job, stack, num_gpus, limits)
     table = ShapeTable.of(space)
-    peaks = peak_bytes(space, table)
     costs = CostModel(cluster, stack, num_gpus)
+    peaks = peak_bytes(space, table, costs.blocks)
     runs = Runs(space, costs, peaks, device_bytes_column(peaks, stack))
     return Field(runs, StepBounds(space, table, costs).lower_bounds_ps)
 

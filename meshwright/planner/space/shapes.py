@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
-from meshwright.simulator.blocks import KINDS, BlockShape
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, sums_microbatches, syncs_by_default
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, ModelSpec
 from meshwright.simulator.step import message_between
@@ -102,7 +102,7 @@ def _block_times(shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ..
 def _message_times(
     shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]
 ) -> list[list[int]]:
-    sizes = [KINDS[kind].output_bytes(shape) for kind in kinds]
+    sizes = [costs.blocks.memory(shape, kind).sent for kind in kinds]
     known = {size: _times_of_size(shape, costs, size) for size in dict.fromkeys(sizes)}
     return [known[size] for size in sizes]
 

@@ -11,12 +11,12 @@ from meshwright.simulator.account.traffic import Traffic, stage_blocks
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
+    BlockTable,
     FlashAttention,
     Gemm,
-    received_bytes,
-    sent_bytes,
 )
 from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob, rank_stages
+from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import WireBytes, tensor_sums, tied_table_bytes
 
 
@@ -35,11 +35,11 @@ def rank_flops(
         pp_rank: Whose FLOPs.
         microbatches: Microbatches that the rank runs.
     """
-    shape = BlockShape.of(job, plan, stack)
+    shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
         _counted_flops(operators) * count
         for stage in rank_stages(job.model, plan, pp_rank)
-        for operators, count in stage_blocks(shape, stage)
+        for operators, count in stage_blocks(blocks, shape, stage)
     )
     return microbatches * flops
 
@@ -65,12 +65,13 @@ def message_traffic(
     if plan.pp == 1:
         return [], []
     shape = BlockShape.of(job, plan, stack)
+    blocks = block_bytes(BlockTable(), shape)
     in_parts = stack.scatter_gather_p2p and plan.tp > 1 and not shape.sequence_parallel
     # A stage sends forward unless it is the last, and backward unless it is the first: as much.
     sizes = Counter(
         size_bytes
         for stage in rank_stages(job.model, plan, pp_rank)
-        for size_bytes in (received_bytes(shape, stage), sent_bytes(shape, stage))
+        for size_bytes in stage_messages(blocks, stage)
         if size_bytes
     )
     messages, gathers = [], []

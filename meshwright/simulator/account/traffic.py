@@ -9,8 +9,8 @@ from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
+    BlockTable,
     Collective,
-    block_operators,
 )
 from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob, rank_stages
@@ -57,11 +57,11 @@ def rank_traffic(
         stack: With what software.
         pp_rank: Whose collectives; messages between stages are not among them.
     """
-    shape = BlockShape.of(job, plan, stack)
+    shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     stages = rank_stages(job.model, plan, pp_rank)
     counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
     for stage in stages:
-        for collective, count in _stage_collectives(shape, stage):
+        for collective, count in _stage_collectives(blocks, shape, stage):
             key = (Axis.TP, collective.op, collective.size_bytes, plan.tp)
             counted[key] += count * plan.num_microbatches(job)
     for op, size_bytes, num_ranks, count in _data_parallel_collectives(job, plan, shape, pp_rank):
@@ -74,15 +74,19 @@ def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
 
 
-def stage_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[BlockOperators, int]]:
+def stage_blocks(
+    blocks: BlockTable, shape: BlockShape, stage: Stage
+) -> Iterator[tuple[BlockOperators, int]]:
     """Yield the operators of each run of blocks of a virtual stage, and how many it has."""
     for kind, count in stage.blocks:
-        yield block_operators(shape, kind), count
+        yield blocks.operators(shape, kind), count
 
 
-def _stage_collectives(shape: BlockShape, stage: Stage) -> Iterator[tuple[Collective, int]]:
+def _stage_collectives(
+    blocks: BlockTable, shape: BlockShape, stage: Stage
+) -> Iterator[tuple[Collective, int]]:
     """Yield the tensor-parallel collectives of one microbatch and how often each runs."""
-    for operators, count in stage_blocks(shape, stage):
+    for operators, count in stage_blocks(blocks, shape, stage):
         for operator in (*operators.forward, *operators.recompute, *operators.backward):
             if isinstance(operator, Collective):
                 yield operator, count

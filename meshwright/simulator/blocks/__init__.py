@@ -1,19 +1,12 @@
-"""What one microbatch runs in a layer and at the ends of a model: shapes, FLOPs, bytes."""
+"""What one microbatch runs and keeps in a layer and at the ends of a model."""
 
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
 from meshwright.simulator.blocks.fp8_casts import (
     num_linear_weights,
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import (
-    KINDS,
-    KnownBlock,
-    block_operators,
-    received_bytes,
-    sent_bytes,
-)
-from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.blocks.kinds import OUTPUT, Ending, walk
+from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
@@ -26,33 +19,33 @@ from meshwright.simulator.blocks.operators import (
     Operator,
     sum_flops,
 )
-from meshwright.simulator.blocks.recompute_policy import layer_products
+from meshwright.simulator.blocks.priced import partial_weights
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
     "CONVENTION",
-    "KINDS",
+    "LOGITS",
+    "OUTPUT",
+    "BlockMemory",
     "BlockOperators",
     "BlockShape",
+    "BlockTable",
     "Collective",
+    "Ending",
     "FlashAttention",
     "Gemm",
     "HostPasses",
     "KernelLaunches",
-    "KnownBlock",
     "MemoryBound",
+    "NamedBytes",
     "Operator",
-    "block_operators",
-    "embedding_operators",
     "hardware_flops",
-    "head_operators",
-    "layer_operators",
-    "layer_products",
     "model_flops",
     "num_linear_weights",
-    "received_bytes",
-    "sent_bytes",
+    "partial_weights",
     "step_cast_bytes",
     "sum_flops",
+    "walk",
     "weight_copy_bytes",
 ]

@@ -11,23 +11,39 @@ from meshwright.simulator.graph import (
     Linear,
     Placement,
     Reads,
+    Size,
     Tensor,
     columns,
     copy,
+    counted,
     flash,
     norm,
     pointwise,
     residual,
+    rounded_up,
     row,
     scored,
+    share,
 )
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import VOCABULARY_ALIGNMENT
+
+# Widths of the queries that unfused attention moves in transposing and adding biases.
+LAYOUT_WIDTHS = (8, 14)
+
+
+class Columns(NamedTuple):
+    """Tensor-parallel ranks and microbatch sizes of many shapes that are alike but for these."""
+
+    tp: Size
+    microbatch_size: Size
 
 
 class LayerDims(NamedTuple):
-    """Dims of a model's layers, and of what runs through them.
+    """Dims of a model's layers and ends, and of what runs through them.
 
-    ``outside`` is where activations lie outside of tensor-parallel regions.
+    ``outside`` is where activations lie outside of tensor-parallel regions, ``scored`` is of the
+    tokens on a rank that reach the output matrix.
     """
 
     tokens: Dim
@@ -40,16 +56,20 @@ class LayerDims(NamedTuple):
     gate: Dim
     ffn: Dim
     inner: Dim
+    vocabulary: Dim
+    scored: Dim
     outside: Placement
 
     @classmethod
-    def of(cls, shape: BlockShape) -> "LayerDims":
-        """Return the dims of *shape*."""
+    def of(cls, shape: BlockShape, columns: Columns) -> "LayerDims":
+        """Return the dims of *shape* with the sizes of *columns* in the place of its own."""
         model = shape.model
         tokens, width = Dim("tokens", shape.seq_len), model.head_dim
+        own = columns.microbatch_size * shape.seq_len
+        own = own // columns.tp if shape.sequence_parallel else own
         return cls(
             tokens=tokens,
-            batch=Dim("batch", shape.microbatch_size),
+            batch=Dim("batch", columns.microbatch_size),
             hidden=Dim("hidden", model.hidden_size),
             heads=Dim("heads", model.num_heads),
             queries=Dim("queries", model.hidden_size, width),
@@ -58,6 +78,10 @@ class LayerDims(NamedTuple):
             gate=Dim("mlp gate", model.ffn_hidden_size),
             ffn=Dim("mlp in", model.ffn_hidden_size),
             inner=Dim("mlp inner", model.ffn_hidden_size),
+            vocabulary=Dim(
+                "vocabulary", rounded_up(model.vocab_size, VOCABULARY_ALIGNMENT * columns.tp)
+            ),
+            scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},
         )
 
@@ -85,7 +109,8 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
     """Return self-attention of normalised tokens."""
     model = shape.model
     with block.module(x):
-        bias = Linear(bias=model.attention_bias)
+        is_unfused = shape.attention is Attention.UNFUSED
+        bias = Linear(bias=model.attention_bias, counts_bias=not is_unfused)
         query, key, value = columns(block, x, dims.queries, dims.keys, dims.values, linear=bias)
         if block.lowering.fuses_products and model.num_kv_heads < model.num_heads:
             query = copy(block, query, "queries apart")  # a view of them is not one stretch
@@ -94,9 +119,11 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
             query, key = (pointwise(block, "rotary", x, reads=Reads.NOTHING) for x in given)
             block.hold(*given)
         heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
-        attend = flash if shape.attention is Attention.FLASH else scored
+        attend = scored if is_unfused else flash
         with block.part("core"):
             context = attend(block, query, key, value, heads)
+        if is_unfused:
+            context = counted(block, context, *LAYOUT_WIDTHS)
         block.hold(query, key, value)
         bias = Linear(bias=model.output_bias)
         y = row(block, context, dims.hidden, "attention output", dims.outside, bias)

@@ -1,168 +1,118 @@
-"""From shapes to operators: what one microbatch runs in an embedding and in a head.
+"""The ends of a language model: from token ids to activations, and from these to a loss."""
 
-Element-wise traffic is counted as in a layer.
-"""
-
-from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.blocks.layer import (
-    accumulation,
-    column_backward,
-    norm_reductions,
-    pair_communication,
-    tp_collective,
-)
-from meshwright.simulator.blocks.operators import (
-    BlockOperators,
-    Collective,
-    Gemm,
-    KernelLaunches,
-    MemoryBound,
-    Operator,
-    gemm_backward,
-)
+from meshwright.simulator.blocks.dense import LayerDims
+from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.layout import (
-    Axis,
-    PairCommunication,
-    Replicate,
-    linear_pair_communication,
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    PARTIAL,
+    Block,
+    Dim,
+    Gradient,
+    Linear,
+    Tensor,
+    Traffic,
+    columns,
+    copy,
+    dropout,
+    norm,
+    place,
+    pointwise,
+    whole_product,
 )
+from meshwright.simulator.layout import Axis
 
-# Kernels of an embedding and of a head beside their products: index, add, dropout;
-# norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
-EMBEDDING_KERNELS = 3
-HEAD_KERNELS = 8
-# Bytes a logit moves in the loss: unfused chain of fp32 kernels (cast 2 + 4, maximum 4,
-# subtract 8, exponent 8, sum 4, divide 8; gradient 8 + cast 6) or one fused kernel.
-LOSS_BYTES_UNFUSED = (38, 14)
-LOSS_BYTES_FUSED = (6, 10)
-# Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
-MLM_KERNELS = 5
+TABLE_TRAFFIC = 8  # bytes an element: a gradient in fp32 is zeroed and written
+DROPPED_BYTES = 3  # a value and a mask byte
+NEXT_SENTENCE_CLASSES = 2
 
 
-def embedding_operators(shape: BlockShape) -> BlockOperators:
-    """Return the operators of the embedding: a vocabulary-parallel look-up.
-
-    Each rank looks up its rows and the results are summed, a partial placement that becomes
-    the placement of the activations.  Backward writes a dense gradient of the whole table.
-    """
-    comm = pair_communication(shape)
-    model = shape.model
-    added = (model.positions == "learned") + (model.token_types > 0)
-    values = 2 + 2 * added + 2 * model.embedding_norm
-    element = shape.num_local_tokens * model.hidden_size
-    traffic = element * (values * shape.element_bytes + 3 * model.dropout)
-    table = shape.local_vocab_size * model.hidden_size
-    return BlockOperators(
-        forward=(
-            MemoryBound("embedding", traffic),
-            *_looked_up(shape, comm),
-            KernelLaunches("embedding forward", EMBEDDING_KERNELS),
-        ),
-        backward=(
-            *tp_collective(shape, comm.backward_out, "tp embedding gather"),
-            MemoryBound("embedding gradient", traffic),
-            MemoryBound("embedding table gradient", 8 * table),
-            *_position_reduction(shape),
-            KernelLaunches("embedding backward", EMBEDDING_KERNELS),
-        ),
-    )
-
-
-def _looked_up(shape: BlockShape, comm: PairCommunication) -> tuple[Operator, ...]:
-    """Return the sum of looked-up tokens over the ranks, each of which has some of the rows.
+def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return looked-up tokens: each rank has some of the rows, and a part of the sum.
 
     Where a learned position is added to all tokens, Megatron-LM sums all and then keeps its own.
     """
-    keeps_all = shape.model.positions == "learned" and not shape.stack.scatters_positions
-    if keeps_all:
-        comm = linear_pair_communication(activations=Replicate())
-    return tp_collective(shape, comm.forward_out, "tp embedding reduce")
+    model, stack = shape.model, shape.stack
+    stream = dims.stream(block, shape)
+    x = _looked_up(block, shape, dims)
+    if model.positions == "learned":
+        x = place(block, x, dims.outside if stack.scatters_positions else {})
+        x = _with_rows(block, x, "positions", model.max_positions, stream)
+    x = place(block, x, dims.outside)
+    if model.token_types:
+        x = _with_rows(block, x, "token types", model.token_types, stream)
+    if model.embedding_norm:
+        x = norm(block, x, "embedding norm", centers=model.norm == "layernorm")
+    if model.dropout:
+        moved = Traffic(DROPPED_BYTES * stream.numel)
+        x = dropout(block, x, "embedding dropout", (moved, moved))
+    return x
 
 
-def _position_reduction(shape: BlockShape) -> tuple[Operator, ...]:
-    """Return the sum of the position table's gradient where a rank saw its own tokens alone."""
-    scattered = shape.sequence_parallel and shape.stack.scatters_positions
-    scattered = scattered and not shape.defers_sums
-    if shape.model.positions != "learned" or not scattered:
-        return ()
-    size_bytes = shape.model.max_positions * shape.model.hidden_size * shape.element_bytes
-    return (Collective("tp position reduce", CollectiveOp.ALL_REDUCE, size_bytes, Axis.TP),)
+def _looked_up(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the rows of the table; backward writes a dense gradient of all of it.
 
-
-def head_operators(shape: BlockShape) -> BlockOperators:
-    """Return the operators of the head: BERT's dense layer, norm, logits and cross-entropy.
-
-    Only scored positions reach it; the collectives around it carry all.
+    DTensor's look-up gives every tensor rank a gradient of all rows, of which it keeps its own.
     """
-    comm = pair_communication(shape)
-    dense = _mlm_dense(shape) if shape.model.mlm_head else BlockOperators(forward=(), backward=())
-    model, tokens = shape.model, shape.num_scored_tokens
-    logits = Gemm("logits", m=tokens, n=shape.local_vocab_size, k=model.hidden_size)
-    loss = LOSS_BYTES_FUSED if shape.stack.fused_loss else LOSS_BYTES_UNFUSED
-    num_logits = tokens * shape.local_vocab_size
-    norm = shape.num_local_scored_tokens * model.hidden_size * shape.element_bytes
-    scalars = _loss_collectives(shape) if shape.tp > 1 else ()
-    return BlockOperators(
-        forward=(
-            *dense.forward,
-            MemoryBound("final norm", 2 * norm),
-            *tp_collective(shape, comm.forward_in, "tp forward gather"),
-            logits,
-            MemoryBound("loss", num_logits * loss[0]),
-            *scalars,
-            KernelLaunches("head forward", HEAD_KERNELS),
-        ),
-        backward=(
-            MemoryBound("loss gradient", num_logits * loss[1]),
-            *column_backward(shape, comm, logits),
-            MemoryBound("final norm gradient", 5 * norm),
-            *norm_reductions(shape, 1),
-            *dense.backward,
-            accumulation(shape, shape.local_vocab_size * model.hidden_size),
-            KernelLaunches("head backward", HEAD_KERNELS),
-        ),
-    )
+    rows = dims.vocabulary
+    table = block.weight("word_embedding.weight", rows, dims.hidden, at={Axis.TP: rows})
+    ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
+    stream = dims.stream(block, shape)
+    x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
+    traffic = block.traffic(stream, stream)
+    makes = table.like("table gradient", at={}) if shape.stack.whole_table_gradient else None
+    work = (traffic, Traffic(TABLE_TRAFFIC * table.numel))
+    gradient = Gradient(table, (ids,), work, makes=makes)
+    return block.add([ids, table], [x], [gradient], traffic)
 
 
-def _loss_collectives(shape: BlockShape) -> tuple[Operator, ...]:
-    """Return the collectives of a vocabulary-parallel cross-entropy: maximum, target logit, sum.
+def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor) -> Tensor:
+    """Return *x* with rows of a table added that every rank holds."""
+    rows = block.weight(f"{name.replace(' ', '_')}.weight", Dim(name, num_rows), x.dims[-1])
+    traffic = block.traffic(stream, stream)
+    summed = dict.fromkeys(x.at, PARTIAL)
+    gradients = [Gradient(x, (), (traffic,), hands_on=True), Gradient(rows, at=summed)]
+    return block.add([x, rows], [x.like(f"{name} added")], gradients, traffic)
 
-    One fp32 a token each: three reductions, or fused (Transformer Engine's parallel cross
-    entropy) one gather of all three from every rank.
+
+def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the loss of the logits."""
+    logits = output(block, x, shape, dims)
+    others = [_pooled(block, x)] if shape.model.mlm_head else []
+    return loss_of(block, logits, *others)
+
+
+def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the logits; only scored positions reach them."""
+    model = shape.model
+    if model.scored_fraction < 1:
+        x = copy(block, x, "scored", like=x.like("scored", dims=(dims.scored, x.dims[-1]), at={}))
+    if model.mlm_head:
+        x = whole_product(block, x, Dim("mlm dense", model.hidden_size), "mlm dense", bias=True)
+        x = pointwise(block, "mlm activation", x)
+    name = "mlm norm" if model.mlm_head else "final norm"
+    x = norm(block, x, name, centers=model.norm == "layernorm")
+    linear = Linear(bias=model.mlm_head, in_layer=False, shared=model.tied_embeddings)
+    (logits,) = columns(block, x, dims.vocabulary, linear=linear)
+    return logits
+
+
+def _pooled(block: Block, stream: Tensor) -> Tensor:
+    """Return what BERT's pooler and classifier say of first tokens; each tensor rank does all.
+
+    They have so few rows that reading the matrix, and writing the gradient, is their time.
     """
-    numbers = 4 * shape.num_scored_tokens
-    if shape.stack.fused_loss:
-        size_bytes = 3 * numbers * shape.tp
-        return (Collective("tp loss gather", CollectiveOp.ALL_GATHER, size_bytes, Axis.TP),)
-    return (Collective("tp loss reduce", CollectiveOp.ALL_REDUCE, numbers, Axis.TP),) * 3
-
-
-def _mlm_dense(shape: BlockShape) -> BlockOperators:
-    """Return what BERT's head runs more: a dense layer on scored tokens, the pooler on the first.
-
-    Every tensor-parallel rank computes both in full.  An activation reads and writes a value;
-    backward moves three and one for its bias, and reads the logit gradients for theirs.  The
-    pooler has so few rows that reading its matrix, and writing the gradient, is its time.
-    """
-    hidden, tokens = shape.model.hidden_size, shape.num_local_scored_tokens
-    dense = Gemm("mlm dense", m=tokens, n=hidden, k=hidden)
-    pooler = hidden**2 * shape.element_bytes
-    value = tokens * hidden * shape.element_bytes
-    logits = shape.num_scored_tokens * shape.local_vocab_size * shape.element_bytes
-    return BlockOperators(
-        forward=(
-            dense,
-            MemoryBound("mlm activation", 2 * value),
-            MemoryBound("pooler", pooler),
-            KernelLaunches("mlm forward", MLM_KERNELS),
-        ),
-        backward=(
-            MemoryBound("output bias gradient", logits),
-            MemoryBound("mlm activation gradient", 4 * value),
-            *gemm_backward(dense),
-            MemoryBound("pooler gradient", 2 * pooler),
-            accumulation(shape, 2 * hidden**2),
-            KernelLaunches("mlm backward", MLM_KERNELS),
-        ),
-    )
+    width = stream.dims[-1]
+    pooled, classes = Dim("pooled", width.size), Dim("classes", NEXT_SENTENCE_CLASSES)
+    weights = [
+        block.weight("pooler.weight", pooled, width),
+        block.weight("pooler.bias", pooled),
+        block.weight("next_sentence.weight", classes, pooled),
+        block.weight("next_sentence.bias", classes),
+    ]
+    moved = block.traffic(weights[0])
+    summed = dict.fromkeys(stream.at, PARTIAL)
+    first = Gradient(weights[0], (), (moved, moved), at=summed)
+    gradients = [first, *(Gradient(each, at=summed) for each in weights[1:])]
+    out = stream.like("pooled", dims=(classes,), at={})
+    return block.add([stream, *weights], [out], gradients, moved)

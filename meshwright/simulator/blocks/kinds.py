@@ -1,58 +1,185 @@
-"""What each kind of block runs, takes in and hands on."""
+"""The kinds of blocks by name, how a stack runs them, and a walk through one of them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.layer import layer_operators
-from meshwright.simulator.blocks.operators import BlockOperators
+from meshwright.hwprofiles import CollectiveOp, Recompute
+from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
+from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.graph import (
+    Backward,
+    Block,
+    EightBits,
+    Kind,
+    Loss,
+    Lowering,
+    Operator,
+    Repetition,
+    Tape,
+    Tensor,
+    Transfer,
+    WeightGradients,
+)
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
 
-
-class KnownBlock(NamedTuple):
-    """What is known of a kind of block, but for the memory of its passes.
-
-    Args:
-        operators: What one microbatch runs in it.
-        input_bytes: A rank's part of the activation that it gets from the block before.
-        output_bytes: The same of what it hands on to the block behind.
-    """
-
-    operators: Callable[[BlockShape], BlockOperators]
-    input_bytes: Callable[[BlockShape], int]
-    output_bytes: Callable[[BlockShape], int]
-
-
-def _residual_bytes(shape: BlockShape) -> int:
-    return shape.message_bytes
-
-
-def _no_bytes(_shape: BlockShape) -> int:
-    return 0
-
-
-KINDS: dict[BlockKind, KnownBlock] = {
-    EMBEDDING: KnownBlock(embedding_operators, _no_bytes, _residual_bytes),
-    TRANSFORMER_LAYER: KnownBlock(layer_operators, _residual_bytes, _residual_bytes),
-    HEAD: KnownBlock(head_operators, _residual_bytes, _no_bytes),
+# The parts of a layer that each way of recomputation runs again.
+REPEATED_PARTS = {
+    Recompute.NONE: frozenset[str](),
+    Recompute.SELECTIVE: frozenset({"core"}),
+    Recompute.FULL: frozenset({"layer"}),
+    Recompute.SELECTIVE_OP: frozenset({"layer"}),
 }
 
 
-def block_operators(shape: BlockShape, kind: BlockKind) -> BlockOperators:
-    """Return the operators of one block of *kind* on one rank."""
-    return KINDS[kind].operators(shape)
+class Written(NamedTuple):
+    """A block that is written down, and what enters it."""
+
+    block: Block
+    first: Tensor
 
 
-def received_bytes(shape: BlockShape, stage: Stage) -> int:
-    """Return a rank's part of a microbatch's message from the stage before *stage*.
+def _layer(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    x = dims.stream(block, shape)
+    layer(block, x, shape, dims)
+    return x
 
-    The gradient that goes back there is as large.
+
+def _embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    embedding(block, shape, dims)
+    return block.operators[0].inputs[0]
+
+
+def _head(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    x = dims.stream(block, shape)
+    head(block, x, shape, dims)
+    return x
+
+
+def _output(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Write the head without its loss, which another device makes."""
+    x = dims.stream(block, shape)
+    output(block, x, shape, dims)
+    return x
+
+
+OUTPUT: BlockKind = "output"  # a head without its loss
+
+BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
+    EMBEDDING: _embedding,
+    TRANSFORMER_LAYER: _layer,
+    HEAD: _head,
+    OUTPUT: _output,
+}
+
+
+class Ending(NamedTuple):
+    """How the backward pass of a block begins, and what becomes of weights' gradients.
+
+    Args:
+        keeps_gradients: Those of weights stay until the pass is over.
+        from_buffer: The gradient of its output lies in a buffer that is counted elsewhere.
     """
-    return KINDS[stage.blocks[0].kind].input_bytes(shape)
+
+    keeps_gradients: bool = False
+    from_buffer: bool = False
 
 
-def sent_bytes(shape: BlockShape, stage: Stage) -> int:
-    """Return a rank's part of a microbatch's message from *stage* to the one behind."""
-    return KINDS[stage.blocks[-1].kind].output_bytes(shape)
+ADDED = Ending()
+
+
+def lowering_of(shape: BlockShape) -> Lowering:
+    """Return how the stack of *shape* runs operators; its facts are read here and nowhere else."""
+    stack = shape.stack
+    loss = Loss.IN_PLACE if stack.loss_in_place else Loss.EAGER
+    fuses_gradients = stack.fused_gradient_accumulation
+    return Lowering(
+        fuses_products=stack.fused_qkv,
+        fuses_places=stack.fused_qkv,
+        fuses_residual=stack.fused_qkv,
+        saves_first=not stack.fused_qkv,
+        weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,
+        loss=Loss.FUSED if stack.fused_loss else loss,
+        casts=shape.casts_weights,
+        caches_casts=shape.caches_casts,
+        eight_bits=_eight_bits(shape),
+    )
+
+
+def _eight_bits(shape: BlockShape) -> EightBits | None:
+    if shape.fp8 is None:
+        return None
+    return EightBits(
+        keeps_copy=shape.keeps_fp8_inputs,
+        keeps_weights=shape.fp8.weight_copy_bytes > 0,
+        gathers=shape.fp8.tp_gathers_fp8,
+    )
+
+
+def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
+    """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
+    sizes = columns or Columns(shape.tp, shape.microbatch_size)
+    mesh = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
+    block = Block(mesh, lowering_of(shape), shape.element_bytes)
+    return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))
+
+
+def walk(
+    shape: BlockShape,
+    kind: BlockKind,
+    columns: Columns | None = None,
+    *,
+    ending: Ending = ADDED,
+    repeats: bool = True,
+) -> Backward:
+    """Return a walk forward and backward through a block.
+
+    Args:
+        shape: Its sizes and switches.
+        kind: Which block.
+        columns: Sizes in the place of the shape's own.
+        ending: How backward begins and ends.
+        repeats: Whether backward runs again what the plan recomputes.
+    """
+    block, first = written(shape, kind, columns)
+    repetition = _repetition(shape, block) if repeats else Repetition()
+    tape = Tape(block, repetition)
+    tape.run_forward(first)
+    policy = WeightGradients.KEPT if ending.keeps_gradients else block.lowering.weight_gradients
+    result = Backward(tape, policy)
+    last = block.operators[-1].outputs[0]
+    result.run(last.like("buffer", dims=(), width=0) if ending.from_buffer else None)
+    return result
+
+
+def _repetition(shape: BlockShape, block: Block) -> Repetition:
+    is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
+    return Repetition(
+        REPEATED_PARTS[shape.recompute],
+        shape.stack.recompute_stops_early,
+        _kept_operators(block) if is_by_operator else frozenset(),
+    )
+
+
+def _kept_operators(block: Block) -> frozenset[Operator]:
+    """Return the operators whose outputs selective recomputation per operator keeps.
+
+    torchtitan's ``selective_ac_option = "op"`` (torchtitan/parallelisms/parallelize_llama.py,
+    commit 6b03ffa of 2024-12-26) keeps what the operators of a list give out: attention, what is
+    reduce-scattered, and products but for every second one, counted through the layer.  The list
+    has ``aten.mm`` alone: PyTorch runs a product with a bias as ``addmm``, so that always runs
+    again, but torchao adds the bias of an fp8 product afterwards (torchao/float8/float8_linear.py,
+    commit eab345c of 2024-12-20).
+    """
+    kept, num_listed = set(), 0
+    for each in block.operators:
+        scatters = any(
+            isinstance(work, Transfer) and work.op is CollectiveOp.REDUCE_SCATTER
+            for work in each.work
+        )
+        is_listed = each.kind is Kind.PRODUCT and (len(each.inputs) == 2 or each.eight_bits)
+        num_listed += is_listed
+        if scatters or each.kind is Kind.ATTENTION or (is_listed and num_listed % 2 == 1):
+            kept.add(each)
+    return frozenset(kept)

@@ -4,6 +4,7 @@ from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, Stac
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
+    BlockTable,
     Collective,
     FlashAttention,
     Gemm,
@@ -11,7 +12,6 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
-    block_operators,
 )
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
@@ -51,6 +51,7 @@ class CostModel:
         self.cluster = cluster
         self.stack = stack
         self.world_size = world_size
+        self.blocks = BlockTable()
         self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
@@ -60,11 +61,10 @@ class CostModel:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
         key = (shape, kind)
         if key not in self._blocks:
-            self._blocks[key] = self.operators_cost(shape, block_operators(shape, kind))
+            self._blocks[key] = self._block_cost(shape, self.blocks.operators(shape, kind))
         return self._blocks[key]
 
-    def operators_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
-        """Return the cost of *operators* for one microbatch on one rank."""
+    def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
         # Products or collectives, in the breakdown it is time that recomputation costs; what that
         # time rests on stays as it is.
         recompute = self.phase_cost(operators.recompute, shape)

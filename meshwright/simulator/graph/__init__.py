@@ -28,6 +28,7 @@ from meshwright.simulator.graph.pointwise import (
     NUMBER_BYTES,
     Reads,
     copy,
+    counted,
     cut,
     dropout,
     last_dim,
@@ -38,7 +39,17 @@ from meshwright.simulator.graph.pointwise import (
     view,
 )
 from meshwright.simulator.graph.tape import Phase, Step, Tape
-from meshwright.simulator.graph.tensors import PARTIAL, Dim, Mesh, Placement, Size, Tensor, larger
+from meshwright.simulator.graph.tensors import (
+    PARTIAL,
+    Dim,
+    Mesh,
+    Placement,
+    Size,
+    Tensor,
+    larger,
+    rounded_up,
+    share,
+)
 
 __all__ = [
     "NUMBER_BYTES",
@@ -71,6 +82,7 @@ __all__ = [
     "WeightGradients",
     "columns",
     "copy",
+    "counted",
     "cut",
     "dropout",
     "flash",
@@ -82,8 +94,10 @@ __all__ = [
     "pointwise",
     "product",
     "residual",
+    "rounded_up",
     "row",
     "scored",
+    "share",
     "take",
     "view",
     "whole_product",

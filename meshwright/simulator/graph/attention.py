@@ -16,9 +16,6 @@ from meshwright.simulator.graph.pointwise import (
 )
 from meshwright.simulator.graph.tensors import Dim, Tensor
 
-# Widths of the queries that unfused attention moves in transposing and adding biases.
-LAYOUT_WIDTHS = (8, 14)
-
 
 class Heads(NamedTuple):
     """What attention is over: heads and tokens that are seen; how scores are masked and dropped."""
@@ -73,7 +70,7 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     weights = _weights(block, scores, heads)
     dims = (rows, batch, heads.heads, head)
     out = product(block, "values", (weights, value), *dims, kind=Kind.ATTENTION)
-    out = _laid_out(block, out)
+    out = copy(block, out, "attention")
     block.hold(*held)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))
 
@@ -98,13 +95,3 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
         return out
     dropped = (Traffic(2 * element + scores.numel), Traffic(element))
     return dropout(block, out, "attention dropout", dropped)
-
-
-def _laid_out(block: Block, x: Tensor) -> Tensor:
-    """Return a copy of what attention gives out, in the order of its tokens.
-
-    With it count the transposes and the biases of all that goes in.
-    """
-    forward, backward = (Traffic(block.traffic(x).nbytes * each) for each in LAYOUT_WIDTHS)
-    out = x.like("attention")
-    return block.add([x], [out], [Gradient(x, (), (backward,), at=x.at)], forward)

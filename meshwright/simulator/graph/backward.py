@@ -5,10 +5,19 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.graph.lowering import WeightGradients
-from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Product, Transfer, Work
+from meshwright.simulator.graph.operators import (
+    FP8_BYTES,
+    Gradient,
+    Kind,
+    Operator,
+    Product,
+    Transfer,
+    Work,
+    place_work,
+)
 from meshwright.simulator.graph.order import Node, Region, placed_again
 from meshwright.simulator.graph.tape import Phase, Step, Tape
-from meshwright.simulator.graph.tensors import Placement, Tensor, changes, larger
+from meshwright.simulator.graph.tensors import Placement, Tensor, changes
 from meshwright.simulator.layout import Axis
 
 
@@ -100,7 +109,8 @@ class Backward:
         if hands_on or gradient.overwrites is not None:
             self.tape.storages.hold(token)
         else:
-            token = self._token(of)
+            width = FP8_BYTES if _is_gathered_in_fp8(op, work) else None
+            token = self._token(of, width)
             self.tape.copy_tokens(arrived.token, token, work)
         self._arrive(of, Arrived(token, at))
 
@@ -108,8 +118,8 @@ class Backward:
         self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, Axis]]
     ) -> tuple[tuple[Work, ...], bool]:
         """Return the collectives that move a gradient back, and whether its storage stays."""
-        size = larger(op.outputs[0].nbytes, of.nbytes)
-        work = tuple(Transfer(each, axis, size) for each, axis in found)
+        width = self.tape.block.width if op.eight_bits else None
+        work = place_work(found, op.outputs[0], of, cast_from=width)
         is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
         return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
 
@@ -128,13 +138,21 @@ class Backward:
         fused = policy is WeightGradients.FUSED
         if len(of.dims) == 1 or (fused and _is_product(gradient)):
             return []
-        token = self._token(of)
+        token = self._token(of if gradient.makes is None else gradient.makes)
         return [] if policy is WeightGradients.KEPT else [token]
 
-    def _token(self, of: Tensor) -> Tensor:
-        token = of.like(f"{of.name} gradient")
+    def _token(self, of: Tensor, width: int | None = None) -> Tensor:
+        # The gradient of an operand in fp8 is that of what it was cast from.
+        token = of.like(f"{of.name} gradient", width=width or max(of.width, self.tape.block.width))
         self.tape.storages.hold(token)
         return token
+
+
+def _is_gathered_in_fp8(op: Operator, work: tuple[Work, ...]) -> bool:
+    gathers = any(
+        isinstance(each, Transfer) and each.op is CollectiveOp.ALL_GATHER for each in work
+    )
+    return op.eight_bits and op.kind is Kind.PLACE and gathers
 
 
 def _is_product(gradient: Gradient) -> bool:

@@ -11,7 +11,7 @@ from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tenso
 
 
 class _Nodes:
-    """Numbers autograd nodes: each operator is one, but for those that are fused."""
+    """Numbers operators; those that are fused have one number."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -49,18 +49,22 @@ class Block:
     cached: list[Tensor] = field(default_factory=list)
     _region: tuple[str, ...] = ()
     _nodes: _Nodes = field(default_factory=_Nodes)
+    _prices: _Nodes = field(default_factory=_Nodes)
     _arguments: list[Tensor] = field(default_factory=list)
 
     def tensor(self, name: str, *dims: Dim, at: Placement | None = None, width: int = 0) -> Tensor:
         """Return a tensor; axes that the mesh lacks do not count in *at*."""
         return Tensor(name, dims, self.placed(at or {}), self.mesh, width or self.width)
 
-    def weight(self, name: str, *dims: Dim, at: Placement | None = None) -> Tensor:
-        """Return a new weight."""
+    def weight(
+        self, name: str, *dims: Dim, at: Placement | None = None, shared: bool = False
+    ) -> Tensor:
+        """Return a new weight; one that is *shared* is a parameter of another block."""
         width = 4 if self.lowering.casts else self.width
         placed = self.placed(at or {})
         made = Tensor(name, dims, placed, self.mesh, width, is_weight=True)
-        self.weights.append(made)
+        if not shared:
+            self.weights.append(made)
         return made
 
     def placed(self, at: Placement) -> Placement:
@@ -109,6 +113,13 @@ class Block:
         yield
         self._nodes.open(fused=False)
 
+    @contextmanager
+    def one_price(self) -> Iterator[None]:
+        """Price the products inside, of one input, as if they were one."""
+        self._prices.open(fused=True)
+        yield
+        self._prices.open(fused=False)
+
     def add(
         self,
         inputs: Sequence[Tensor],
@@ -116,6 +127,7 @@ class Block:
         gradients: Sequence[Gradient],
         *work: Work,
         kind: Kind = Kind.OTHER,
+        eight_bits: bool = False,
         scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
     ) -> Tensor:
         """Add an operator and return its first output.
@@ -126,6 +138,7 @@ class Block:
             gradients: Its backward.
             work: What it runs forward.
             kind: What it is.
+            eight_bits: Whether it is of a linear layer that multiplies in fp8.
             scratch: What lives while it runs, forward and backward.
         """
         operator = Operator(
@@ -135,8 +148,10 @@ class Block:
             work,
             tuple(gradients),
             self._nodes.number(),
+            self._prices.number(),
             self._region,
             self.lowering.saves_first,
+            eight_bits,
             tuple(scratch[0]),
             tuple(scratch[1]),
         )

@@ -4,49 +4,71 @@ from typing import NamedTuple
 
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.operators import (
+    FP8_BYTES,
     Gradient,
     Kind,
-    Transfer,
+    place_work,
     product_gradients,
     product_work,
 )
 from meshwright.simulator.graph.pointwise import copy, cut
 from meshwright.simulator.graph.tensors import (
+    PARTIAL,
     Dim,
     Placement,
     Size,
     Tensor,
     changes,
     gradient_place,
-    larger,
     product_place,
 )
 from meshwright.simulator.layout import Axis
 
-COPIES_OF_OPERAND = 2  # an fp8 product for gradients wants each operand the other way round
-
 
 class Linear(NamedTuple):
-    """How a product with weights is written: its biases, and whether it may multiply in fp8."""
+    """How a product with weights is written.
+
+    Args:
+        bias: It has one.
+        in_layer: It is one of a layer's, which may multiply in fp8.
+        shared: Its weight is a parameter of another block.
+        counts_bias: The traffic of its bias's gradient is not counted elsewhere.
+    """
 
     bias: bool = False
     in_layer: bool = True
+    shared: bool = False
+    counts_bias: bool = True
 
 
 PLAIN = Linear()
 
 
-def place(block: Block, x: Tensor, at: Placement) -> Tensor:
-    """Move *x*; its gradient moves back.  Even where *x* lies there, its gradient may not."""
+def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -> Tensor:
+    """Move *x*; its gradient moves back.  Even where *x* lies there, its gradient may not.
+
+    Args:
+        block: Where it is written down.
+        x: What moves.
+        at: Where to.
+        eight_bits: Whether it is gathered in fp8, and its gradient.
+    """
     at = block.placed(at)
     if not block.mesh:
         return x
     stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
     out = x.like(f"{x.name} placed", at=at, base=x.storage if stays else None)
-    size = larger(x.nbytes, out.nbytes)
-    work = [Transfer(op, axis, size) for op, axis in changes(x.at, at)]
+    width = None if not eight_bits else block.width
+    work = place_work(changes(x.at, at), x, out, cast_from=width)
     gradient = Gradient(x, at=gradient_place(x.at))
-    return block.add([x], [out], [gradient], *work, kind=Kind.PLACE)
+    return block.add([x], [out], [gradient], *work, kind=Kind.PLACE, eight_bits=eight_bits)
+
+
+class Scratch(NamedTuple):
+    """Copies of operands that live with a product, forward and backward."""
+
+    forward: tuple[Tensor, ...] = ()
+    backward: tuple[Tensor, ...] = ()
 
 
 def product(
@@ -54,23 +76,45 @@ def product(
     name: str,
     operands: tuple[Tensor, Tensor],
     *dims: Dim,
-    bias: bool = False,
+    linear: Linear = PLAIN,
     kind: Kind = Kind.PRODUCT,
+    scratch: Scratch | None = None,
 ) -> Tensor:
-    """Return the einsum of two *operands* with *dims*: which of them are summed follows."""
+    """Return the einsum of two *operands* with *dims*: which of them are summed follows.
+
+    Args:
+        block: Where it is written down.
+        name: What it makes.
+        operands: Activations and weight, or two activations.
+        dims: Of what it makes.
+        linear: Whether a vector is added.
+        kind: What it is.
+        scratch: Copies of its operands in fp8, if it multiplies so.
+    """
     x, weight = operands
-    out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims))
+    out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=block.width)
     gradients = product_gradients(x, weight, out)
     inputs = [x, weight]
-    if bias:
-        own = [dim for dim in dims if dim in weight.dims]
-        split = {axis: dim for axis, dim in weight.at.items() if dim in own}
-        vector = block.weight(f"{name}.bias", *own, at=split)
-        if block.lowering.casts:
-            vector = _cast(block, vector)
-        gradients += (Gradient(vector, (), (block.traffic(out),)),)
+    if linear.bias:
+        vector, gradient = _bias(block, weight, out, counted=linear.counts_bias)
+        gradients += (gradient,)
         inputs.append(vector)
-    return block.add(inputs, [out], gradients, product_work(x, weight, dims), kind=kind)
+    work = product_work(x, weight, dims)
+    in_fp8 = scratch is not None
+    copies = scratch or Scratch()
+    return block.add(inputs, [out], gradients, work, kind=kind, eight_bits=in_fp8, scratch=copies)
+
+
+def _bias(block: Block, weight: Tensor, out: Tensor, *, counted: bool) -> tuple[Tensor, Gradient]:
+    """Return the vector that is added to a product, and its gradient, a sum over tokens."""
+    own = [dim for dim in out.dims if dim in weight.dims]
+    split = {axis: dim for axis, dim in weight.at.items() if dim in own}
+    vector = block.weight(f"{out.name}.bias", *own, at=split)
+    if block.lowering.casts:
+        vector = _cast(block, vector)
+    kept = gradient_place(out.at)
+    place = {axis: dim if dim in own else PARTIAL for axis, dim in kept.items()}
+    return vector, Gradient(vector, (), (block.traffic(out),) if counted else (), at=place)
 
 
 def operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,20 +141,33 @@ def columns(
     """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
     lowering = block.lowering
     whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-    with block.one_node(fused=lowering.fuses_places):
-        gathered = place(block, x, whole)
+    x = _kept_copy(block, x, linear)
+    with block.one_price(), block.one_node(fused=lowering.fuses_places):
+        in_fp8 = _gathers_in_fp8(block, linear)
+        gathered = place(block, x, whole, eight_bits=in_fp8)
         if not lowering.fuses_places:
             block.argument(gathered)
+        again = in_fp8 and gathered.storage is not x.storage and lowering.fuses_places
         if not lowering.fuses_products or len(outs) == 1:
-            return [_column(block, gathered, out, linear) for out in outs]
-        fused = _column(block, gathered, _side_by_side(block, outs), linear)
+            return [_column(block, gathered, out, linear, again=again) for out in outs]
+        side = _side_by_side(block, outs)
+        fused = _column(block, gathered, side, linear, again=again)
     return [fused] if packed else cut(block, fused, *outs)
 
 
-def _column(block: Block, x: Tensor, out: Dim, linear: Linear) -> Tensor:
-    weight = block.weight(f"{out.name}.weight", out, x.dims[-1], at={Axis.TP: out})
+def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -> Tensor:
+    """Return one product; *again* says that its input is gathered again in backward, in fp8."""
+    weight = block.weight(
+        f"{out.name}.weight", out, x.dims[-1], at={Axis.TP: out}, shared=linear.shared
+    )
+    scratch = None
+    bits = block.lowering.eight_bits
+    if bits is not None and linear.in_layer:
+        made = x.like(out.name, dims=(*x.dims[:-1], out), at=block.placed({Axis.TP: out}))
+        ready = bits.keeps_copy and not again
+        scratch = _scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
     pair = operands(block, x, weight)
-    return product(block, out.name, pair, *x.dims[:-1], out, bias=linear.bias)
+    return product(block, out.name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
 def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
@@ -121,23 +178,79 @@ def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
     for out in outs:
         size = size + (out.split(ranks) if Axis.TP in block.mesh else out.size) * ranks
         grain = grain + out.grain
-    return Dim("+".join(out.name for out in outs), size, grain)
+    return Dim(", ".join(out.name for out in outs), size, grain)
 
 
 def row(
     block: Block, x: Tensor, out: Dim, name: str, at: Placement, linear: Linear = PLAIN
 ) -> Tensor:
     """Return the product of *x*, whose last dim the tensor axis splits, summed and placed."""
-    bias = linear.bias and not block.lowering.fuses_residual  # else `residual` adds it
-    with block.one_node(fused=block.lowering.fuses_places):
+    if block.lowering.fuses_residual:
+        linear = linear._replace(bias=False)  # `residual` adds it
+    x = _kept_copy(block, x, linear)
+    with block.one_price(), block.one_node(fused=block.lowering.fuses_places):
         inputs = x.dims[-1]
         weight = block.weight(f"{name}.weight", out, inputs, at={Axis.TP: inputs})
+        in_fp8 = _gathers_in_fp8(block, linear)
+        scratch = None
+        bits = block.lowering.eight_bits
+        if bits is not None:
+            made = x.like(name, dims=(*x.dims[:-1], out), at={})
+            gathered = in_fp8 and bool(block.placed(at))
+            again = 0 if bits.keeps_copy else 2
+            scratch = _scratch(block, (x, weight), made, copies=1 if gathered else 2, again=again)
         pair = operands(block, x, weight)
-        partial = product(block, name, pair, *x.dims[:-1], out, bias=bias)
-        return place(block, partial, at)
+        partial = product(block, name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
+        return place(block, partial, at, eight_bits=in_fp8)
+
+
+def _gathers_in_fp8(block: Block, linear: Linear) -> bool:
+    bits = block.lowering.eight_bits
+    return bits is not None and bits.gathers and linear.in_layer
+
+
+def _kept_copy(block: Block, x: Tensor, linear: Linear) -> Tensor:
+    """Return what a linear layer keeps of its input: an fp8 copy, if the stack does."""
+    bits = block.lowering.eight_bits
+    if bits is None or not bits.keeps_copy or not linear.in_layer:
+        return x
+    return block.add(
+        [x], [x.like(f"{x.name} in fp8", width=FP8_BYTES)], [Gradient(x, at=x.at, hands_on=True)]
+    )
+
+
+def _scratch(
+    block: Block, operands: tuple[Tensor, Tensor], made: Tensor, *, copies: int, again: int
+) -> Scratch:
+    """Return the fp8 copies that live with a product beside what is kept.
+
+    A product for gradients wants each operand the other way round than one for outputs, so there
+    are two of each (see `fp8_casts`).
+
+    Args:
+        block: Where it is written down.
+        operands: Input and weight.
+        made: What it makes.
+        copies: Of what it makes, those of its gradient that are not there otherwise.
+        again: Copies of its input that backward makes.
+    """
+    x, weight = operands
+    bits = block.lowering.eight_bits
+    assert bits is not None
+    weights = [] if bits.keeps_weights else [_fp8(weight, 2)]
+    return Scratch(
+        (_fp8(x, x.width), *weights),
+        (_fp8(made, copies), *(_fp8(x, again) for _ in range(bool(again))), *weights),
+    )
+
+
+def _fp8(x: Tensor, copies: int) -> Tensor:
+    return Tensor(f"{x.name} in fp8", x.dims, x.at, x.mesh, copies * FP8_BYTES)
 
 
 def whole_product(block: Block, x: Tensor, out: Dim, name: str, *, bias: bool = False) -> Tensor:
     """Return a product with a weight that no axis splits."""
     weight = block.weight(f"{name}.weight", out, x.dims[-1])
-    return product(block, name, operands(block, x, weight), *x.dims[:-1], out, bias=bias)
+    return product(
+        block, name, operands(block, x, weight), *x.dims[:-1], out, linear=Linear(bias=bias)
+    )

@@ -12,10 +12,13 @@ from meshwright.simulator.graph.tensors import (
     Size,
     Tensor,
     gradient_place,
+    larger,
     product_of,
     product_place,
 )
 from meshwright.simulator.layout import Axis
+
+FP8_BYTES = 1
 
 
 class Kind(StrEnum):
@@ -81,6 +84,7 @@ class Gradient:
         at: Where it lies; None where the gradient of the output lies.
         hands_on: It is the gradient of the output itself, or a view of it.
         overwrites: A tensor of the forward pass in whose storage it is made.
+        makes: What backward makes of a weight's gradient where it is more than this rank's part.
     """
 
     of: Tensor
@@ -89,6 +93,7 @@ class Gradient:
     at: Placement | None = None
     hands_on: bool = False
     overwrites: Tensor | None = None
+    makes: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,9 +107,11 @@ class Operator:
         work: What it runs.
         gradients: In the order in which backward makes them.
         node: Operators of one number are one autograd node.
+        price: Products of one number are priced as one.
         region: The parts of the block that it is in, from the outside in.
         saves_first: Keeps its inputs before it runs, as PyTorch's own operators do: repetition
             that stops early does not run the last one.
+        eight_bits: It is of a linear layer that multiplies in fp8, or gathers for one.
         scratch: Tensors that live while it runs.
         backward_scratch: Tensors that live while its backward runs.
     """
@@ -115,8 +122,10 @@ class Operator:
     work: tuple[Work, ...]
     gradients: tuple[Gradient, ...]
     node: int
+    price: int
     region: tuple[str, ...] = ()
     saves_first: bool = False
+    eight_bits: bool = False
     scratch: tuple[Tensor, ...] = ()
     backward_scratch: tuple[Tensor, ...] = ()
 
@@ -130,6 +139,30 @@ class Operator:
         """What backward reads of the forward pass, weights left out."""
         read = dict.fromkeys(each for item in self.gradients for each in item.reads)
         return tuple(each for each in read if not each.is_weight)
+
+
+def place_work(
+    found: Iterable[tuple[CollectiveOp, Axis]],
+    one: Tensor,
+    other: Tensor,
+    *,
+    cast_from: int | None = None,
+) -> tuple[Transfer, ...]:
+    """Return the collectives that move a tensor between two places, as *one* and as *other*.
+
+    Args:
+        found: What they are.
+        one: Its part here.
+        other: Its part there.
+        cast_from: Bytes of an element that is cast to fp8 before it is gathered, if it is.
+    """
+    count = larger(one.numel, other.numel)
+    width = max(one.width, other.width) if cast_from is None else cast_from
+    gathered = width if cast_from is None else FP8_BYTES
+    return tuple(
+        Transfer(op, axis, count * (gathered if op is CollectiveOp.ALL_GATHER else width))
+        for op, axis in found
+    )
 
 
 def product_work(left: Tensor, right: Tensor, out: tuple[Dim, ...]) -> Product:

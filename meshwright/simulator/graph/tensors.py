@@ -5,6 +5,7 @@ Sizes are whole numbers, or columns of them: what is derived from a column is a 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TypeAlias
 
 import numpy as np
@@ -103,6 +104,24 @@ def larger(one: Size, other: Size) -> Size:
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)
     return np.maximum(one, other)
+
+
+def share(size: Size, fraction: float) -> Size:
+    """Return *fraction* of a size, rounded up.
+
+    >>> share(512, 0.15625), share(7, 0.5)
+    (80, 4)
+    """
+    if fraction == 1:
+        return size
+    if isinstance(size, int):
+        return ceil(size * fraction)
+    return np.asarray(np.ceil(size * fraction), np.int64)
+
+
+def rounded_up(size: Size, multiple: Size) -> Size:
+    """Return the next multiple of *multiple*."""
+    return -(-size // multiple) * multiple
 
 
 def product_of(sizes: Iterable[Size]) -> Size:

@@ -1,12 +1,10 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
 from meshwright.simulator.memory.block_bytes import (
-    BLOCK_MEMORY,
     BlockBytes,
-    BlockMemory,
-    arrival_bytes,
     block_bytes,
     pass_workspace_bytes,
+    stage_messages,
 )
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
@@ -27,8 +25,9 @@ from meshwright.simulator.memory.rank import (
     with_copies,
     with_workspace,
 )
-from meshwright.simulator.memory.sent_messages import (
-    SentBytes,
+from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.stage_outputs import (
+    kept_logits_bytes,
     kept_output_bytes,
     message_buffer_bytes,
 )
@@ -43,9 +42,7 @@ from meshwright.simulator.memory.timeline import (
 )
 
 __all__ = [
-    "BLOCK_MEMORY",
     "BlockBytes",
-    "BlockMemory",
     "KeptUnits",
     "MemoryEvent",
     "PassPeak",
@@ -56,11 +53,11 @@ __all__ = [
     "Shards",
     "StateBytes",
     "VirtualStageMemory",
-    "arrival_bytes",
     "block_bytes",
     "device_bytes",
     "fuller_peak",
     "kept_levels",
+    "kept_logits_bytes",
     "kept_output_bytes",
     "memory_peak",
     "memory_timeline",
@@ -72,6 +69,7 @@ __all__ = [
     "rank_memory",
     "reserved_bytes",
     "sharded_workspace_bytes",
+    "stage_messages",
     "update_level",
     "usable_bytes",
     "virtual_stage_memory",

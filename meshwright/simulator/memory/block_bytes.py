@@ -3,28 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockMemory, BlockShape, BlockTable
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import (
-    SavedTensor,
-    Step,
-    cached_layer_bytes,
-    embedding_backward_steps,
-    fullest_arrival,
-    head_backward_steps,
-    head_workspace_bytes,
-    highest,
-    layer_tensors,
-    layer_workspace_bytes,
-    logits_tensor,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-    saved_tensors,
-    waiting_table_bytes,
-    whole_backward_steps,
-)
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
+from meshwright.simulator.model import HEAD, BlockKind
 
 
 class Addable(Protocol):
@@ -56,6 +39,9 @@ class BlockBytes(NamedTuple, Generic[Size]):
             stage.
         forward: What its forward needs beside what is kept.
         backward: The same of its backward.
+        arrival: The same when a gradient of its weights has come.
+        received: What it gets from the block before, and the gradient that goes back.
+        sent: What it hands on to the block behind.
     """
 
     saved: Size
@@ -63,68 +49,52 @@ class BlockBytes(NamedTuple, Generic[Size]):
     waiting: Size
     forward: Size
     backward: Size
+    arrival: Size
+    received: Size
+    sent: Size
 
 
-def _embedding_bytes(shape: BlockShape) -> BlockBytes[int]:
-    # Its forward comes when nothing else is kept: it is never the fullest.
-    backward = highest(embedding_backward_steps(shape))
-    return BlockBytes(saved_embedding_bytes(shape), 0, 0, forward=0, backward=backward)
-
-
-def _layer_bytes(shape: BlockShape) -> BlockBytes[int]:
-    cached = cached_layer_bytes(shape)
-    return BlockBytes(saved_layer_bytes(shape), cached, 0, *layer_workspace_bytes(shape))
-
-
-def _head_bytes(shape: BlockShape) -> BlockBytes[int]:
-    waiting = waiting_table_bytes(shape)
-    return BlockBytes(saved_head_bytes(shape), 0, waiting, *head_workspace_bytes(shape))
-
-
-class BlockMemory(NamedTuple):
-    """What is known of the memory of a kind of block.
-
-    Args:
-        block_bytes: What a block keeps and needs.
-        backward_steps: What lives for a moment in its backward, step by step.
-        saved_tensors: What of note it keeps until then.
-        read_tensors: What of note its backward reads, also what is recomputed.
-    """
-
-    block_bytes: Callable[[BlockShape], BlockBytes[int]]
-    backward_steps: Callable[[BlockShape], tuple[Step, ...]]
-    saved_tensors: Callable[[BlockShape], tuple[SavedTensor, ...]]
-    read_tensors: Callable[[BlockShape], tuple[SavedTensor, ...]]
-
-
-def _no_tensors(_shape: BlockShape) -> tuple[SavedTensor, ...]:
-    return ()
-
-
-def _logits(shape: BlockShape) -> tuple[SavedTensor, ...]:
-    return (logits_tensor(shape),)
-
-
-BLOCK_MEMORY: dict[BlockKind, BlockMemory] = {
-    EMBEDDING: BlockMemory(_embedding_bytes, embedding_backward_steps, _no_tensors, _no_tensors),
-    TRANSFORMER_LAYER: BlockMemory(
-        _layer_bytes, whole_backward_steps, saved_tensors, layer_tensors
-    ),
-    HEAD: BlockMemory(_head_bytes, head_backward_steps, _logits, _logits),
-}
-
-
-def block_bytes(shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
+def block_bytes(table: BlockTable, shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
     """Return the bytes of a block of each kind of the model."""
-    return {kind: BLOCK_MEMORY[kind].block_bytes(shape) for kind in shape.parameters}
+    blocks = {kind: _bytes_of(table.memory(shape, kind)) for kind in shape.parameters}
+    head, logits = blocks[HEAD], kept_logits_bytes(shape)
+    blocks[HEAD] = head._replace(
+        saved=head.saved + logits,
+        waiting=waiting_table_bytes(shape),
+        forward=head.forward - logits,
+    )
+    return blocks
 
 
-def arrival_bytes(shape: BlockShape, kind: BlockKind) -> int:
-    """Return the most that the backward of a block needs when a gradient of its weights is there.
+def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
+    return BlockBytes(
+        saved=memory.saved,
+        cached=memory.cached,
+        waiting=0,
+        forward=memory.forward,
+        backward=memory.backward,
+        arrival=memory.arrival,
+        received=memory.received,
+        sent=memory.sent,
+    )
 
-    That is beside what is kept, as `BlockBytes.backward`.
+
+def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) -> SentBytes:
+    """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
+    return SentBytes(
+        output=0 if stage.has_head else blocks[stage.blocks[-1].kind].sent,
+        gradient=0 if stage.has_embedding else blocks[stage.blocks[0].kind].received,
+    )
+
+
+def waiting_table_bytes(shape: BlockShape) -> int:
+    """Return a tied table's gradient from the head, which waits for that from the embedding.
+
+    Autograd adds both up, in place, before it adds them to the gradient that is kept.
     """
-    return fullest_arrival(BLOCK_MEMORY[kind].backward_steps(shape))
+    if not shape.model.tied_embeddings or shape.stack.fused_gradient_accumulation:
+        return 0
+    return shape.local_vocab_size * shape.model.hidden_size * shape.residual_bytes
 
 
 def pass_workspace_bytes(

@@ -13,8 +13,9 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes
-from meshwright.simulator.memory.sent_messages import SentBytes, kept_output_bytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes, stage_messages
+from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
 
 
@@ -198,7 +199,7 @@ def virtual_stage_memory(
     forward, backward = pass_workspace_bytes(blocks, stage, max)
     saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
     return VirtualStageMemory(
-        saved_bytes=saved + kept_output_bytes(shape, stage),
+        saved_bytes=saved + kept_output_bytes(shape, stage_messages(blocks, stage)),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
     )

@@ -1,4 +1,4 @@
-"""What PyTorch's pipeline runtimes hold of messages, also of those that they have sent.
+"""What PyTorch's pipeline runtimes still hold of messages that they have sent.
 
 A message's work holds its tensor (ProcessGroupNCCL stores it as the work's output), and so do the
 lists in which a runtime keeps works and operations (torch/distributed/pipelining/schedules.py,
@@ -8,8 +8,6 @@ PyTorch 2.13).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.simulator.blocks import BlockShape, received_bytes, sent_bytes
-from meshwright.simulator.layout import Stage
 from meshwright.simulator.schedules import Action, Phase
 
 
@@ -23,26 +21,6 @@ class SentBytes(NamedTuple):
 
     output: int = 0
     gradient: int = 0
-
-
-def kept_output_bytes(shape: BlockShape, stage: Stage) -> int:
-    """Return what a stage keeps beyond its blocks, where outputs live until backward.
-
-    The output it hands on is one tensor more; the input of its first layer is a message's buffer,
-    which counts as such (see `message_buffer_bytes`).
-    """
-    if not shape.keeps_outputs:
-        return 0
-    return sent_bytes(shape, stage) - received_bytes(shape, stage)
-
-
-def message_buffer_bytes(shape: BlockShape, stage: Stage) -> int:
-    """Return the buffers of a microbatch's messages that live throughout the step.
-
-    PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
-    stage, for gradients but on the last.
-    """
-    return received_bytes(shape, stage) + sent_bytes(shape, stage) if shape.keeps_outputs else 0
 
 
 def sent_bytes_until_end(actions: Sequence[Action], sent: Sequence[SentBytes]) -> list[int]:

@@ -11,6 +11,7 @@ from meshwright.simulator.model.kinds import (
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
+    VOCABULARY_ALIGNMENT,
     ParameterTensor,
     count_parameters,
     local_shape,
@@ -24,6 +25,7 @@ __all__ = [
     "EMBEDDING",
     "HEAD",
     "TRANSFORMER_LAYER",
+    "VOCABULARY_ALIGNMENT",
     "BlockKind",
     "BlockRun",
     "ModelSpec",

@@ -1,16 +1,15 @@
 """What lives while a bucket of gradients is in the format in which it is reduced."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import arrival_bytes, block_bytes
-from meshwright.simulator.model import EMBEDDING
+from meshwright.simulator.memory import BlockBytes
+from meshwright.simulator.model import EMBEDDING, BlockKind
 from meshwright.simulator.replication.buckets import StagePart
 
 
 def bucket_cast_bytes(
-    shape: BlockShape,
+    blocks: Mapping[BlockKind, BlockBytes[int]],
     stage: Stage,
     parts: tuple[StagePart, ...],
     cast_bytes: Callable[[int], int],
@@ -23,21 +22,22 @@ def bucket_cast_bytes(
     copies that a slow network keeps waiting come on top.
 
     Args:
-        shape: Sizes of the blocks.
+        blocks: Sizes of a block of each kind.
         stage: Whose pass.
         parts: Its blocks by the buckets that they complete, in model order.
         cast_bytes: Bytes of the copy of so many gradients.
     """
-    levels = zip(reversed(parts), _levels(shape, stage, parts), strict=True)
+    levels = zip(reversed(parts), _levels(blocks, stage, parts), strict=True)
     return max(level + max(map(cast_bytes, part.buckets)) for part, level in levels)
 
 
-def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> Iterator[int]:
+def _levels(
+    blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage, parts: tuple[StagePart, ...]
+) -> Iterator[int]:
     """Yield what lives, beside what was kept, in the first block of each part, its last to run.
 
     The last part comes first.
     """
-    blocks = block_bytes(shape)
     freed = waiting = 0
     for part in reversed(parts):
         for kind, count in part.stage.blocks:
@@ -45,6 +45,6 @@ def _levels(shape: BlockShape, stage: Stage, parts: tuple[StagePart, ...]) -> It
             waiting += count * blocks[kind].waiting if stage.has_embedding else 0
         first = part.stage.blocks[0].kind
         # All blocks behind that one have freed theirs.
-        level = arrival_bytes(shape, first) - (freed - blocks[first].saved)
+        level = blocks[first].arrival - (freed - blocks[first].saved)
         # The embedding's gradient of a tied table is added to the one that waits, in place.
         yield level if first == EMBEDDING else level + waiting - blocks[first].waiting

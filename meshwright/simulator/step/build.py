@@ -1,13 +1,13 @@
 """From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, Source, StackProfile
-from meshwright.simulator.blocks import BlockShape, sent_bytes, weight_copy_bytes
+from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
 from meshwright.simulator.costs import CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import (
@@ -20,17 +20,16 @@ from meshwright.simulator.layout import (
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
-    BlockBytes,
     RankMemory,
     StateBytes,
     VirtualStageMemory,
     block_bytes,
     rank_memory,
+    stage_messages,
     virtual_stage_memory,
     with_copies,
     with_workspace,
 )
-from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     WireBytes,
@@ -198,6 +197,7 @@ def _context(
         mesh=mesh,
         wire=wire,
         replication=replication,
+        blocks=block_bytes(costs.blocks, shape),
         host=HostSide(costs, wire, state, replication),
         parts={stage: reduced_parts(shape, stage, replication) for stage in stages},
     )
@@ -206,7 +206,7 @@ def _context(
 def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
     costs, plan, shape = context.costs, context.plan, context.shape
     crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
-    message = costs.message(sent_bytes(shape, stages[0]), crosses_nodes=crosses)
+    message = costs.message(stage_messages(context.blocks, stages[0]).output, crosses_nodes=crosses)
     parameters = sum_parameters(shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     link = costs.cluster.host_link
@@ -250,10 +250,9 @@ def _memory(
 ) -> dict[tuple[Stage, ...], RankMemory]:
     """Return the memory of each of *ranks* by its virtual stages."""
     if holds_units(context.shape, context.replication):
-        passes = PassBytes.of(context.shape)
+        passes = PassBytes.of(context.costs.blocks, context.shape)
         return {stages: _memory_of_units(context, stages, passes) for stages in ranks}
-    blocks = block_bytes(context.shape)
-    passes_of = {stage: _stage_memory(context, stage, blocks) for stage in context.parts}
+    passes_of = {stage: _stage_memory(context, stage) for stage in context.parts}
     return {
         stages: _memory_of_stages(context, stages, tuple(passes_of[stage] for stage in stages))
         for stages in ranks
@@ -278,10 +277,8 @@ def _memory_of_units(
     return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
 
 
-def _stage_memory(
-    context: StepContext, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
-) -> VirtualStageMemory:
-    virtual_stage = virtual_stage_memory(context.shape, stage, blocks)
+def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
+    virtual_stage = virtual_stage_memory(context.shape, stage, context.blocks)
     if context.replication.in_units:
         units = [sum(part.buckets) for part in context.parts[stage]]
         virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
@@ -331,7 +328,9 @@ def _with_casts(
         return virtual_stage
     if context.replication.in_units:
         return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
-    needed = bucket_cast_bytes(context.shape, stage, parts, lambda size: _cast_bytes(context, size))
+    needed = bucket_cast_bytes(
+        context.blocks, stage, parts, lambda size: _cast_bytes(context, size)
+    )
     backward = max(virtual_stage.backward_workspace_bytes, needed)
     return replace(virtual_stage, backward_workspace_bytes=backward)
 

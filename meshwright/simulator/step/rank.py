@@ -1,15 +1,17 @@
 """What each rank of a step computes, sends and reduces, from the costs of its parts."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.blocks import BlockShape, received_bytes, sent_bytes, step_cast_bytes
+from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.memory import BlockBytes, stage_messages
+from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
@@ -50,6 +52,7 @@ class StepContext:
     plan: ParallelPlan
     costs: CostModel
     shape: BlockShape
+    blocks: Mapping[BlockKind, BlockBytes[int]]
     mesh: Mesh
     wire: WireBytes
     replication: Replication
@@ -174,7 +177,8 @@ def shared_embedding_ps(
 def _virtual_stage_work(
     context: StepContext, stage: Stage, hops: Hops, pass_cost: VirtualStageCost
 ) -> VirtualStageWork:
-    stack, shape, replication = context.costs.stack, context.shape, context.replication
+    stack, replication = context.costs.stack, context.replication
+    messages = stage_messages(context.blocks, stage)
     parts = context.parts[stage]
     gathers = (
         stack.overlap_parameter_gather and replication.gather_op is not None and replication.dp > 1
@@ -183,10 +187,8 @@ def _virtual_stage_work(
     return VirtualStageWork(
         forward_ps=pass_cost.forward.time_ps,
         backward_ps=pass_cost.backward.time_ps,
-        forward_message=_message(context, sent_bytes(shape, stage), crosses_nodes=hops.forward),
-        backward_message=_message(
-            context, received_bytes(shape, stage), crosses_nodes=hops.backward
-        ),
+        forward_message=_message(context, messages.output, crosses_nodes=hops.forward),
+        backward_message=_message(context, messages.gradient, crosses_nodes=hops.backward),
         gathers=_gathers(context, stage) if gathers and not replication.gathers_units else (),
         reductions=() if replication.in_units else _reductions(context, parts),
         forward_units=forward_units if replication.gathers_units else (),

@@ -8,24 +8,23 @@ interpreter launches the kernels of all replicas, whose threads take turns a lay
 A pass ends when its gradients are added up.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.blocks import (
-    BlockOperators,
+    LOGITS,
+    OUTPUT,
     BlockShape,
     KernelLaunches,
     MemoryBound,
     Operator,
-    block_operators,
 )
 from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import whole_model
-from meshwright.simulator.liveness import head_workspace_bytes, logits_tensor, saved_tensors
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
 from meshwright.simulator.model import HEAD
 from meshwright.simulator.replication import WireBytes, stage_parameters
@@ -47,7 +46,6 @@ from meshwright.simulator.strategies.module_memory import (
 
 HOST = "host"
 TOKEN_BYTES = 8
-LOSS_OPERATORS = frozenset({"loss", "loss gradient"})
 
 
 class LaunchedBlock(NamedTuple):
@@ -124,10 +122,11 @@ class Replica:
     @cached_property
     def _blocks(self) -> list[tuple[LaunchedBlock, LaunchedBlock]]:
         """Forward and backward of each block in model order."""
-        blocks = []
+        blocks, costs = [], self.case.costs
         for kind, count in whole_model(self.case.job.model).blocks:
-            operators = without_loss(block_operators(self.shape, kind))
-            cost = self.case.costs.operators_cost(self.shape, operators)
+            run = OUTPUT if kind == HEAD else kind
+            operators = costs.blocks.operators(self.shape, run)
+            cost = costs.block_cost(self.shape, run)
             again = operators.recompute + operators.backward
             passes = (
                 self._launched(kind, operators.forward, cost.forward),
@@ -146,22 +145,17 @@ class Replica:
     @cached_property
     def loss_cost(self) -> PhaseCost:
         """Loss of the whole batch and its gradient, on device 0."""
-        head, dp = block_operators(self.shape, HEAD), self.case.plan.dp
+        blocks, dp = self.case.costs.blocks, self.case.plan.dp
+        head, rest = (blocks.operators(self.shape, kind) for kind in (HEAD, OUTPUT))
         whole = [
-            MemoryBound(item.name, dp * item.size_bytes)
-            for item in head.forward + head.backward
-            if isinstance(item, MemoryBound) and item.name in LOSS_OPERATORS
+            MemoryBound("loss", dp * (_traffic_bytes(one) - _traffic_bytes(other)))
+            for one, other in ((head.forward, rest.forward), (head.backward, rest.backward))
         ]
         return self.case.costs.phase_cost(tuple(whole), self.shape)
 
 
-def without_loss(operators: BlockOperators) -> BlockOperators:
-    """Return the operators of a block that replicas run."""
-    forward, backward = (
-        tuple(item for item in each if item.name not in LOSS_OPERATORS)
-        for each in (operators.forward, operators.backward)
-    )
-    return replace(operators, forward=forward, backward=backward)
+def _traffic_bytes(operators: tuple[Operator, ...]) -> int:
+    return sum(item.size_bytes for item in operators if isinstance(item, MemoryBound))
 
 
 def simulate_data_parallel_module(case: StrategyCase) -> StepResult:
@@ -299,10 +293,10 @@ def _pass_bytes(
 
     A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
     """
-    shape = replica.shape
-    saved = saved_bytes(shape)
-    forward = forward_workspace_bytes(shape)
-    backward = backward_workspace_bytes(shape, slope_bytes)
+    shape, blocks = replica.shape, replica.case.costs.blocks
+    saved = saved_bytes(blocks, shape)
+    forward = forward_workspace_bytes(blocks, shape)
+    backward = backward_workspace_bytes(blocks, shape, slope_bytes)
     return [
         live
         for each in passes
@@ -318,9 +312,12 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     case, dp = replica.case, replica.case.plan.dp
     state = StateBytes.of(case.costs.stack, case.job.precision)
     memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
-    saved, logits = saved_bytes(replica.shape), logits_tensor(replica.shape).size_bytes
+    blocks, shape = case.costs.blocks, replica.shape
+    saved = saved_bytes(blocks, shape)
+    kept = blocks.saved_tensors(shape, HEAD)
+    logits = sum(each.size_bytes for each in kept if each.name == LOGITS)
     # Forward, or in the loss's backward the losses' gradient beside its own.
-    workspace = dp * max(head_workspace_bytes(replica.shape)[0], 2 * logits)
+    workspace = dp * max(blocks.memory(shape, HEAD).forward, 2 * logits)
     # Its part of the gradient is a view of the whole.
     task_bytes = _pass_bytes(replica, passes, 0, dp * replica.logit_bytes)
     for each in passes:
@@ -349,7 +346,8 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         update_temporary_bytes=0,
         virtual_stages=(),
     )
-    largest = max(saved_tensors(replica.shape), key=lambda item: item.size_bytes)
+    tensors = case.costs.blocks.saved_tensors(replica.shape, "layer")
+    largest = max(tensors, key=lambda item: item.size_bytes)
     return GraphDevice(
         compute=_device(index),
         links=_links(index),

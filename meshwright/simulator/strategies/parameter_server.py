@@ -17,7 +17,6 @@ from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage, whole_model
-from meshwright.simulator.liveness import saved_tensors
 from meshwright.simulator.memory import RankMemory, StateBytes, block_bytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
@@ -298,10 +297,16 @@ def _add_update(
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
-    shape = participants.shape
-    virtual_stage = virtual_stage_memory(shape, participants.whole_stage, block_bytes(shape))
+    shape, blocks = participants.shape, participants.case.costs.blocks
+    sizes = block_bytes(blocks, shape)
+    virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
-    largest = max(saved_tensors(participants.shape), key=lambda item: item.size_bytes).name
+    tensors = [
+        each
+        for kind, _ in participants.whole_stage.layers
+        for each in blocks.saved_tensors(shape, kind)
+    ]
+    largest = max(tensors, key=lambda item: item.size_bytes).name
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [

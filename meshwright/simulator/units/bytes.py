@@ -4,22 +4,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.liveness import (
-    embedding_backward_steps,
-    head_workspace_bytes,
-    highest,
-    kept_logits_bytes,
-    layer_backward_bytes,
-    layer_workspace_bytes,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-)
-from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER
+from meshwright.simulator.memory import SentBytes, StateBytes, kept_logits_bytes
+from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.replication import Replication, stage_parameters
+
+# Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
+# message's buffer.
+ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, from_buffer=True))
 
 
 class ParameterBytes(NamedTuple):
@@ -58,23 +51,29 @@ class PassBytes:
     table: int
 
     @classmethod
-    def of(cls, shape: BlockShape) -> "PassBytes":
+    def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
         """Return the bytes of *shape*."""
-        backward, from_buffer = (
-            layer_backward_bytes(shape, keeps_weight_gradients=True, from_buffer=is_buffer)
-            for is_buffer in (False, True)
-        )
+        adding, kept, sent = (table.memory(shape, TRANSFORMER_LAYER, each) for each in ENDINGS)
+        head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
+        logits = kept_logits_bytes(shape)
         return cls(
-            saved_layer=saved_layer_bytes(shape),
-            saved_embedding=saved_embedding_bytes(shape),
-            saved_head=saved_head_bytes(shape),
-            freed_head=saved_head_bytes(shape) - kept_logits_bytes(shape),
-            message=shape.message_bytes,
-            layer=(layer_workspace_bytes(shape)[0], backward),
-            sent_layer=from_buffer,
-            adding=layer_backward_bytes(shape),
-            head=head_workspace_bytes(shape),
-            table=highest(embedding_backward_steps(shape)),
+            saved_layer=adding.saved,
+            saved_embedding=embedding.saved,
+            saved_head=head.saved + logits,
+            freed_head=head.saved,
+            message=adding.sent,
+            layer=(kept.forward, kept.backward),
+            sent_layer=sent.backward,
+            adding=adding.backward,
+            head=(head.forward - logits, head.backward),
+            table=embedding.backward,
+        )
+
+    def messages(self, stage: Stage) -> SentBytes:
+        """Return what *stage* sends in a microbatch."""
+        return SentBytes(
+            output=0 if stage.has_head else self.message,
+            gradient=0 if stage.has_embedding else self.message,
         )
 
 

@@ -1,0 +1,119 @@
+"""From logits to a loss: in one fused kernel, in place in fp32, or by PyTorch's own chain."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.graph import (
+    Block,
+    Gradient,
+    Loss,
+    Size,
+    Tensor,
+    Traffic,
+    Transfer,
+    copy,
+)
+from meshwright.simulator.layout import Axis
+
+FP32_BYTES = 4
+LOGITS = "logits"  # what the loss keeps of them
+NUM_STATISTICS = 3  # of a token: maximum, target's logit, sum of exponents
+
+
+class LossBytes(NamedTuple):
+    """Bytes a logit moves in the loss.
+
+    A chain of fp32 kernels moves 38 (cast 2 + 4, maximum 4, subtract 8, exponent 8, sum 4, divide
+    8) and 14 (gradient 8 + cast 6), one fused kernel 6 and 10.
+    """
+
+    forward: int
+    backward: int
+
+
+CHAIN = LossBytes(38, 14)
+ONE_KERNEL = LossBytes(6, 10)
+
+
+def loss_of(block: Block, logits: Tensor, *others: Tensor) -> Tensor:
+    """Return the loss of *logits*, as the block's lowering makes it, and of what is small."""
+    loss = _LOSSES[block.lowering.loss](block, logits)
+    if not others:
+        return loss
+    gradients = [Gradient(each, at=each.at) for each in (loss, *others)]
+    return block.add([loss, *others], [loss.like("sum of losses")], gradients)
+
+
+def _fused(block: Block, logits: Tensor) -> Tensor:
+    """Return the loss of one kernel: a copy of the logits becomes their gradient.
+
+    Transformer Engine gathers the three numbers of a token from every rank.
+    """
+    own = logits.like(LOGITS)
+    calls = []
+    if Axis.TP in block.mesh:
+        size = NUM_STATISTICS * FP32_BYTES * _num_tokens(logits) * block.mesh[Axis.TP]
+        calls = [Transfer(CollectiveOp.ALL_GATHER, Axis.TP, size)]
+    slope = Gradient(logits, (own,), (Traffic(ONE_KERNEL.backward * logits.numel),), overwrites=own)
+    forward = Traffic(ONE_KERNEL.forward * logits.numel)
+    return block.add([logits], [_scalar(logits), own], [slope], forward, *calls)
+
+
+def _in_place(block: Block, logits: Tensor) -> Tensor:
+    """Return the loss as Megatron-LM computes it: the gradient replaces fp32 probabilities."""
+    wide = _widened(block, logits)
+    likely = wide.like(LOGITS)
+    slope = Gradient(wide, (likely,), (Traffic(CHAIN.backward * logits.numel),), overwrites=likely)
+    forward = Traffic(CHAIN.forward * logits.numel)
+    outputs = [_scalar(logits), likely]
+    loss = block.add([wide], outputs, [slope], forward, *_sums(block, logits))
+    block.hold(logits)
+    return loss
+
+
+def _eager(block: Block, logits: Tensor) -> Tensor:
+    """Return the loss as PyTorch computes it; its backward has the losses' gradient and its own.
+
+    Split over ranks, it makes the exponentials, too, for a moment (DTensor's `loss_parallel`).
+    """
+    wide = _widened(block, logits)
+    likely = wide.like(LOGITS)
+    forward, backward = (Traffic(each * logits.numel) for each in CHAIN)
+    split = Axis.TP in block.mesh
+    scratch = [wide.like("exponentials")] if split else []
+    slope = Gradient(wide, (likely,), (backward,), at=wide.at)
+    block.add([wide], [likely], [slope], forward, scratch=((), scratch))
+    of_loss = Gradient(likely, at=likely.at)
+    loss = block.add([likely], [_scalar(logits)], [of_loss], *_sums(block, logits))
+    block.hold(logits)
+    return loss
+
+
+def _widened(block: Block, logits: Tensor) -> Tensor:
+    if logits.width == FP32_BYTES:
+        return logits
+    return copy(block, logits, "fp32 logits", width=FP32_BYTES)
+
+
+def _sums(block: Block, logits: Tensor) -> list[Transfer]:
+    """Return the three sums of a vocabulary-parallel loss, of one fp32 a token each."""
+    if Axis.TP not in block.mesh:
+        return []
+    size = FP32_BYTES * _num_tokens(logits)
+    return [Transfer(CollectiveOp.ALL_REDUCE, Axis.TP, size)] * NUM_STATISTICS
+
+
+def _num_tokens(logits: Tensor) -> Size:
+    return logits.numel // logits.sizes[logits.dims[-1]]
+
+
+def _scalar(logits: Tensor) -> Tensor:
+    return logits.like("loss", dims=(), at={}, width=FP32_BYTES)
+
+
+_LOSSES: dict[Loss, Callable[[Block, Tensor], Tensor]] = {
+    Loss.FUSED: _fused,
+    Loss.IN_PLACE: _in_place,
+    Loss.EAGER: _eager,
+}

@@ -1,0 +1,249 @@
+"""The operators of a block as they are priced: merged products, traffic, collectives, launches."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp, Recompute
+from meshwright.simulator.blocks.dense import Columns
+from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
+from meshwright.simulator.blocks.kinds import walk
+from meshwright.simulator.blocks.operators import (
+    BlockOperators,
+    Collective,
+    FlashAttention,
+    Gemm,
+    HostPasses,
+    KernelLaunches,
+    MemoryBound,
+    Operator,
+)
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.graph import (
+    PARTIAL,
+    Backward,
+    FusedAttention,
+    Kind,
+    Phase,
+    Product,
+    Size,
+    Step,
+    Tensor,
+    Traffic,
+    Transfer,
+)
+from meshwright.simulator.graph import Operator as Written
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind
+
+# Kernels of an embedding and of a head beside their products: index, add, dropout;
+# norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
+EMBEDDING_KERNELS = 3
+HEAD_KERNELS = 8
+# Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
+MLM_KERNELS = 5
+
+
+class PricedBlock(NamedTuple):
+    """A block that was walked, whose sizes may be columns of many shapes.
+
+    Args:
+        shape: Its switches, and its sizes where they are no columns.
+        kind: Which block.
+        found: Its walk.
+    """
+
+    shape: BlockShape
+    kind: BlockKind
+    found: Backward
+
+    @classmethod
+    def of(
+        cls, shape: BlockShape, kind: BlockKind, columns: Columns | None = None
+    ) -> "PricedBlock":
+        """Return one block, with the sizes of *columns* in the place of the shape's own."""
+        return cls(shape, kind, walk(shape, kind, columns))
+
+    def operators(self, row: int = 0) -> BlockOperators:
+        """Return what one microbatch runs on one rank, for one *row* of the columns."""
+        forward, again, backward = (self._phase(phase, row) for phase in Phase)
+        linears = [each for each in forward if isinstance(each, Gemm) and each.is_fp8]
+        extra = self._launches(forward, linears, backward=False)
+        return BlockOperators(
+            forward=(*forward, *extra),
+            recompute=self._recompute(again, (*forward, *extra)) if again else (),
+            backward=(
+                *backward,
+                *self._launches(backward, linears, backward=True),
+                *self._accumulation(row),
+                *self._sums(row),
+            ),
+        )
+
+    def _phase(self, phase: Phase, row: int) -> tuple[Operator, ...]:
+        steps = [step for step in self.found.tape.steps if step.phase is phase]
+        merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
+        products = _products(steps, row, merges=merges)
+        calls = _collectives(self.found, steps, products, row)
+        flash = [
+            FlashAttention(
+                "attention",
+                batch_heads=_at(step.work.scores, row) // self.shape.seq_len**2,
+                seq_len=self.shape.seq_len,
+                head_dim=self.shape.model.head_dim,
+                backward=phase is Phase.BACKWARD,
+                causal=self.shape.model.causal,
+            )
+            for step in steps
+            if isinstance(step.work, FusedAttention)
+        ]
+        moved = sum(_at(step.work.nbytes, row) for step in steps if isinstance(step.work, Traffic))
+        traffic = [MemoryBound("element-wise kernels", moved)] if moved else []
+        return (*products.values(), *flash, *traffic, *calls)
+
+    def _launches(
+        self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
+    ) -> tuple[Operator, ...]:
+        """Return casts for fp8, starts of kernels and host time of a phase."""
+        stack, model = self.shape.stack, self.shape.model
+        if self.kind == EMBEDDING:
+            return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
+        if self.kind != TRANSFORMER_LAYER:
+            mlm = MLM_KERNELS if model.mlm_head else 0
+            return (
+                KernelLaunches("head", HEAD_KERNELS),
+                *(KernelLaunches("mlm", mlm),) * bool(mlm),
+            )
+        usual = stack.backward_kernels_per_layer if backward else stack.forward_kernels_per_layer
+        num_products = sum(isinstance(each, Gemm) for each in operators)
+        casts = backward_casts if backward else forward_casts
+        return (
+            *casts(self.shape, linears),
+            KernelLaunches("layer", usual + num_products),
+            HostPasses("layer", 2 if backward else 1),
+        )
+
+    def _recompute(
+        self, again: tuple[Operator, ...], forward: tuple[Operator, ...]
+    ) -> tuple[Operator, ...]:
+        """Return what runs again; of a layer, with the traffic and the launches of all of it.
+
+        Stacks are fitted so: what recomputation that stops early leaves out is not their traffic.
+        """
+        products = [each for each in again if isinstance(each, Gemm)]
+        if self.shape.recompute is Recompute.SELECTIVE:
+            return (*again, KernelLaunches("attention again", len(again)))
+        work = [each for each in again if not isinstance(each, MemoryBound)]
+        if self.shape.recompute is Recompute.FULL:
+            whole = MemoryBound | KernelLaunches | HostPasses
+            return (*work, *(each for each in forward if isinstance(each, whole)))
+        kernels = self.shape.stack.forward_kernels_per_layer + len(products)
+        return (
+            *work,
+            *(each for each in forward if isinstance(each, MemoryBound) and not _is_cast(each)),
+            *forward_casts(self.shape, products),
+            KernelLaunches("layer again", kernels),
+            HostPasses("layer again", 1),
+        )
+
+    def _accumulation(self, row: int) -> tuple[Operator, ...]:
+        """Return the traffic of adding a microbatch's weight gradients to what is kept of them.
+
+        Fused, it is part of the products; an embedding's is in the traffic of its table.
+        """
+        stack = self.shape.stack
+        if stack.fused_gradient_accumulation or self.kind == EMBEDDING:
+            return ()
+        weights = self.found.places
+        if self.kind != TRANSFORMER_LAYER:
+            weights = {each: at for each, at in weights.items() if _is_matrix(each)}
+        count = sum(_at(each.numel, row) for each in weights)
+        return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
+
+    def _sums(self, row: int) -> tuple[Operator, ...]:
+        """Return the sums of gradients over tensor ranks that a stack makes in every microbatch.
+
+        With sequence parallelism a rank's norms see its own tokens alone.
+        """
+        stack, width = self.shape.stack, self.shape.element_bytes
+        if not stack.sums_norms_each_microbatch or self.shape.defers_sums:
+            return ()
+        return tuple(
+            Collective(
+                "tp norm reduce", CollectiveOp.ALL_REDUCE, _at(each.numel, row) * width, Axis.TP
+            )
+            for each in partial_weights(self.found)
+        )
+
+
+def partial_weights(found: Backward) -> list[Tensor]:
+    """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
+    return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    # Those of a classifier of two classes do not count.
+    return len(weight.dims) > 1 and weight.name != "next_sentence.weight"
+
+
+def _is_cast(operator: MemoryBound) -> bool:
+    return operator.name.startswith("fp8")
+
+
+def _at(size: Size, row: int) -> int:
+    return size if isinstance(size, int) else int(size[row])
+
+
+def _products(steps: Sequence[Step], row: int, *, merges: bool) -> dict[tuple[int, int], Gemm]:
+    """Return the products of a phase; those of one input are priced as one.
+
+    The key is the number of the operators that are priced together, and which of an operator's
+    products it is: in backward first that of the input's gradient, then that of the weight's.
+    """
+    found: dict[tuple[int, int], Gemm] = {}
+    seen: Counter[Written] = Counter()
+    for step in steps:
+        if not isinstance(step.work, Product):
+            continue
+        op, number = step.operator, seen[step.operator]
+        seen[op] += 1
+        m, n, k, batch = (_at(size, row) for size in step.work)
+        apart = len(found) if not merges or op.kind is Kind.ATTENTION else 0
+        key = (op.price if not apart else -apart, number)
+        if key in found:
+            found[key] = _side_by_side(found[key], (m, n, k), step.phase, number)
+            continue
+        is_attention = op.kind is Kind.ATTENTION
+        found[key] = Gemm(op.name, m, n, k, batch, is_attention, is_fp8=op.eight_bits)
+    return found
+
+
+def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: int) -> Gemm:
+    """Return two products of one input as one: their outputs add up."""
+    m, n, k = sizes
+    if phase is not Phase.BACKWARD:
+        return replace(one, n=one.n + n)
+    return replace(one, k=one.k + k) if number == 0 else replace(one, m=one.m + m)
+
+
+def _collectives(
+    found: Backward, steps: Sequence[Step], products: dict[tuple[int, int], Gemm], row: int
+) -> list[Collective]:
+    """Return the collectives of a phase, with the products that they may run beside.
+
+    A column-parallel layer's input may be gathered again under the product of its gradient, the
+    sum of that gradient under the product of the weight's (Megatron-LM's asynchronous layer).
+    """
+    first: dict[int, Kind] = {}
+    for each in found.tape.block.operators:
+        first.setdefault(each.price, each.kind)
+    calls = []
+    for phase, op, work in steps:
+        if not isinstance(work, Transfer):
+            continue
+        number = 0 if work.op is CollectiveOp.ALL_GATHER else 1
+        is_column = first[op.price] is Kind.PLACE and phase is Phase.BACKWARD
+        cover = products.get((op.price, number)) if is_column else None
+        calls.append(Collective("tp", work.op, _at(work.nbytes, row), work.axis, cover))
+    return calls

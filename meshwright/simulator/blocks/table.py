@@ -1,0 +1,140 @@
+"""Blocks by shape and kind: each walked once, those that are alike but for sizes in columns."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.simulator.blocks.dense import Columns
+from meshwright.simulator.blocks.kinds import ADDED, Ending, walk
+from meshwright.simulator.blocks.operators import BlockOperators
+from meshwright.simulator.blocks.priced import PricedBlock
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.graph import Backward, Memory, Tensor
+from meshwright.simulator.model import BlockKind
+
+
+class BlockMemory(NamedTuple):
+    """Bytes of one block for one microbatch on one rank; see `Memory`."""
+
+    saved: int
+    cached: int
+    forward: int
+    backward: int
+    arrival: int
+    left: int
+    received: int
+    sent: int
+
+
+class NamedBytes(NamedTuple):
+    """A tensor and its bytes."""
+
+    name: str
+    size_bytes: int
+
+
+class _Row(NamedTuple):
+    """A walk, and which row of its columns is meant."""
+
+    found: PricedBlock
+    memory: Memory
+    row: int
+
+
+class BlockTable:
+    """What blocks run and hold, found once for all plans that share them.
+
+    Results are pure functions of the arguments.  `prepare` walks many shapes at once, one walk
+    for all that have the same structure; what was not prepared is walked when it is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
+        self._operators: dict[tuple[BlockShape, BlockKind], BlockOperators] = {}
+        self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
+        self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
+
+    def prepare(self, shapes: Sequence[BlockShape]) -> None:
+        """Walk the blocks of all *shapes*, structure by structure."""
+        alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
+        for shape in shapes:
+            alike[_structure(shape)].append(shape)
+        for group in alike.values():
+            columns = Columns(
+                np.array([shape.tp for shape in group], np.int64),
+                np.array([shape.microbatch_size for shape in group], np.int64),
+            )
+            for kind in group[0].parameters:
+                self._add(group, kind, walk(group[0], kind, columns), ADDED)
+
+    def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
+        """Return what one microbatch runs in a block."""
+        key = (shape, kind)
+        if key not in self._operators:
+            found, _, row = self._row(shape, kind, ADDED)
+            self._operators[key] = found.operators(row)
+        return self._operators[key]
+
+    def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
+        """Return what a block keeps and needs."""
+        key = (shape, kind, ending)
+        if key not in self._memory:
+            _, memory, row = self._row(shape, kind, ending)
+            sizes = (size if isinstance(size, int) else int(size[row]) for size in memory)
+            self._memory[key] = BlockMemory(*sizes)
+        return self._memory[key]
+
+    def saved_tensors(
+        self, shape: BlockShape, kind: BlockKind, *, repeats: bool = True
+    ) -> tuple[NamedBytes, ...]:
+        """Return what a block keeps for one microbatch from forward to backward.
+
+        Args:
+            shape: Its sizes.
+            kind: Which block.
+            repeats: Whether backward runs again what the plan recomputes; else all that it reads.
+        """
+        key = (shape, kind, repeats)
+        if key not in self._tensors:
+            self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=repeats)))
+        return self._tensors[key]
+
+    def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
+        key = (shape, kind, ending)
+        if key not in self._rows:
+            self._add([shape], kind, walk(shape, kind, ending=ending), ending)
+        return self._rows[key]
+
+    def _add(
+        self, shapes: Sequence[BlockShape], kind: BlockKind, found: Backward, ending: Ending
+    ) -> None:
+        memory = Memory.of(found)
+        for row, shape in enumerate(shapes):
+            priced = PricedBlock(shape, kind, found)
+            self._rows[shape, kind, ending] = _Row(priced, memory, row)
+
+
+def _structure(shape: BlockShape) -> tuple[object, ...]:
+    """Return what decides the walk of a shape: all but its sizes."""
+    return (
+        shape.tp > 1,
+        shape.sequence_parallel,
+        shape.recompute,
+        shape.attention,
+        shape.in_pipeline,
+        shape.defers_sums,
+        shape.local_kv_width < shape.local_width,
+    )
+
+
+def _saved(found: Backward) -> Iterator[NamedBytes]:
+    """Yield what lives when the forward pass has returned."""
+    live: dict[Tensor, None] = {}
+    for tensor, sign in found.tape.storages.events[: found.tape.marks.returned]:
+        if sign > 0:
+            live[tensor] = None
+        else:
+            del live[tensor]
+    yield from (NamedBytes(each.name, int(each.nbytes)) for each in live)

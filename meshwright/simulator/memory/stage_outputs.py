@@ -1,0 +1,28 @@
+"""What PyTorch's pipeline stages keep of what they hand on, and buffers of messages."""
+
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.memory.sent_messages import SentBytes
+
+
+def kept_logits_bytes(shape: BlockShape) -> int:
+    """Return the logits as the last stage's output, where that lives until backward."""
+    num_logits = shape.num_scored_tokens * shape.local_vocab_size
+    return num_logits * shape.element_bytes if shape.keeps_outputs else 0
+
+
+def kept_output_bytes(shape: BlockShape, messages: SentBytes) -> int:
+    """Return what a stage keeps beyond its blocks, where outputs live until backward.
+
+    The output it hands on is one tensor more; the input of its first layer, as large as the
+    gradient that goes back, is a message's buffer, which counts as such (`message_buffer_bytes`).
+    """
+    return messages.output - messages.gradient if shape.keeps_outputs else 0
+
+
+def message_buffer_bytes(shape: BlockShape, messages: SentBytes) -> int:
+    """Return the buffers of a microbatch's messages that live throughout the step.
+
+    PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
+    stage, for gradients but on the last.
+    """
+    return sum(messages) if shape.keeps_outputs else 0
