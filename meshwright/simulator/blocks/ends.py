@@ -93,7 +93,8 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
     name = "mlm norm" if model.mlm_head else "final norm"
     x = norm(block, x, name, centers=model.norm == "layernorm")
     linear = Linear(bias=model.mlm_head, in_layer=False, shared=model.tied_embeddings)
-    (logits,) = columns(block, x, dims.vocabulary, linear=linear)
+    with block.module(x):
+        (logits,) = columns(block, x, dims.vocabulary, linear=linear)
     return logits
 
 

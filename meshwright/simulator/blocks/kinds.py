@@ -10,6 +10,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
     Block,
+    Dim,
     EightBits,
     Kind,
     Loss,
@@ -79,11 +80,12 @@ class Ending(NamedTuple):
 
     Args:
         keeps_gradients: Those of weights stay until the pass is over.
-        from_buffer: The gradient of its output lies in a buffer that is counted elsewhere.
+        arriving_bytes: What the gradient of its output takes; None if as much as the output, 0
+            if it lies in a buffer that is counted elsewhere.
     """
 
     keeps_gradients: bool = False
-    from_buffer: bool = False
+    arriving_bytes: int | None = None
 
 
 ADDED = Ending()
@@ -148,8 +150,10 @@ def walk(
     tape.run_forward(first)
     policy = WeightGradients.KEPT if ending.keeps_gradients else block.lowering.weight_gradients
     result = Backward(tape, policy)
-    last = block.operators[-1].outputs[0]
-    result.run(last.like("buffer", dims=(), width=0) if ending.from_buffer else None)
+    arriving = None
+    if ending.arriving_bytes is not None:
+        arriving = block.tensor("arriving", Dim("bytes", ending.arriving_bytes), width=1)
+    result.run(arriving)
     return result
 
 

@@ -117,7 +117,7 @@ class Tape:
                     entered.add(region)
                     storages.hold(*order.inputs[region])
                 self.run(op, Phase.FORWARD)
-                if op in self.repetition.kept:
+                if region and op in self.repetition.kept:
                     storages.hold(*op.outputs)
             if not region:
                 self.save(node)

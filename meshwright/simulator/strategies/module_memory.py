@@ -9,7 +9,6 @@ from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending, 
 from meshwright.simulator.model import EMBEDDING
 
 STAYS = Ending(keeps_gradients=True)
-STAYS_SENT = Ending(keeps_gradients=True, from_buffer=True)
 
 
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
@@ -38,10 +37,10 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
         shape: Sizes of the blocks.
         slope_bytes: The gradient of the logits, as it came.
     """
-    output = table.memory(shape, OUTPUT, STAYS_SENT)
+    output = table.memory(shape, OUTPUT, STAYS._replace(arriving_bytes=slope_bytes))
     embedding = table.memory(shape, EMBEDDING, STAYS)
     level = output.left - output.saved
-    most = slope_bytes + output.backward
+    most = output.backward
     for kind, count in reversed(shape.model.layer_runs):
         layer = table.memory(shape, kind, STAYS)
         # Biases and norms, whose gradients stay, too, do not count in a block.

@@ -12,7 +12,7 @@ from meshwright.simulator.replication import Replication, stage_parameters
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
-ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, from_buffer=True))
+ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
 
 
 class ParameterBytes(NamedTuple):
