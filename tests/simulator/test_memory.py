@@ -325,7 +325,7 @@ def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> N
     )
     assert first == VirtualStageMemory(
         saved_bytes=embedding.saved,
-        forward_workspace_bytes=0,
+        forward_workspace_bytes=embedding.forward,
         backward_workspace_bytes=embedding.backward,
     )
     last = virtual_stage_memory(
