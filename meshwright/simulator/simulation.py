@@ -33,6 +33,7 @@ from meshwright.simulator.memory import (
     reserved_bytes,
     usable_bytes,
 )
+from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 
@@ -173,10 +174,11 @@ def largest_tensor(
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    tensors: list[NamedBytes] = []
-    if any(stage.num_layers for stage in stages):
-        again = action.phase is Phase.BACKWARD
-        tensors += blocks.saved_tensors(shape, "layer", repeats=not again)
+    again = action.phase is Phase.BACKWARD
+    kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage.layers)
+    tensors = [
+        each for kind in kinds for each in blocks.saved_tensors(shape, kind, repeats=not again)
+    ]
     if stages[action.virtual_stage].has_head:
-        tensors += [each for each in blocks.saved_tensors(shape, "head") if each.name == LOGITS]
+        tensors += [each for each in blocks.saved_tensors(shape, HEAD) if each.name == LOGITS]
     return max(tensors, key=lambda tensor: tensor.size_bytes, default=TABLE).name

@@ -8,8 +8,9 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster,
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.costs import CostModel
-from meshwright.simulator.layout import Stage, rank_stages
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import block_bytes, pass_workspace_bytes, virtual_stage_memory
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import gradient_buckets
 from meshwright.simulator.step.build import build_step
 
@@ -22,7 +23,7 @@ UNTIED = GPT.model_copy(update={"tied_embeddings": False, "dropout": False, "pos
 MATRIX = 4096 * 512  # elements of a table
 LAYER = 12 * 512**2  # of a layer's four matrices
 BIASES = 9 * 512  # and of what is added behind them
-WHOLE = Stage(3, has_embedding=True, has_head=True)
+WHOLE = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
 
 
 def shape_of(
@@ -57,7 +58,8 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
     assert cached_bytes(module) == 0
 
     def forward(num_layers: int, *, has_head: bool = True) -> int:
-        stage = Stage(num_layers, has_embedding=True, has_head=has_head)
+        layers = (BlockRun("layer", num_layers),) if num_layers else ()
+        stage = Stage(layers, has_embedding=True, has_head=has_head)
         return pass_workspace_bytes(block_bytes(TABLE, full), stage, max)[0]
 
     casts = cached_bytes(full)
@@ -124,7 +126,7 @@ def test_a_bucket_is_cast_once_its_gradients_are_there() -> None:
     assert backward_bytes(job, Precision.BF16) == plain
     few = replace(job, seq_len=4)
     shape = BlockShape.of(few, ParallelPlan(stages=(1,), attention=Attention.FLASH), DDP)
-    (stage,) = rank_stages(ParallelPlan(stages=(1,)), 0)
+    stage = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     # The output matrix's gradient beside that of its input.
     assert backward_bytes(few, None) == 4 * MATRIX + 4 * 4 * 512
     # The table's gradient beside a copy of the last bucket, once all that was kept has gone.

@@ -16,6 +16,7 @@ from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.replication.data_parallel import (
     Replication,
@@ -43,7 +44,7 @@ def block_shape(name: str = "gpt2-xl", *, stack: StackProfile = CORE) -> BlockSh
     return BlockShape.of(job, ParallelPlan(stages=(1,)), stack)
 
 
-INNER = Stage(num_layers=5, has_embedding=False, has_head=False)
+INNER = Stage((BlockRun("layer", 5),), has_embedding=False, has_head=False)
 
 
 def cost_model(stack: StackProfile = CORE, world_size: int = 64) -> CostModel:

@@ -32,9 +32,10 @@ from meshwright.simulator.account.streams import SpanKind, rank_streams
 from meshwright.simulator.account.traffic import Traffic, rank_traffic
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
-from meshwright.simulator.layout import Stage, rank_stages
+from meshwright.simulator.layout import Stage, join_stages, rank_stages, whole_model
 from meshwright.simulator.layout.mesh import Axis, Mesh
 from meshwright.simulator.memory.rank import StateBytes
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.parameters import local_shape, padded_vocab_size, parameter_tensors
 from meshwright.simulator.replication.buckets import (
     GradientBucket,
@@ -51,7 +52,7 @@ DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torch
 FIXED = CORE.model_copy(update={"gradient_bucket_parameters_per_replica": 0})
 IN_EACH_STAGE = FIXED.model_copy(update={"buckets_first_stage_only": False})
 GPT2 = load_model("gpt2")
-WHOLE = Stage(12, has_embedding=True, has_head=True)
+WHOLE = Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 ONCE_A_STEP = 1
 
@@ -73,20 +74,18 @@ def test_the_buckets_of_gpt2_under_ddp() -> None:
     (50,304 x 768).
     """
     buckets = gradient_buckets(shape_of(), WHOLE)
-    assert buckets[0] == GradientBucket(1536 + 2_359_296, "layer", 11)
-    assert buckets[1:-1] == tuple(
-        GradientBucket(7_087_872, "layer", layer) for layer in range(10, -1, -1)
-    )
-    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_304 * 768, "embedding", 0)
+    assert buckets[0] == GradientBucket(1536 + 2_359_296, 12)
+    assert buckets[1:-1] == tuple(GradientBucket(7_087_872, place) for place in range(11, 0, -1))
+    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_304 * 768, 0)
 
 
 def test_the_parts_of_gpt2_under_megatron_core() -> None:
     """40 million parameters: six layers less most of one and the final norm, then six, then all."""
     parts = bucket_parts(shape_of(CORE), WHOLE)
     assert [part.stage for part in parts] == [
-        Stage(0, has_embedding=True, has_head=False),
-        Stage(6, has_embedding=False, has_head=False),
-        Stage(6, has_embedding=False, has_head=True),
+        Stage((), has_embedding=True, has_head=False),
+        Stage((BlockRun("layer", 6),), has_embedding=False, has_head=False),
+        Stage((BlockRun("layer", 6),), has_embedding=False, has_head=True),
     ]
     held = [part.buckets for part in parts]
     assert sum(map(sum, held)) == stage_parameters(shape_of(CORE), WHOLE)
@@ -111,8 +110,8 @@ def test_a_bucket_that_is_just_full_is_complete() -> None:
     stack = DDP.model_copy(
         update={"gradient_bucket_parameters": 7_087_872, "first_gradient_bucket_parameters": 0}
     )
-    inner = Stage(3, has_embedding=False, has_head=False)
-    layers = tuple(GradientBucket(7_087_872, "layer", layer) for layer in (2, 1, 0))
+    inner = Stage((BlockRun("layer", 3),), has_embedding=False, has_head=False)
+    layers = tuple(GradientBucket(7_087_872, place) for place in (2, 1, 0))
     assert gradient_buckets(shape_of(stack), inner) == layers
 
 
@@ -120,12 +119,12 @@ def test_a_bucket_that_is_just_full_is_complete() -> None:
 def test_megatron_core_cuts_its_first_stage_alone(num_layers: int) -> None:
     """A layer has 7,087,872 parameters; a tied table is apart where two stages hold it."""
     shape = shape_of(FIXED.model_copy(update={"gradient_bucket_parameters": 10**6}))
-    inner = Stage(num_layers, has_embedding=False, has_head=False)
-    assert gradient_buckets(shape, inner) == (GradientBucket(num_layers * 7_087_872, "layer", 0),)
+    inner = Stage((BlockRun("layer", num_layers),), has_embedding=False, has_head=False)
+    assert gradient_buckets(shape, inner) == (GradientBucket(num_layers * 7_087_872, 0),)
     last = inner._replace(has_head=True)
     assert gradient_buckets(shape, last) == (
-        GradientBucket(50_304 * 768, "head", 0),
-        GradientBucket(2 * 768 + num_layers * 7_087_872, "layer", 0),
+        GradientBucket(50_304 * 768, num_layers),
+        GradientBucket(2 * 768 + num_layers * 7_087_872, 0),
     )
     assert len(gradient_buckets(shape, inner._replace(has_embedding=True))) > 2 * num_layers
 
@@ -175,12 +174,6 @@ def brute_force(
     return buckets
 
 
-def place_of(bucket: GradientBucket, stage: Stage) -> int:
-    if bucket.block == "head":
-        return stage.has_embedding + stage.num_layers
-    return 0 if bucket.block == "embedding" else stage.has_embedding + bucket.layer
-
-
 @RELAXED
 @given(
     name=st.sampled_from(["gpt2", "llama2-7b"]),  # a tied and an untied table
@@ -193,7 +186,8 @@ def place_of(bucket: GradientBucket, stage: Stage) -> int:
 def test_buckets_are_those_of_a_brute_force(
     name: str, tp: int, num_layers: int, ends: tuple[bool, bool], first: int | None, limit: int
 ) -> None:
-    stage = Stage(max(num_layers, not any(ends)), *ends)
+    num_layers = max(num_layers, not any(ends))
+    stage = Stage((BlockRun("layer", num_layers),) if num_layers else (), *ends)
     limits = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
     model = load_model(name)
     shape = shape_of(IN_EACH_STAGE.model_copy(update=limits), model, tp=tp)
@@ -203,16 +197,15 @@ def test_buckets_are_those_of_a_brute_force(
         tensors_in_model_order(shape, stage), first, limit, table if is_shared else None
     )
     buckets = gradient_buckets(shape, stage)
-    assert [(each.num_parameters, place_of(each, stage)) for each in buckets] == expected
+    assert [*map(tuple, buckets)] == expected
     assert sum(each.num_parameters for each in buckets) == stage_parameters(shape, stage)
     parts = bucket_parts(shape, stage)
     # Parts are the stage, in order, and each starts with the block that completes its buckets.
-    for field in range(3):
-        assert sum(part.stage[field] for part in parts) == stage[field]
+    assert join_stages([part.stage for part in parts]) == stage
     starts, start = Counter[int](), 0
     for part in parts:
         starts[start] += len(part.buckets)
-        start += sum(part.stage)
+        start += part.stage.num_blocks
     assert starts == Counter(place for _, place in expected)
 
 
@@ -259,7 +252,7 @@ def test_buckets_of_ddp_are_those_of_pytorch(
     limit = megabytes * MEBI // 4
     stack = DDP.model_copy(update={"gradient_bucket_parameters": limit})
     shape = replace(shape_of(stack, load_model(model)), precision=precision)
-    stage = Stage(load_model(model).num_layers, has_embedding=True, has_head=True)
+    stage = whole_model(load_model(model))
     assert sum(sizes) == stage_parameters(shape, stage)
     tensors = [torch.empty(size, device="meta") for size in sizes]
     limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 4 * limit]
@@ -270,7 +263,7 @@ def test_buckets_of_ddp_are_those_of_pytorch(
 
 def test_a_stack_without_buckets_reduces_a_stage_in_one() -> None:
     old = load_stack("megatron-lm-2021")
-    inner = Stage(5, has_embedding=False, has_head=False)
+    inner = Stage((BlockRun("layer", 5),), has_embedding=False, has_head=False)
     parts = bucket_parts(shape_of(old), inner)
     assert parts == (StagePart(inner, (stage_parameters(shape_of(old), inner),)),)
 
@@ -302,7 +295,7 @@ def one_microbatch(costs: CostModel, plan: ParallelPlan, *, reduce_bytes: int = 
     free = 0
     for index, name in enumerate(order):
         now += blocks[name].backward.time_ps
-        while waiting and 13 - place_of(waiting[0], WHOLE) == index:
+        while waiting and 13 - waiting[0].place == index:
             bucket = waiting.pop(0)
             size_bytes = reduce_bytes * bucket.num_parameters
             call = costs.collective(CollectiveOp.ALL_REDUCE, size_bytes, span, Axis.DP)
@@ -399,7 +392,7 @@ def test_traffic_lists_every_bucket_with_its_size() -> None:
     for pp_rank in range(2):
         buckets = Counter(
             bucket.num_parameters
-            for stage in rank_stages(plan, pp_rank)
+            for stage in rank_stages(job.model, plan, pp_rank)
             for bucket in gradient_buckets(shape, stage)
         )
         traffic = [t for t in rank_traffic(job, plan, CORE, pp_rank) if t.axis is Axis.DP]
@@ -416,7 +409,7 @@ def test_a_stack_that_hides_nothing_reduces_a_rank_at_once() -> None:
     stack = load_stack("megatron-lm-2022")
     plan = ParallelPlan(pp=2, dp=4, stages=(6, 6))
     job = ddp_job(16)
-    whole = sum_parameters(BlockShape.of(job, plan, stack), rank_stages(plan, 0))
+    whole = sum_parameters(BlockShape.of(job, plan, stack), rank_stages(job.model, plan, 0))
     assert reductions_of(job, plan, stack) == [
         Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 4 * whole, 4, ONCE_A_STEP)
     ]
@@ -505,7 +498,7 @@ def test_a_sharded_gradient_is_cast_as_backward_makes_it() -> None:
     )
     assert plain.memory == half.memory
     span = Mesh(tp=1, dp=8, pp=1, node_size=8).span(Axis.DP)
-    layer = shape_of(TITAN).parameters.layer
+    layer = shape_of(TITAN).parameters["layer"]
     scatter = costs.collective(CollectiveOp.REDUCE_SCATTER, 2 * layer, span, Axis.DP)
     cast = costs.memory_traffic((2 + 4) * -(-layer // 8))
     unit = half.work.ranks[0].virtual_stages[0].backward_units[1]

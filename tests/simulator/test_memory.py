@@ -27,16 +27,17 @@ from meshwright.simulator.memory.rank import (
     VirtualStageMemory,
     device_bytes,
     rank_memory,
-    rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
     virtual_stage_memory,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.replication import stage_parameters
 from meshwright.simulator.schedules import SCHEDULES, Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -44,7 +45,7 @@ STACK = load_stack("megatron-lm-2022")
 FUSED = load_stack("megatron-core")
 BYTES = st.integers(0, 10**12)
 TABLE = BlockTable()
-INNER = Stage(3, has_embedding=False, has_head=False)
+INNER = Stage((BlockRun("layer", 3),), has_embedding=False, has_head=False)
 
 
 def gpt(num_heads: int = 16, head_dim: int = 64) -> ModelSpec:
@@ -252,18 +253,36 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
     assert state.model_state_bytes(1000, dp=8, zero_stage=1) == 8_000 + 8 * 125
 
 
+def stage_of(num_layers: int, *, has_embedding: bool, has_head: bool) -> Stage:
+    return Stage((BlockRun("layer", num_layers),), has_embedding=has_embedding, has_head=has_head)
+
+
+def stage_memory(shape: BlockShape, stage: Stage) -> VirtualStageMemory:
+    return virtual_stage_memory(shape, stage, block_bytes(TABLE, shape))
+
+
 def test_stages_hold_the_model_and_a_copied_table() -> None:
     model = load_model("gpt2").model_copy(update={"vocab_size": 50_304})  # needs no padding
     shape = block_shape(model)
-    whole = rank_parameters(shape, 12, has_embedding=True, has_head=True)
+    whole = stage_parameters(
+        shape, Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
+    )
     assert whole == count_parameters(model)
-    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
-    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == whole + 50_304 * 768
     untied = model.model_copy(update={"tied_embeddings": False})
     shape = block_shape(untied)
-    first = rank_parameters(shape, 5, has_embedding=True, has_head=False)
-    last = rank_parameters(shape, 7, has_embedding=False, has_head=True)
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == count_parameters(untied) == whole + 50_304 * 768
 
 
@@ -277,7 +296,7 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
         forward_workspace_bytes=layer.forward,
         backward_workspace_bytes=layer.backward,
     )
-    ends = virtual_stage_memory(shape, Stage(3, has_embedding=True, has_head=True), blocks)
+    ends = virtual_stage_memory(shape, stage_of(3, has_embedding=True, has_head=True), blocks)
     assert ends.saved_bytes - inner.saved_bytes == embedding.saved + head.saved
     # A layer runs while nothing of the head is kept yet, or any more.
     assert ends.forward_workspace_bytes == max(layer.forward - head.saved, head.forward)
@@ -287,11 +306,11 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
 @pytest.mark.parametrize("kind", ["embedding", "head"])
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer(kind: str) -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    stage = Stage(0, has_embedding=kind == "embedding", has_head=kind == "head")
+    stage = Stage((), has_embedding=kind == "embedding", has_head=kind == "head")
     found = virtual_stage_memory(shape, stage, block_bytes(TABLE, shape))
     alone = TABLE.memory(shape, kind)
     assert (found.saved_bytes, found.backward_workspace_bytes) == (alone.saved, alone.backward)
-    assert found.forward_workspace_bytes == (alone.forward if kind == "head" else 0)
+    assert found.forward_workspace_bytes == alone.forward
 
 
 def virtual_stage_sizes() -> st.SearchStrategy[VirtualStageMemory]:

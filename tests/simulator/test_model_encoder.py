@@ -17,9 +17,9 @@ from meshwright.simulator.blocks import (
     sum_flops,
 )
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.model import parameters_by_kind
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import (
-    block_parameters,
     count_parameters,
     parameter_tensors,
 )
@@ -80,7 +80,7 @@ def test_bert_head_has_a_norm_of_its_own_and_no_final_norm() -> None:
         "mlm_norm.bias": ((1024,), None),
         "output.bias": ((30522,), 0),
     }
-    whole, half = (block_parameters(BERT, "head", tp=tp, vocab_size=30720) for tp in (1, 2))
+    whole, half = (parameters_by_kind(BERT, tp=tp, vocab_size=30720)["head"] for tp in (1, 2))
     assert whole - half == 30720 // 2
 
 

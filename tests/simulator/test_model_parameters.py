@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.parameters import (
-    Block,
-    block_parameters,
     count_parameters,
     local_shape,
     padded_vocab_size,
     parameter_tensors,
+    parameters_by_kind,
 )
 from meshwright.simulator.model.spec import ModelSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "model_parameters.csv"
 ROWS = list(csv.DictReader(GOLDEN.read_text(encoding="utf-8").splitlines()))
-BLOCKS: tuple[Block, ...] = ("embedding", "layer", "head")
 
 layers = st.integers(1, 200)
 heads = st.integers(1, 64)
@@ -100,16 +98,17 @@ def test_padded_vocabulary_is_the_next_multiple_of_128_tp(tp: int) -> None:
     padded = padded_vocab_size(model, tp)
     assert padded % (128 * tp) == 0
     assert 0 <= padded - model.vocab_size < 128 * tp
-    assert block_parameters(model, "embedding", tp=tp, vocab_size=padded) == (
-        padded // tp * 768 + 1024 * 768
-    )
+    table = parameter_tensors(model, vocab_size=padded)[0]
+    assert local_shape(model, table, tp=tp) == (padded // tp, 768)
 
 
 def test_blocks_add_up_to_the_whole_model() -> None:
     for name in list_models():
         model = load_model(name)
-        embedding, layer, head = (block_parameters(model, block) for block in BLOCKS)
-        assert embedding + model.num_layers * layer + head == count_parameters(model)
+        counts = parameters_by_kind(model)
+        assert counts["embedding"] + model.num_layers * counts["layer"] + counts[
+            "head"
+        ] == count_parameters(model)
 
 
 def test_a_tied_output_matrix_is_listed_in_the_embedding_only() -> None:
@@ -139,25 +138,24 @@ def test_layer_shapes_and_split_dims_follow_megatron() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "block", "tp", "message"),
+    ("changes", "tp", "message"),
     [
-        ({}, "layer", 3, "num_heads=8 is not divisible by tp=3"),
-        ({}, "layer", 0, "tp=0 must be >= 1"),
-        ({"ffn_hidden_size": 30}, "layer", 4, "ffn_hidden_size=30 is not divisible by tp=4"),
-        ({"vocab_size": 97}, "embedding", 2, "vocab_size=97 is not divisible by tp=2"),
+        ({}, 3, "num_heads=8 is not divisible by tp=3"),
+        ({}, 0, "tp=0 must be >= 1"),
+        ({"ffn_hidden_size": 30}, 4, "ffn_hidden_size=30 is not divisible by tp=4"),
+        ({"vocab_size": 97}, 2, "vocab_size=97 is not divisible by tp=2"),
         (
             {"num_heads": 12, "hidden_size": 96, "num_kv_heads": 4},
-            "layer",
             6,
             "num_kv_heads=4 is neither divisible by tp=6 nor divides it",
         ),
     ],
 )
 def test_a_split_that_does_not_divide_is_refused(
-    changes: dict[str, object], block: Block, tp: int, message: str
+    changes: dict[str, object], tp: int, message: str
 ) -> None:
     with pytest.raises(PlanError) as refusal:
-        block_parameters(gpt(**changes), block, tp=tp)
+        parameters_by_kind(gpt(**changes), tp=tp)
     assert str(refusal.value) == message
 
 
@@ -165,8 +163,9 @@ def test_a_split_that_does_not_divide_is_refused(
 def test_a_layer_splits_exactly_where_heads_and_kv_heads_allow(tp: int, a: int, kv: int) -> None:
     assume(a % kv == 0)
     model = gpt(num_heads=a, num_kv_heads=kv, hidden_size=4 * a, ffn_hidden_size=tp)
+    padded = padded_vocab_size(model, tp)
     if a % tp == 0 and (kv % tp == 0 or tp % kv == 0):
-        assert block_parameters(model, "layer", tp=tp) >= 1
+        assert parameters_by_kind(model, tp=tp, vocab_size=padded)["layer"] >= 1
     else:
         with pytest.raises(PlanError, match="num_"):
-            block_parameters(model, "layer", tp=tp)
+            parameters_by_kind(model, tp=tp, vocab_size=padded)

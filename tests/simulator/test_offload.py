@@ -36,6 +36,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.memory.rank import StateBytes
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import StagePart, reduced_parts, unit_shards
 from meshwright.simulator.replication.data_parallel import Replication, WireBytes, stage_parameters
 from meshwright.simulator.step.offload import (
@@ -170,9 +171,12 @@ def test_bytes_over_the_host_link(dp: int, microbatches: int) -> None:
     job = TrainingJob(model=MODEL, global_batch_size=batch, seq_len=128, precision=Precision.BF16)
     whole = ParallelPlan(dp=dp, zero_stage=3, stages=(6,), offload=Offload.PARAMETERS)
     shape = BlockShape.of(job, whole, TITAN)
-    share = Fraction(stage_parameters(shape, Stage(6, has_embedding=True, has_head=True)), dp)
+    share = Fraction(
+        stage_parameters(shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)),
+        dp,
+    )
     # Layers come for each pass; embedding, final norm and head stay from forward to backward.
-    layers = Fraction(6 * shape.parameters.layer, dp)
+    layers = Fraction(6 * shape.parameters["layer"], dp)
     assert host_traffic(job, whole, TITAN, 0) == (
         4 * (share + layers) * microbatches,
         4 * share * microbatches,
@@ -200,10 +204,12 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     moved = run(Offload.PARAMETERS, stack=stack, batch=batch)
     side = side_of(Offload.PARAMETERS)
     shape = BlockShape.of(moved.job, moved.plan, stack)
-    parts = reduced_parts(shape, Stage(6, has_embedding=True, has_head=True), side.replication)
+    parts = reduced_parts(
+        shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True), side.replication
+    )
     units = [count for part in parts for count in part.buckets]
-    layer = shape.parameters.layer
-    root = stage_parameters(shape, Stage(0, has_embedding=True, has_head=True))
+    layer = shape.parameters["layer"]
+    root = stage_parameters(shape, Stage((), has_embedding=True, has_head=True))
     assert units == [root, *[layer] * 6]
     copies = [unit_copies(side, count) for count in units]
     # The root comes once for both passes of a microbatch.
@@ -242,7 +248,9 @@ def test_zero_offload_keeps_16_bit_parameters_on_the_device(zero_stage: int, gra
     """Ren et al. 2021, section 3: states and 16-bit gradients, 14 bytes a parameter, move."""
     result = run(Offload.OPTIMIZER, zero_stage=zero_stage)
     shape = BlockShape.of(result.job, result.plan, DEEPSPEED)
-    parameters = stage_parameters(shape, Stage(6, has_embedding=True, has_head=True))
+    parameters = stage_parameters(
+        shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)
+    )
     (stage,) = result.memory.by_stage
     assert stage.parameters_bytes == 2 * parameters
     assert stage.gradients_bytes == gradient * parameters
@@ -253,7 +261,9 @@ def test_zero_offload_keeps_16_bit_parameters_on_the_device(zero_stage: int, gra
 def test_fsdp_keeps_no_state_on_the_device() -> None:
     result = run(Offload.PARAMETERS)
     shape = BlockShape.of(result.job, result.plan, TITAN)
-    parameters = stage_parameters(shape, Stage(6, has_embedding=True, has_head=True))
+    parameters = stage_parameters(
+        shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)
+    )
     (stage,) = result.memory.by_stage
     assert stage.parameters_bytes == stage.gradients_bytes == stage.optimizer_states_bytes == 0
     assert result.memory.host_bytes == 8 * 16 * -(-parameters // 8)
@@ -264,7 +274,9 @@ def test_fsdp_computes_as_it_does_without_offloading() -> None:
     model = gpt(4, 512)
     plain, moved = (run(each, stack=TITAN, zero_stage=3, model=model) for each in OFFLOADED)
     shape = BlockShape.of(moved.job, moved.plan, TITAN)
-    parameters = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+    parameters = stage_parameters(
+        shape, Stage((BlockRun("layer", 4),), has_embedding=True, has_head=True)
+    )
     assert plain.memory.by_stage[0].gradients_bytes == 0
     assert plain.memory.peak_bytes - moved.memory.peak_bytes == 12 * -(-parameters // 8)
 
@@ -286,7 +298,11 @@ def test_shards_make_up_their_weights(num_shards: int, tp: int) -> None:
     batch = {"global_batch_size": num_shards, "seq_len": 128}
     job = TrainingJob(model=MODEL, precision=Precision.BF16, **batch)
     shape = BlockShape.of(job, plan, TITAN)
-    for unit in (Stage(6, True, True), Stage(1, False, False), Stage(0, True, False)):  # noqa: FBT003
+    for unit in (
+        Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True),
+        Stage((BlockRun("layer", 1),), has_embedding=False, has_head=False),
+        Stage((), has_embedding=True, has_head=False),
+    ):
         each = [unit_shards(shape, unit, num_shards, shard) for shard in range(num_shards)]
         filled = unit_shards(shape, unit, num_shards)
         assert sum(map(sum, each)) == stage_parameters(shape, unit)
@@ -294,7 +310,9 @@ def test_shards_make_up_their_weights(num_shards: int, tp: int) -> None:
         assert all(size <= most for sizes in each for size, most in zip(sizes, filled, strict=True))
     moved = replace(plan, offload=Offload.PARAMETERS)
     sent = [host_traffic(job, moved, TITAN, 0, shard) for shard in range(num_shards)]
-    whole = stage_parameters(shape, Stage(6, has_embedding=True, has_head=True))
+    whole = stage_parameters(
+        shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)
+    )
     assert sum(each.to_host_bytes for each in sent) == 4 * whole
     assert len({each.to_device_bytes for each in sent}) == 1
 
@@ -442,7 +460,9 @@ def test_a_large_offloaded_model_runs_faster_than_the_largest_without() -> None:
 
 def test_a_part_is_copied_bucket_by_bucket() -> None:
     side = side_of(Offload.OPTIMIZER)
-    part = StagePart(Stage(1, has_embedding=False, has_head=False), (8000, 100, 8000))
+    part = StagePart(
+        Stage((BlockRun("layer", 1),), has_embedding=False, has_head=False), (8000, 100, 8000)
+    )
     each = [unit_copies(side, count) for count in part.buckets]
     assert part_copies(side, part) == tuple(map(sum, zip(*each, strict=True)))
     assert each[1].out_ps == copy_cost(side.costs, 2 * 13).time_ps

@@ -26,7 +26,7 @@ from meshwright.simulator.account.traffic import (
 )
 from meshwright.simulator.blocks import BlockShape, BlockTable, MemoryBound, sum_flops
 from meshwright.simulator.engine import TaskKind
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import whole_model
 from meshwright.simulator.layout.mesh import Axis
 from meshwright.simulator.replication.data_parallel import stage_parameters
 from meshwright.simulator.strategies import STRATEGIES, graph_step
@@ -70,7 +70,7 @@ def lane(result: StepResult, name: str) -> ResourceLane:
 
 def weight_bytes(result: StepResult) -> int:
     shape = BlockShape.of(result.job, result.plan, result.stack)
-    stage = Stage(result.job.model.num_layers, has_embedding=True, has_head=True)
+    stage = whole_model(result.job.model)
     fp32 = result.job.precision is Precision.FP32
     return stage_parameters(shape, stage) * (4 if fp32 else result.stack.gradient_reduce_bytes)
 

@@ -25,6 +25,7 @@ from meshwright.simulator import (
 from meshwright.simulator.account.traffic import Traffic, rank_traffic, sent_bytes
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.layout import Stage
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.data_parallel import stage_parameters
 
 MODEL = ModelSpec(
@@ -41,7 +42,9 @@ def job_of(batch: int, precision: Precision = Precision.FP16) -> TrainingJob:
 def weights_bytes(job: TrainingJob, plan: ParallelPlan, stack_name: str) -> int:
     """Return W: the 16-bit weights, and as many bytes of 16-bit gradients."""
     shape = BlockShape.of(job, plan, load_stack(stack_name))
-    return 2 * stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+    return 2 * stage_parameters(
+        shape, Stage((BlockRun("layer", 4),), has_embedding=True, has_head=True)
+    )
 
 
 @pytest.mark.parametrize("dp", [2, 3, 8])
@@ -65,7 +68,9 @@ def test_sharded_gradients_are_reduced_in_every_microbatch_others_once() -> None
         plan = ParallelPlan(dp=2, zero_stage=zero_stage, stages=(4,))
         traffic = rank_traffic(job_of(8), plan, load_stack("deepspeed"), 0)
         shape = BlockShape.of(job_of(8), plan, load_stack("deepspeed"))
-        whole = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+        whole = stage_parameters(
+            shape, Stage((BlockRun("layer", 4),), has_embedding=True, has_head=True)
+        )
         reduced = [each for each in traffic if each.op is CollectiveOp.REDUCE_SCATTER]
         assert sum(each.num_calls * each.size_bytes for each in reduced) == reductions * 2 * whole
 
@@ -105,12 +110,14 @@ def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
     stack = load_stack("torchtitan")
     traffic = rank_traffic(job, plan, stack, 0)
     shape = BlockShape.of(job, plan, stack)
-    count = stage_parameters(shape, Stage(4, has_embedding=True, has_head=True))
+    count = stage_parameters(
+        shape, Stage((BlockRun("layer", 4),), has_embedding=True, has_head=True)
+    )
     inside = Fraction(dp_shard - 1, dp_shard)
     replicas = 8 // dp_shard
     across = 2 * Fraction(replicas - 1, replicas) * Fraction(4 * count, dp_shard)
     # Layers are gathered for both passes, the root (embedding, final norm, head) for the first.
-    gathered = count + 4 * shape.parameters.layer
+    gathered = count + 4 * shape.parameters["layer"]
     expected = inside * (2 * gathered + 4 * count) + across
     assert abs(sent_bytes(traffic, Axis.DP) - expected) <= 64
 

@@ -25,6 +25,7 @@ from meshwright.simulator.engine.work import num_gathers
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
@@ -38,9 +39,9 @@ LLAMA = load_model("llama2-7b")
 # Counted by hand: four h x h, three h x f and two norms a layer; table, output matrix, norm.
 H, F, TABLE = 4096, 11_008, 32_000 * 4096
 LAYER = 4 * H * H + 3 * H * F + 2 * H
-ONE_LAYER = Stage(1, has_embedding=False, has_head=False)
-ROOT_FIRST = Stage(0, has_embedding=True, has_head=False)
-ROOT_LAST = Stage(0, has_embedding=False, has_head=True)
+ONE_LAYER = Stage((BlockRun("layer", 1),), has_embedding=False, has_head=False)
+ROOT_FIRST = Stage((), has_embedding=True, has_head=False)
+ROOT_LAST = Stage((), has_embedding=False, has_head=True)
 
 
 def shape_of(model: ModelSpec = LLAMA, stack: str = "torchtitan") -> BlockShape:
@@ -49,7 +50,7 @@ def shape_of(model: ModelSpec = LLAMA, stack: str = "torchtitan") -> BlockShape:
 
 
 def test_embedding_and_head_are_one_unit_gathered_before_all_layers() -> None:
-    whole = Stage(3, has_embedding=True, has_head=True)
+    whole = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
     assert unit_parts(shape_of(), whole) == (
         StagePart(ROOT_FIRST, (2 * TABLE + H,), stays=True),
         *[StagePart(ONE_LAYER, (LAYER,))] * 3,
@@ -59,13 +60,13 @@ def test_embedding_and_head_are_one_unit_gathered_before_all_layers() -> None:
 
 def test_a_stage_in_the_middle_has_no_root_and_each_end_has_its_own() -> None:
     layers = [StagePart(ONE_LAYER, (LAYER,))] * 2
-    inner = Stage(2, has_embedding=False, has_head=False)
+    inner = Stage((BlockRun("layer", 2),), has_embedding=False, has_head=False)
     assert unit_parts(shape_of(), inner) == (*layers,)
     assert unit_parts(shape_of(), inner._replace(has_embedding=True)) == (
         StagePart(ROOT_FIRST, (TABLE,), stays=True),
         *layers,
     )
-    no_end = Stage(0, has_embedding=False, has_head=False)
+    no_end = Stage((), has_embedding=False, has_head=False)
     assert unit_parts(shape_of(), inner._replace(has_head=True)) == (
         StagePart(no_end, (TABLE + H,), stays=True),
         *layers,
@@ -84,7 +85,7 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
 
 
 def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> None:
-    shape, first = shape_of(), Stage(2, has_embedding=True, has_head=False)
+    shape, first = shape_of(), Stage((BlockRun("layer", 2),), has_embedding=True, has_head=False)
     frees = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=True)
     sizes = (StateBytes.of(TITAN, Precision.BF16), 4)
     whole = 2 * (TABLE + 2 * LAYER)
@@ -99,7 +100,7 @@ def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> 
 def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     """In fp32, where sums have the format of gradients; the first pass makes the sums."""
     shape = replace(shape_of(), precision=Precision.FP32)
-    whole = Stage(2, has_embedding=True, has_head=True)
+    whole = Stage((BlockRun("layer", 2),), has_embedding=True, has_head=True)
     replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(reshards=False)
     sizes = ParameterBytes(StateBytes.of(TITAN, Precision.FP32), 4)
     passes = PassBytes.of(BlockTable(), shape)
@@ -117,7 +118,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
     """GPT-2: table of 50,304 and positions of 1,024 rows of 768, final norm of 2 x 768."""
     shape, table = shape_of(load_model("gpt2")), 50_304 * 768
-    whole = Stage(1, has_embedding=True, has_head=True)
+    whole = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     for stage, root in (
         (whole, table + 1024 * 768 + 2 * 768),
         (whole._replace(has_head=False), table + 1024 * 768),
@@ -127,13 +128,13 @@ def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
 
 
 def test_without_a_root_the_ends_belong_to_the_outer_layers() -> None:
-    whole = Stage(3, has_embedding=True, has_head=True)
+    whole = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
     parts = unit_parts(shape_of(stack="deepspeed"), whole)
     assert [part.buckets for part in parts] == [(LAYER + TABLE,), (LAYER,), (LAYER + TABLE + H,)]
     assert [part.stage for part in parts] == [
-        Stage(1, has_embedding=True, has_head=False),
+        Stage((BlockRun("layer", 1),), has_embedding=True, has_head=False),
         ONE_LAYER,
-        Stage(1, has_embedding=False, has_head=True),
+        Stage((BlockRun("layer", 1),), has_embedding=False, has_head=True),
     ]
     assert not any(part.stays for part in parts)
 
@@ -240,7 +241,7 @@ def test_traffic_of_a_pipeline_of_units() -> None:
     plan = sharded_plan(2, "1f1b", 1)
     job = small_job(plan, 4)
     for pp_rank, root in enumerate((TABLE, TABLE + H)):
-        assert len(rank_stages(plan, pp_rank)) == 1
+        assert len(rank_stages(job.model, plan, pp_rank)) == 1
         traffic = {
             (each.op, each.size_bytes): each.num_calls
             for each in rank_traffic(job, plan, TITAN, pp_rank)

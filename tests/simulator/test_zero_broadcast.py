@@ -32,6 +32,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs.links import bus_ratio, sent_ratio
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
@@ -46,7 +47,7 @@ WIRE = WireBytes.of(OWNERS, Precision.FP16)
 MODEL = ModelSpec(
     name="small", num_layers=6, hidden_size=512, num_heads=8, vocab_size=4096, seq_len=256
 )
-WHOLE = Stage(6, has_embedding=True, has_head=True)
+WHOLE = Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)
 
 
 def run(stack: StackProfile, dp: int, cluster: str = "dgx-2") -> StepResult:

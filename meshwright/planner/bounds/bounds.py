@@ -12,6 +12,7 @@ Then come the shared embedding, the gradient norm for which all ranks meet, and 
 over tensor-parallel ranks come before or after what is reduced last.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
 from meshwright.planner.footprint import PipelineGroup, pipeline_groups
-from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
-from meshwright.simulator import CostModel
+from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space, block_counts
+from meshwright.simulator import CostModel, Phase
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
+from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, join_stages
+from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import Replication, leaves_sums, norm_cost
 from meshwright.simulator.step import PPM, overhead_per_million, replication_of
 
@@ -43,16 +45,21 @@ class _Replicas(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _GroupColumns:
-    """Layouts with the same pipeline, their times as columns."""
+    """Layouts with the same pipeline, their times as columns.
+
+    ``blocks`` are those of passes through a block of each of ``kinds``; ``occupied`` and
+    ``travelled`` those of what such a block sends.
+    """
 
     pp: int
     vpp: int
-    num_layers: int
+    stages: tuple[Stage, ...]
+    kinds: tuple[BlockKind, ...]
     blocking: bool
     num_microbatches: Column
     blocks: NDArray[np.int64]
-    occupy: Column
-    travel: Column
+    occupied: NDArray[np.int64]
+    travelled: NDArray[np.int64]
     replicas: _Replicas
 
     def forward(self, stage: Stage) -> Column:
@@ -64,12 +71,34 @@ class _GroupColumns:
         return self._times(stage, 1)
 
     def _times(self, stage: Stage, phase: int) -> Column:
-        counts = np.array([stage.num_layers, stage.has_embedding, stage.has_head], dtype=np.int64)
+        counts = np.array(block_counts(self.kinds, [stage]), np.int64)
         return np.asarray(self.blocks[:, phase::2] @ counts, np.int64)
+
+    def ahead(self, role: Role) -> tuple[Stage, ...]:
+        """Return the stages ahead of the first one of the role's last rank."""
+        return self.stages[: role.last]
+
+    def behind(self, role: Role) -> tuple[Stage, ...]:
+        """Return the stages behind the last one of the role's last rank."""
+        return self.stages[len(self.stages) - self.pp + role.last + 1 :]
+
+    def travel(self, senders: Sequence[Stage]) -> Column:
+        """Return the time of a message from each of *senders* to the stage behind it, or back."""
+        return self._sent(self.travelled, senders)
+
+    def occupy(self, senders: Sequence[Stage]) -> Column:
+        """Return the time that such messages keep their senders, where sending blocks."""
+        return self._sent(self.occupied, senders) * np.int64(self.blocking)
+
+    def _sent(self, times: NDArray[np.int64], senders: Sequence[Stage]) -> Column:
+        counts = [0] * len(self.kinds)
+        for stage in senders:
+            counts[self.kinds.index(stage.blocks[-1].kind)] += 1
+        return np.asarray(times @ np.array(counts, np.int64), np.int64)
 
     def sent_last(self, role: Role) -> Column:
         """Return the time a rank's last message keeps it, where sending blocks."""
-        return self.occupy * (self.blocking and role.last > 0)
+        return self.occupy(self.ahead(role)[-1:])
 
 
 class StepBounds:
@@ -99,17 +128,18 @@ class StepBounds:
         # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
         # leave their node; below, some do not, and the lesser of both times holds for all.
         per_stage = self._space.column("tp") * self._space.column("dp")
-        is_far = per_stage[group.indices] >= self._costs.cluster.devices_per_node
+        is_far = per_stage[group.indices, None] >= self._costs.cluster.devices_per_node
         messages = times.messages[shapes]
         return _GroupColumns(
             pp=group.pp,
             vpp=len(group.roles[0].stages),
-            num_layers=self._space.job.model.num_layers,
+            stages=group.stages,
+            kinds=self._table.kinds,
             blocking=not self._costs.stack.overlap_p2p,
             num_microbatches=self._countable(group, times.blocks[shapes]),
             blocks=times.blocks[shapes],
-            occupy=np.where(is_far, messages[:, 0], messages[:, 2]),
-            travel=np.where(is_far, messages[:, 1], messages[:, 3]),
+            occupied=np.where(is_far, messages[:, :, 0], messages[:, :, 2]),
+            travelled=np.where(is_far, messages[:, :, 1], messages[:, :, 3]),
             replicas=self._replicas(group),
         )
 
@@ -118,7 +148,7 @@ class StepBounds:
 
         Fewer microbatches take less time, so the bound stays one.
         """
-        whole = np.array([self._space.job.model.num_layers] * 2 + [1] * 4, np.int64)
+        whole = np.repeat(block_counts(self._table.kinds, group.stages), 2)
         most = LONGEST_PS // np.maximum(blocks @ whole, 1)
         count = self._space.num_microbatches[group.indices]
         return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
@@ -201,54 +231,58 @@ def _rank_end(
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
     # A message that blocks is work of its sender; one that does not is only part of the way.
-    sent_forward = columns.vpp - sum(stage.has_head for stage in role.stages)
-    sent_backward = columns.vpp - sum(stage.has_embedding for stage in role.stages)
-    sends = columns.occupy * columns.blocking
-    arrives = delay + columns.forward(_before(role)) + role.last * columns.travel
+    sent_forward = columns.occupy([stage for stage in role.stages if not stage.has_head])
+    # A gradient is as large as the activation that came from the stage before.
+    own = range(role.last, len(columns.stages), columns.pp)
+    sent_backward = columns.occupy([columns.stages[index - 1] for index in own if index > 0])
+    arrives = delay + _arrival(columns, role)
     waits = data_parallel.forward_wait + data_parallel.backward_wait
-    work = arrives + count * (forward + backward + waits + sends * (sent_forward + sent_backward))
-    stages = columns.pp * columns.vpp
-    whole = Stage(columns.num_layers, has_embedding=True, has_head=True)
+    work = arrives + count * (forward + backward + waits + sent_forward + sent_backward)
     # What a gradient passes before it reaches the rank's last stage: the stages behind that.
-    behind = Stage(role.layers_after, has_embedding=False, has_head=role.last < columns.pp - 1)
-    hops = stages - 1 + columns.pp - 1 - role.last
-    returns = delay + columns.forward(whole) + columns.backward(behind) + hops * columns.travel
+    behind = columns.behind(role)
+    there = columns.forward(join_stages(columns.stages)) + columns.travel(columns.stages[:-1])
+    back = columns.backward(join_stages(behind)) + columns.travel(
+        columns.stages[-1 - len(behind) : -1]
+    )
+    returns = delay + there + back
     # Until then the schedule lets a rank run no more than *in_flight* forward passes, none longer
     # than that of its longest stage: all others are still to come, and so are all backward passes.
     longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
     left = np.maximum(count * forward - in_flight * longest, 0)
-    fill = returns + left + count * (backward + data_parallel.backward_wait + sends * sent_backward)
+    fill = returns + left + count * (backward + data_parallel.backward_wait + sent_backward)
     return _largest(work, fill)
 
 
-def _before(role: Role) -> Stage:
-    return Stage(role.layers_before, has_embedding=role.last > 0, has_head=False)
+def _arrival(columns: _GroupColumns, role: Role) -> Column:
+    """Return the time of a microbatch's way to the role's last rank."""
+    ahead = columns.ahead(role)
+    return np.asarray(columns.forward(join_stages(ahead)) + columns.travel(ahead), np.int64)
 
 
 def _way_back(columns: _GroupColumns, role: Role) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
-    back = columns.backward(_before(role)) + role.last * columns.travel
+    ahead = columns.ahead(role)
+    back = columns.backward(join_stages(ahead)) + columns.travel(ahead)
     return np.asarray(back - columns.sent_last(role), np.int64)
 
 
-def _end_time(
-    columns: _GroupColumns, stage: Stage, layers: Column, embedding: Column, phase: int
-) -> Column:
-    """Return the time of the last *layers* layers of *stage*, its head, and its *embedding*."""
-    blocks = columns.blocks
-    total = layers * blocks[:, phase] + stage.has_head * blocks[:, 4 + phase]
-    return np.asarray(total + embedding * blocks[:, 2 + phase], np.int64)
+def _end_time(columns: _GroupColumns, stage: Stage, num_blocks: Column, phase: Phase) -> Column:
+    """Return the time of the last *num_blocks* blocks of *stage*."""
+    total = np.zeros(len(num_blocks), np.int64)
+    for number in np.unique(num_blocks).tolist():
+        part = stage.part(stage.num_blocks - number, stage.num_blocks)
+        of_part = columns.forward(part) if phase is Phase.FORWARD else columns.backward(part)
+        total = np.where(num_blocks == number, of_part, total)
+    return np.asarray(total, np.int64)
 
 
 def _first_reduced(
-    columns: _GroupColumns, stage: Stage, data_parallel: DataParallelTimes, phase: int
+    columns: _GroupColumns, stage: Stage, data_parallel: DataParallelTimes, phase: Phase
 ) -> Column:
     """Return the time of the part of a rank's first virtual stage that is reduced first."""
-    layers = np.asarray(data_parallel.first_virtual_stage_layers)
-    return _end_time(
-        columns, stage, layers, np.asarray(data_parallel.first_virtual_stage_embedding), phase
-    )
+    num_blocks = np.asarray(data_parallel.first_virtual_stage_blocks)
+    return _end_time(columns, stage, num_blocks, phase)
 
 
 def _gather_delay(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
@@ -256,7 +290,7 @@ def _gather_delay(columns: _GroupColumns, role: Role, data_parallel: DataParalle
     # Gathers run one after the other under the pass: the last part waits for all of them, and the
     # first part for the first one.
     stage = role.stages[0]
-    final = _first_reduced(columns, stage, data_parallel, 0)
+    final = _first_reduced(columns, stage, data_parallel, Phase.FORWARD)
     late = data_parallel.gather_all + final - columns.forward(stage)
     return np.asarray(np.maximum(data_parallel.gather_first, late), np.int64)
 
@@ -268,7 +302,7 @@ def _reduced(
     # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
     # before the pass has completed the first, and they go one after the other.
     stage = role.stages[0]
-    ready = _first_reduced(columns, stage, data_parallel, 1)
+    ready = _first_reduced(columns, stage, data_parallel, Phase.BACKWARD)
     queued = end - columns.backward(stage) + ready + data_parallel.first_virtual_stage
     is_end = role.first == 0 or role.last == columns.pp - 1
     shared = columns.replicas.shared_embedding * np.int64(is_end)
@@ -286,21 +320,17 @@ def _reductions_alone(
     stage, with p - 1 of its own among them.
     """
     group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
-    layers, embedding = (
-        data_parallel.last_virtual_stage_layers,
-        data_parallel.last_virtual_stage_embedding,
-    )
+    num_blocks = np.asarray(data_parallel.last_virtual_stage_blocks)
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
     ready = (
         delay
-        + columns.forward(_before(role))
-        + role.last * columns.travel
+        + _arrival(columns, role)
         + count * forward
         + (count - group) * backward
         + (group - 1) * columns.backward(final)
-        + _end_time(columns, final, np.asarray(layers), np.asarray(embedding), 1)
+        + _end_time(columns, final, num_blocks, Phase.BACKWARD)
     )
     return np.asarray(ready + data_parallel.every_virtual_stage + data_parallel.sums_last, np.int64)
 
@@ -308,7 +338,7 @@ def _reductions_alone(
 def _port_alone(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
     """Return the least time at which collectives that every pass needs have left the port."""
     # None of them can start before the first microbatch is at the rank; a port sends one at a time.
-    arrives = columns.forward(_before(role)) + role.last * columns.travel
+    arrives = _arrival(columns, role)
     port = columns.num_microbatches * data_parallel.port_each + data_parallel.port_last
     return np.asarray(arrives + port, np.int64)
 

@@ -30,18 +30,16 @@ from meshwright.simulator.step import shared_embedding_ps
 
 
 class DataParallelTimes(NamedTuple):
-    """Picoseconds that the bounds need of one rank, and layers of some of its buckets.
+    """Picoseconds that the bounds need of one rank, and blocks of some of its buckets.
 
     Args:
         exposed: What of the reduction follows the last backward pass at least, and of sums over
             tensor-parallel ranks that come before it.
         first_virtual_stage: Reductions of the rank's first virtual stage, all its buckets.
         every_virtual_stage: Reductions of all its virtual stages.
-        first_virtual_stage_layers: Layers of the part of the first virtual stage that is reduced
-            first.
-        first_virtual_stage_embedding: Whether that part has the embedding.
-        last_virtual_stage_layers: The same of the last virtual stage.
-        last_virtual_stage_embedding: Likewise.
+        first_virtual_stage_blocks: Blocks of the part of the first virtual stage that is reduced
+            first, the last ones in model order.
+        last_virtual_stage_blocks: The same of the last virtual stage.
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
         update: Optimizer, and the gather after it where nothing hides it.
@@ -55,10 +53,8 @@ class DataParallelTimes(NamedTuple):
     exposed: int = 0
     first_virtual_stage: int = 0
     every_virtual_stage: int = 0
-    first_virtual_stage_layers: int = 0
-    first_virtual_stage_embedding: int = 0
-    last_virtual_stage_layers: int = 0
-    last_virtual_stage_embedding: int = 0
+    first_virtual_stage_blocks: int = 0
+    last_virtual_stage_blocks: int = 0
     gather_first: int = 0
     gather_all: int = 0
     update: int = 0
@@ -154,10 +150,8 @@ class DataParallelCosts:
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
             every_virtual_stage=sum(map(sum, reductions)),
-            first_virtual_stage_layers=first.num_layers,
-            first_virtual_stage_embedding=first.has_embedding,
-            last_virtual_stage_layers=last.num_layers,
-            last_virtual_stage_embedding=last.has_embedding,
+            first_virtual_stage_blocks=first.num_blocks,
+            last_virtual_stage_blocks=last.num_blocks,
             gather_first=gathers[0],
             gather_all=sum(gathers),
             update=update,

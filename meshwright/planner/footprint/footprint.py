@@ -13,6 +13,7 @@ from meshwright.planner.space import (
     Role,
     ShapeTable,
     Space,
+    block_counts,
     fullest_moments,
     pipeline_roles,
     representative_microbatches,
@@ -27,16 +28,18 @@ from meshwright.simulator.memory import (
     pass_workspace_bytes,
     sharded_workspace_bytes,
 )
+from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import Replication, reduced_parts, sum_layers
 from meshwright.simulator.step import replication_of
 
 
 class PipelineGroup(NamedTuple):
-    """Layouts with the same pipeline: degree, virtual stages and schedule."""
+    """Layouts with the same pipeline: degree, schedule and virtual stages in model order."""
 
     indices: NDArray[np.int64]
     pp: int
     schedule: Schedule
+    stages: tuple[Stage, ...]
     roles: list[Role]
 
 
@@ -48,36 +51,32 @@ def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Pipeli
     schedules = tuple(SCHEDULES.values())
     for number, (pp, vpp, schedule) in enumerate(distinct.tolist()):
         chosen = indices[member.reshape(-1) == number]
-        roles = pipeline_roles(space.layers(pp, vpp), pp)
-        yield PipelineGroup(chosen, pp, schedules[schedule], roles)
+        stages = space.virtual_stages(pp, vpp)
+        yield PipelineGroup(chosen, pp, schedules[schedule], stages, pipeline_roles(stages, pp))
 
 
 class ParameterCounts:
     """Parameters of one rank's blocks for each tensor-parallel degree of a space."""
 
     def __init__(self, table: ShapeTable) -> None:
+        self._kinds = table.kinds
         by_tp = {shape.tp: shape for shape in table.shapes}
         counts = {
             tp: (
-                shape.parameters.layer,
-                shape.parameters.embedding,
-                shape.parameters.head,
+                *(shape.parameters[kind] for kind in table.kinds),
                 shape.local_vocab_size * shape.model.hidden_size * shape.model.tied_embeddings,
             )
             for tp, shape in by_tp.items()
         }
         rows = [counts[shape.tp] for shape in table.shapes]
-        self._by_shape = np.array(rows, np.int64).reshape(-1, 4)
+        self._by_shape = np.array(rows, np.int64).reshape(len(rows), -1)
         copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
         self._copies = np.array(copies, np.int64)
 
     def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, for each of the layouts."""
-        layers = sum_layers(stages)
-        embeddings = sum(stage.has_embedding for stage in stages)
-        heads = sum(stage.has_head for stage in stages)
         copies = sum(stage.has_head and not stage.has_embedding for stage in stages)
-        weights = np.array([layers, embeddings, heads, copies], np.int64)
+        weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 
     def copies_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
@@ -88,7 +87,7 @@ class ParameterCounts:
 class PassWorkspaces:
     """What passes through a stage need beside what they keep, a column over shapes a stage."""
 
-    def __init__(self, blocks: BlockBytes[Column]) -> None:
+    def __init__(self, blocks: dict[BlockKind, BlockBytes[Column]]) -> None:
         self._blocks = blocks
         self._known: dict[Stage, NDArray[np.int64]] = {}
 
@@ -125,8 +124,9 @@ class ShardedWorkspaces:
 
 
 class _Sizes(NamedTuple):
-    """Everything that a layout's bytes are read from; ``saved`` has a column for each block."""
+    """Everything that a layout's bytes are read from; ``saved`` has a column for each kind."""
 
+    kinds: tuple[BlockKind, ...]
     saved: NDArray[np.int64]
     counts: ParameterCounts
     state: StateBytes
@@ -157,10 +157,11 @@ def peak_bytes(space: Space, table: ShapeTable, blocks: BlockTable) -> Column:
                     chosen, group.roles, group.pp, group.schedule, replication
                 )
         return peaks
-    rows = np.array([block_bytes(blocks, shape) for shape in table.shapes], np.int64)
-    columns = BlockBytes[Column](*rows.reshape(len(table.shapes), -1).T)
+    known = [block_bytes(blocks, shape) for shape in table.shapes]
+    columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
     sizes = _Sizes(
-        np.stack([columns.saved_layer, columns.saved_embedding, columns.saved_head], axis=1),
+        table.kinds,
+        np.stack([columns[kind].saved for kind in table.kinds], axis=1),
         ParameterCounts(table),
         state,
         PassWorkspaces(columns),
@@ -169,6 +170,10 @@ def peak_bytes(space: Space, table: ShapeTable, blocks: BlockTable) -> Column:
     for group in groups:
         peaks[group.indices] = _group_peaks(space, group, table.index[group.indices], sizes)
     return peaks
+
+
+def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
+    return BlockBytes[Column](*np.array(known, np.int64).reshape(len(known), -1).T)
 
 
 def _replication(stack: StackProfile, pp: int, zero_stage: int) -> Replication:
@@ -199,10 +204,10 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
             + sizes.counts.copies_bytes(shapes, role.stages)
         )
         microbatches = space.num_microbatches[group.indices]
-        candidates = _candidates(group, role, microbatches)
+        candidates = _candidates(group, role, microbatches, sizes.kinds)
         workspaces = _workspaces(role, replications, sizes)
-        kept = np.einsum("lmb,lb->lm", candidates[:, :, :3], sizes.saved[shapes])
-        phases, stages = candidates[:, :, 3], candidates[:, :, 4]
+        kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes])
+        phases, stages = candidates[:, :, -2], candidates[:, :, -1]
         needed = workspaces[sharding[:, None], stages, phases, shapes[:, None]]
         # The update comes when all activations are gone: of both only the larger counts.
         moving = np.maximum(updated * state.update_temporary, (kept + needed).max(axis=1))
@@ -210,15 +215,17 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
     return np.asarray(peaks, np.int64)
 
 
-def _candidates(group: PipelineGroup, role: Role, microbatches: Column) -> NDArray[np.int64]:
+def _candidates(
+    group: PipelineGroup, role: Role, microbatches: Column, kinds: tuple[BlockKind, ...]
+) -> NDArray[np.int64]:
     """Return the moments among which each layout's peak is, as `PeakCandidate` in numbers."""
     representative = representative_microbatches(role, group.pp, microbatches)
     numbers, member = np.unique(representative, return_inverse=True)
-    kinds, phases = list(dict.fromkeys(role.stages)), list(Phase)
+    stages, phases = list(dict.fromkeys(role.stages)), list(Phase)
     moments = [
         [
-            (*moment[:3], phases.index(moment.phase), kinds.index(moment.stage))
-            for moment in fullest_moments(group.schedule, role, group.pp, number)
+            (*moment.passes, phases.index(moment.phase), stages.index(moment.stage))
+            for moment in fullest_moments(group.schedule, role, group.pp, number, kinds)
         ]
         for number in numbers.tolist()
     ]

@@ -176,7 +176,8 @@ def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> int:
 def computing_ps(space: Space, index: int, costs: CostModel) -> int:
     """Return how long a replica of layout *index* computes in layers alone: no step is shorter."""
     plan = space.plan(index)
-    layer = costs.block_cost(BlockShape.of(space.job, plan, costs.stack), "layer")
-    num_passes = space.job.model.num_layers * plan.num_microbatches(space.job)
-    time_ps = num_passes * (layer.forward.time_ps + layer.backward.time_ps)
+    shape = BlockShape.of(space.job, plan, costs.stack)
+    runs = [(costs.block_cost(shape, kind), count) for kind, count in space.job.model.layer_runs]
+    pass_ps = sum(count * (each.forward.time_ps + each.backward.time_ps) for each, count in runs)
+    time_ps = pass_ps * plan.num_microbatches(space.job)
     return with_overhead(time_ps, overhead_per_million(costs.stack))

@@ -9,7 +9,7 @@ from meshwright.planner.space.roles import (
     representative_microbatches,
 )
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules
-from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
+from meshwright.planner.space.shapes import ShapeTable, ShapeTimes, block_counts
 from meshwright.planner.space.space import (
     COLUMNS,
     Column,
@@ -31,6 +31,7 @@ __all__ = [
     "Space",
     "SpaceLimits",
     "apply_rules",
+    "block_counts",
     "enumerate_space",
     "fullest_moments",
     "pipeline_roles",

@@ -1,5 +1,6 @@
 """The few block shapes that a space has, with their times as columns."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,20 +9,34 @@ from numpy.typing import NDArray
 from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import sums_microbatches, syncs_by_default
-from meshwright.simulator.model import Block
+from meshwright.simulator.layout import Stage, sums_microbatches, syncs_by_default
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, ModelSpec
 from meshwright.simulator.step import message_between
 
-ENDS: tuple[Block, ...] = ("embedding", "head")
-BLOCKS: tuple[Block, ...] = ("layer", *ENDS)
+ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
+
+
+def block_kinds(model: ModelSpec) -> tuple[BlockKind, ...]:
+    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends."""
+    return (*dict.fromkeys(kind for kind, _ in model.layer_runs), *ENDS)
+
+
+def block_counts(kinds: Sequence[BlockKind], stages: Iterable[Stage]) -> list[int]:
+    """Return how many blocks of each of *kinds* are in *stages*."""
+    counts = dict.fromkeys(kinds, 0)
+    for stage in stages:
+        for kind, count in stage.blocks:
+            counts[kind] += count
+    return list(counts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeTable:
-    """Distinct block shapes of a space, and which one each layout has."""
+    """Distinct block shapes of a space, which one each layout has, and the kinds of blocks."""
 
     shapes: tuple[BlockShape, ...]
     index: NDArray[np.int64]
+    kinds: tuple[BlockKind, ...]
 
     @classmethod
     def of(cls, space: Space) -> "ShapeTable":
@@ -31,7 +46,7 @@ class ShapeTable:
         flags = (in_pipeline, _defers_sums(space))
         columns = np.stack([*(space.column(name) for name in names), *flags], axis=1)
         _, first, index = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        return cls(_shapes(space, first), index.reshape(-1))
+        return cls(_shapes(space, first), index.reshape(-1), block_kinds(space.job.model))
 
 
 def _defers_sums(space: Space) -> Column:
@@ -52,8 +67,9 @@ def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
 class ShapeTimes:
     """Picoseconds of each shape, one row a shape.
 
-    ``blocks`` has a column for forward and backward of each of `BLOCKS`; ``messages`` the time
-    on the port and in all of a message between nodes, then the least of any message.
+    ``blocks`` has a column for forward and backward of each kind of block; ``messages``, by kind,
+    the time on the port and in all of what such a block sends between nodes, then the least of any
+    such message.
     """
 
     blocks: NDArray[np.int64]
@@ -62,30 +78,39 @@ class ShapeTimes:
     @classmethod
     def of(cls, table: ShapeTable, used: Column, costs: CostModel) -> "ShapeTimes":
         """Return the times of the shapes that *used* indexes; zeros for the others."""
-        blocks = np.zeros((len(table.shapes), 2 * len(BLOCKS)), np.int64)
-        messages = np.zeros((len(table.shapes), 4), np.int64)
+        blocks = np.zeros((len(table.shapes), 2 * len(table.kinds)), np.int64)
+        messages = np.zeros((len(table.shapes), len(table.kinds), 4), np.int64)
         # Recomputation is of layers: shapes that differ in it share the ends and the messages.
-        known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[int]]] = {}
+        known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[list[int]]]] = {}
         for index in used.tolist():
             shape = table.shapes[index]
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
             key = (shape.tp, shape.microbatch_size, *flags)
             if key not in known:
                 ends = _block_times(shape, costs, ENDS)
-                known[key] = ends, _message_times(shape, costs)
+                known[key] = ends, _message_times(shape, costs, table.kinds)
             ends, messages[index] = known[key]
-            blocks[index] = [*_block_times(shape, costs, ("layer",)), *ends]
+            blocks[index] = [*_block_times(shape, costs, table.kinds[: -len(ENDS)]), *ends]
         return cls(blocks, messages)
 
 
-def _block_times(shape: BlockShape, costs: CostModel, blocks: tuple[Block, ...]) -> list[int]:
-    priced = [costs.block_cost(shape, block) for block in blocks]
+def _block_times(shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]) -> list[int]:
+    priced = [costs.block_cost(shape, kind) for kind in kinds]
     return [part.time_ps for cost in priced for part in (cost.forward, cost.backward)]
 
 
-def _message_times(shape: BlockShape, costs: CostModel) -> list[int]:
+def _message_times(
+    shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]
+) -> list[list[int]]:
+    sizes = [costs.blocks.memory(shape, kind).sent for kind in kinds]
+    known = {size: _times_of_size(shape, costs, size) for size in dict.fromkeys(sizes)}
+    return [known[size] for size in sizes]
+
+
+def _times_of_size(shape: BlockShape, costs: CostModel, size_bytes: int) -> list[int]:
     far, near = (
-        message_between(costs, shape, crosses_nodes=crosses)[0] for crosses in (True, False)
+        message_between(costs, shape, size_bytes, crosses_nodes=crosses)
+        for crosses in (True, False)
     )
     far_ps, near_ps = (each.occupy_ps + each.delay_ps for each in (far, near))
     return [far.occupy_ps, far_ps, min(far.occupy_ps, near.occupy_ps), min(far_ps, near_ps)]

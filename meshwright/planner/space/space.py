@@ -18,7 +18,16 @@ from meshwright.simulator import (
     TrainingJob,
     resolve_stages,
 )
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, Axis, PlanField, divides
+from meshwright.simulator.layout import (
+    AXES,
+    PLAN_FIELDS,
+    SEARCHED_FIELDS,
+    Axis,
+    PlanField,
+    Stage,
+    divides,
+    model_stages,
+)
 
 Column = NDArray[np.int64]
 
@@ -116,6 +125,10 @@ class Space:
         return resolve_stages(
             self.job.model, self.job.seq_len, pp * num_virtual_stages, self.stages
         )
+
+    def virtual_stages(self, pp: int, num_virtual_stages: int) -> tuple[Stage, ...]:
+        """Return the virtual stages in model order."""
+        return model_stages(self.job.model, self.layers(pp, num_virtual_stages))
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""

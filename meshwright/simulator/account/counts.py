@@ -4,6 +4,8 @@ The list of collectives that repeat is elsewhere; here stand the messages betwee
 what closes a step, and the FLOPs.
 """
 
+from collections import Counter
+
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.account.traffic import Traffic, stage_blocks
 from meshwright.simulator.blocks import (
@@ -14,6 +16,7 @@ from meshwright.simulator.blocks import (
     Gemm,
 )
 from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob, rank_stages
+from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import WireBytes, tensor_sums, tied_table_bytes
 
 
@@ -35,7 +38,7 @@ def rank_flops(
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
         _counted_flops(operators) * count
-        for stage in rank_stages(plan, pp_rank)
+        for stage in rank_stages(job.model, plan, pp_rank)
         for operators, count in stage_blocks(blocks, shape, stage)
     )
     return microbatches * flops
@@ -62,19 +65,23 @@ def message_traffic(
     if plan.pp == 1:
         return [], []
     shape = BlockShape.of(job, plan, stack)
-    size_bytes = shape.message_bytes
+    blocks = block_bytes(BlockTable(), shape)
     in_parts = stack.scatter_gather_p2p and plan.tp > 1 and not shape.sequence_parallel
-    part_bytes = size_bytes // plan.tp if in_parts else size_bytes
-    # A stage sends forward unless it is the last, and backward unless it is the first.
-    ends = [
-        (not stage.has_embedding) + (not stage.has_head) for stage in rank_stages(plan, pp_rank)
-    ]
-    count = microbatches * sum(ends)
-    message = Traffic(Axis.PP, CollectiveOp.P2P, part_bytes, 2, count)
-    received = [message]
-    if in_parts:
-        received.append(Traffic(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, plan.tp, count))
-    return [message], received
+    # A stage sends forward unless it is the last, and backward unless it is the first: as much.
+    sizes = Counter(
+        size_bytes
+        for stage in rank_stages(job.model, plan, pp_rank)
+        for size_bytes in stage_messages(blocks, stage)
+        if size_bytes
+    )
+    messages, gathers = [], []
+    for size_bytes, num_messages in sizes.items():
+        count = microbatches * num_messages
+        part_bytes = size_bytes // plan.tp if in_parts else size_bytes
+        messages.append(Traffic(Axis.PP, CollectiveOp.P2P, part_bytes, 2, count))
+        if in_parts:
+            gathers.append(Traffic(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, plan.tp, count))
+    return messages, messages + gathers
 
 
 def closing_traffic(
@@ -86,7 +93,7 @@ def closing_traffic(
     ranks, a tied table's over both ends of the pipeline; then the gradient norm.
     """
     shape = BlockShape.of(job, plan, stack)
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     wire = WireBytes.of(stack, job.precision, plan)
     calls = [
         Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, each.size_bytes, plan.tp, each.num_calls)

@@ -44,7 +44,7 @@ def host_traffic(
     shape = BlockShape.of(job, plan, stack)
     mesh = Mesh.of(plan)
     replication = replication_of(plan, stack, mesh)
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
     wire = WireBytes.of(stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)

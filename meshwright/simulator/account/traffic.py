@@ -58,7 +58,7 @@ def rank_traffic(
         pp_rank: Whose collectives; messages between stages are not among them.
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
     for stage in stages:
         for collective, count in _stage_collectives(blocks, shape, stage):
@@ -77,12 +77,9 @@ def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
 def stage_blocks(
     blocks: BlockTable, shape: BlockShape, stage: Stage
 ) -> Iterator[tuple[BlockOperators, int]]:
-    """Yield the operators of each kind of block of a virtual stage, and how many it has."""
-    yield blocks.operators(shape, "layer"), stage.num_layers
-    if stage.has_embedding:
-        yield blocks.operators(shape, "embedding"), 1
-    if stage.has_head:
-        yield blocks.operators(shape, "head"), 1
+    """Yield the operators of each run of blocks of a virtual stage, and how many it has."""
+    for kind, count in stage.blocks:
+        yield blocks.operators(shape, kind), count
 
 
 def _stage_collectives(
@@ -101,7 +98,7 @@ def _data_parallel_collectives(
     """Yield operation, size, ranks and count of the data-parallel collectives of a step."""
     if plan.dp == 1:
         return
-    stages = rank_stages(plan, pp_rank)
+    stages = rank_stages(job.model, plan, pp_rank)
     replication = replication_of(plan, shape.stack, Mesh.of(plan))
     wire = WireBytes.of(shape.stack, job.precision, plan)
     num_microbatches = plan.num_microbatches(job)

@@ -5,7 +5,7 @@ from meshwright.simulator.blocks.fp8_casts import (
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import Ending, walk
+from meshwright.simulator.blocks.kinds import OUTPUT, Ending, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -20,15 +20,15 @@ from meshwright.simulator.blocks.operators import (
     sum_flops,
 )
 from meshwright.simulator.blocks.priced import partial_weights
-from meshwright.simulator.blocks.shape import BlockParameters, BlockShape
+from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
     "CONVENTION",
     "LOGITS",
+    "OUTPUT",
     "BlockMemory",
     "BlockOperators",
-    "BlockParameters",
     "BlockShape",
     "BlockTable",
     "Collective",

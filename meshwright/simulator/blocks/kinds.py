@@ -23,6 +23,7 @@ from meshwright.simulator.graph import (
     WeightGradients,
 )
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
 
 # The parts of a layer that each way of recomputation runs again.
 REPEATED_PARTS = {
@@ -64,11 +65,13 @@ def _output(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return x
 
 
-BLOCKS: dict[str, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
-    "embedding": _embedding,
-    "layer": _layer,
-    "head": _head,
-    "output": _output,
+OUTPUT: BlockKind = "output"  # a head without its loss
+
+BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
+    EMBEDDING: _embedding,
+    TRANSFORMER_LAYER: _layer,
+    HEAD: _head,
+    OUTPUT: _output,
 }
 
 
@@ -116,7 +119,7 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
     )
 
 
-def written(shape: BlockShape, kind: str, columns: Columns | None = None) -> Written:
+def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
     """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
     sizes = columns or Columns(shape.tp, shape.microbatch_size)
     mesh = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
@@ -126,7 +129,7 @@ def written(shape: BlockShape, kind: str, columns: Columns | None = None) -> Wri
 
 def walk(
     shape: BlockShape,
-    kind: str,
+    kind: BlockKind,
     columns: Columns | None = None,
     *,
     ending: Ending = ADDED,

@@ -35,6 +35,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
@@ -54,11 +55,13 @@ class PricedBlock(NamedTuple):
     """
 
     shape: BlockShape
-    kind: str
+    kind: BlockKind
     found: Backward
 
     @classmethod
-    def of(cls, shape: BlockShape, kind: str, columns: Columns | None = None) -> "PricedBlock":
+    def of(
+        cls, shape: BlockShape, kind: BlockKind, columns: Columns | None = None
+    ) -> "PricedBlock":
         """Return one block, with the sizes of *columns* in the place of the shape's own."""
         return cls(shape, kind, walk(shape, kind, columns))
 
@@ -104,9 +107,9 @@ class PricedBlock(NamedTuple):
     ) -> tuple[Operator, ...]:
         """Return casts for fp8, starts of kernels and host time of a phase."""
         stack, model = self.shape.stack, self.shape.model
-        if self.kind == "embedding":
+        if self.kind == EMBEDDING:
             return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
-        if self.kind != "layer":
+        if self.kind != TRANSFORMER_LAYER:
             mlm = MLM_KERNELS if model.mlm_head else 0
             return (
                 KernelLaunches("head", HEAD_KERNELS),
@@ -150,10 +153,10 @@ class PricedBlock(NamedTuple):
         Fused, it is part of the products; an embedding's is in the traffic of its table.
         """
         stack = self.shape.stack
-        if stack.fused_gradient_accumulation or self.kind == "embedding":
+        if stack.fused_gradient_accumulation or self.kind == EMBEDDING:
             return ()
         weights = self.found.places
-        if self.kind != "layer":
+        if self.kind != TRANSFORMER_LAYER:
             weights = {each: at for each, at in weights.items() if _is_matrix(each)}
         count = sum(_at(each.numel, row) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)

@@ -1,29 +1,21 @@
 """The sizes that decide what one rank computes and keeps in a block."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil
-from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
-from meshwright.simulator.model import Block, ModelSpec, block_parameters, padded_vocab_size
+from meshwright.simulator.model import (
+    BlockKind,
+    ModelSpec,
+    padded_vocab_size,
+    parameters_by_kind,
+)
 
 
-class BlockParameters(NamedTuple):
-    """Parameters that one tensor-parallel rank holds of each block, padded vocabulary."""
-
-    embedding: int
-    layer: int
-    head: int
-
-    @classmethod
-    def of(cls, model: ModelSpec, tp: int) -> "BlockParameters":
-        """Return the parameters of a rank of *tp*."""
-        vocab_size = padded_vocab_size(model, tp)
-        blocks: tuple[Block, ...] = ("embedding", "layer", "head")
-        return cls(
-            *(block_parameters(model, block, tp=tp, vocab_size=vocab_size) for block in blocks)
-        )
+def _padded_parameters(model: ModelSpec, tp: int) -> dict[BlockKind, int]:
+    return parameters_by_kind(model, tp=tp, vocab_size=padded_vocab_size(model, tp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +24,7 @@ class BlockShape:
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
+    ``parameters`` are a tensor-parallel rank's, padded vocabulary, of a block of each kind.
     """
 
     model: ModelSpec
@@ -43,7 +36,7 @@ class BlockShape:
     recompute: Recompute
     attention: Attention
     stack: StackProfile
-    parameters: BlockParameters
+    parameters: Mapping[BlockKind, int] = field(compare=False)  # the model and tp decide them
     in_pipeline: bool = False
     defers_sums: bool = False
 
@@ -60,7 +53,7 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=BlockParameters.of(job.model, plan.tp),
+            parameters=_padded_parameters(job.model, plan.tp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )

@@ -12,8 +12,7 @@ from meshwright.simulator.blocks.operators import BlockOperators
 from meshwright.simulator.blocks.priced import PricedBlock
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor
-
-TRANSFORMER = ("embedding", "layer", "head")
+from meshwright.simulator.model import BlockKind
 
 
 class BlockMemory(NamedTuple):
@@ -25,6 +24,8 @@ class BlockMemory(NamedTuple):
     backward: int
     arrival: int
     left: int
+    received: int
+    sent: int
 
 
 class NamedBytes(NamedTuple):
@@ -50,10 +51,10 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[BlockShape, str, Ending], _Row] = {}
-        self._operators: dict[tuple[BlockShape, str], BlockOperators] = {}
-        self._memory: dict[tuple[BlockShape, str, Ending], BlockMemory] = {}
-        self._tensors: dict[tuple[BlockShape, str, bool], tuple[NamedBytes, ...]] = {}
+        self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
+        self._operators: dict[tuple[BlockShape, BlockKind], BlockOperators] = {}
+        self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
+        self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
     def prepare(self, shapes: Sequence[BlockShape]) -> None:
         """Walk the blocks of all *shapes*, structure by structure."""
@@ -65,10 +66,10 @@ class BlockTable:
                 np.array([shape.tp for shape in group], np.int64),
                 np.array([shape.microbatch_size for shape in group], np.int64),
             )
-            for kind in TRANSFORMER:
+            for kind in group[0].parameters:
                 self._add(group, kind, walk(group[0], kind, columns), ADDED)
 
-    def operators(self, shape: BlockShape, kind: str) -> BlockOperators:
+    def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
         key = (shape, kind)
         if key not in self._operators:
@@ -76,7 +77,7 @@ class BlockTable:
             self._operators[key] = found.operators(row)
         return self._operators[key]
 
-    def memory(self, shape: BlockShape, kind: str, ending: Ending = ADDED) -> BlockMemory:
+    def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
         """Return what a block keeps and needs."""
         key = (shape, kind, ending)
         if key not in self._memory:
@@ -86,7 +87,7 @@ class BlockTable:
         return self._memory[key]
 
     def saved_tensors(
-        self, shape: BlockShape, kind: str, *, repeats: bool = True
+        self, shape: BlockShape, kind: BlockKind, *, repeats: bool = True
     ) -> tuple[NamedBytes, ...]:
         """Return what a block keeps for one microbatch from forward to backward.
 
@@ -100,14 +101,14 @@ class BlockTable:
             self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=repeats)))
         return self._tensors[key]
 
-    def _row(self, shape: BlockShape, kind: str, ending: Ending) -> _Row:
+    def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
         key = (shape, kind, ending)
         if key not in self._rows:
             self._add([shape], kind, walk(shape, kind, ending=ending), ending)
         return self._rows[key]
 
     def _add(
-        self, shapes: Sequence[BlockShape], kind: str, found: Backward, ending: Ending
+        self, shapes: Sequence[BlockShape], kind: BlockKind, found: Backward, ending: Ending
     ) -> None:
         memory = Memory.of(found)
         for row, shape in enumerate(shapes):

@@ -27,7 +27,7 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
-from meshwright.simulator.model import Block
+from meshwright.simulator.model import BlockKind
 
 
 class BlockCost:
@@ -53,15 +53,15 @@ class CostModel:
         self.world_size = world_size
         self.blocks = BlockTable()
         self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
-        self._blocks: dict[tuple[BlockShape, Block], BlockCost] = {}
+        self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
         self._tp_spans: dict[int, GroupSpan] = {}
 
-    def block_cost(self, shape: BlockShape, block: Block) -> BlockCost:
-        """Return the cost of one block for one microbatch on one rank."""
-        key = (shape, block)
+    def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
+        """Return the cost of one block of *kind* for one microbatch on one rank."""
+        key = (shape, kind)
         if key not in self._blocks:
-            self._blocks[key] = self._block_cost(shape, self.blocks.operators(shape, block))
+            self._blocks[key] = self._block_cost(shape, self.blocks.operators(shape, kind))
         return self._blocks[key]
 
     def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:

@@ -20,6 +20,8 @@ class Memory(NamedTuple):
         backward: The most that backward needs beside what was kept.
         arrival: The most that lives beside that when a weight's gradient has come.
         left: What is still there in the end, such as gradients that are kept.
+        received: What enters the block.
+        sent: What it hands on.
     """
 
     saved: Size
@@ -28,6 +30,8 @@ class Memory(NamedTuple):
     backward: Size
     arrival: Size
     left: Size
+    received: Size
+    sent: Size
 
     @classmethod
     def of(cls, walk: Backward) -> "Memory":
@@ -36,8 +40,8 @@ class Memory(NamedTuple):
         events = tape.storages.events
         ran, returned = tape.marks
         levels = _levels([each.nbytes * sign for each, sign in events])
-        output = tape.block.operators[-1].outputs[0].storage
-        gone = [each.nbytes for each, _ in events[ran:returned] if each is not output]
+        output = tape.block.operators[-1].outputs[0]
+        gone = [each.nbytes for each, _ in events[ran:returned] if each is not output.storage]
         saved = levels[returned]
         return cls(
             saved=saved,
@@ -46,6 +50,8 @@ class Memory(NamedTuple):
             backward=_most(levels[returned:]) - saved,
             arrival=_most([levels[each] for each in walk.arrivals] or [saved]) - saved,
             left=levels[-1],
+            received=events[0][0].nbytes,
+            sent=output.nbytes,
         )
 
 

@@ -45,9 +45,12 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.stages import (
     Stage,
+    join_stages,
+    model_stages,
     parse_stages,
     rank_stages,
     resolve_stages,
+    whole_model,
     with_stages,
 )
 
@@ -81,9 +84,11 @@ __all__ = [
     "divides",
     "gradient_bytes",
     "in_option_order",
+    "join_stages",
     "linear_pair_communication",
     "main_gradient_bytes",
     "matmul_signatures",
+    "model_stages",
     "parse_stages",
     "rank_stages",
     "redistribute",
@@ -95,6 +100,7 @@ __all__ = [
     "strided_span",
     "sums_microbatches",
     "syncs_by_default",
+    "whole_model",
     "with_stages",
     "zero_communication",
 ]

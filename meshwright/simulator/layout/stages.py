@@ -2,34 +2,87 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockRun, ModelSpec, cut_runs, join_runs
 
 
 class Stage(NamedTuple):
-    """Layers of one virtual stage and whether it holds an end of the model."""
+    """Layers of one virtual stage by kind, and whether it holds an end of the model."""
 
-    num_layers: int
+    layers: tuple[BlockRun, ...]
     has_embedding: bool
     has_head: bool
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return sum(count for _, count in self.layers)
 
-def rank_stages(plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+    @property
+    def blocks(self) -> tuple[BlockRun, ...]:
+        """Layers and ends in model order."""
+        first = (BlockRun(EMBEDDING, 1),) if self.has_embedding else ()
+        last = (BlockRun(HEAD, 1),) if self.has_head else ()
+        return (*first, *self.layers, *last)
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers and ends."""
+        return self.num_layers + self.has_embedding + self.has_head
+
+    def part(self, first: int, end: int) -> "Stage":
+        """Return the blocks from the place *first* up to *end*, both counted from 0."""
+        offset = int(self.has_embedding)
+        return Stage(
+            cut_runs(self.layers, max(0, first - offset), end - offset),
+            has_embedding=self.has_embedding and first == 0,
+            has_head=self.has_head and first < end == self.num_blocks,
+        )
+
+
+def whole_model(model: ModelSpec) -> Stage:
+    """Return all of *model* as one stage."""
+    return Stage(model.layer_runs, has_embedding=True, has_head=True)
+
+
+def join_stages(stages: Sequence[Stage]) -> Stage:
+    """Return *stages*, which follow each other, as one; of none, a stage that holds nothing."""
+    return Stage(
+        join_runs([run for stage in stages for run in stage.layers]),
+        has_embedding=any(stage.has_embedding for stage in stages),
+        has_head=any(stage.has_head for stage in stages),
+    )
+
+
+def model_stages(model: ModelSpec, layers: Sequence[int]) -> tuple[Stage, ...]:
+    """Return *model* cut into stages with so many *layers* each, in model order.
+
+    >>> from meshwright.simulator.model import load_model
+    >>> model_stages(load_model("gpt2"), (5, 7))[0]
+    Stage(layers=(BlockRun(kind='layer', num_blocks=5),), has_embedding=True, has_head=False)
+    """
+    last = len(layers) - 1
+    return tuple(
+        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last)
+        for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
+    )
+
+
+def rank_stages(model: ModelSpec, plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
     """Return the virtual stages of pipeline rank ``r``: number ``r, p + r, 2 p + r, ...``.
 
-    >>> rank_stages(ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 4)), 0)[1]
-    Stage(num_layers=3, has_embedding=False, has_head=False)
+    >>> from meshwright.simulator.model import load_model
+    >>> plan = ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 6))
+    >>> rank_stages(load_model("gpt2"), plan, 0)[1]
+    Stage(layers=(BlockRun(kind='layer', num_blocks=3),), has_embedding=False, has_head=False)
     """
-    last = plan.num_stages - 1
-    return tuple(
-        Stage(plan.stages[index], index == 0, index == last)
-        for index in range(pp_rank, plan.num_stages, plan.pp)
-    )
+    return model_stages(model, plan.stages)[pp_rank :: plan.pp]
 
 
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:

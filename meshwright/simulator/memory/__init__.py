@@ -4,7 +4,7 @@ from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     block_bytes,
     pass_workspace_bytes,
-    waiting_table_bytes,
+    stage_messages,
 )
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
@@ -18,7 +18,6 @@ from meshwright.simulator.memory.rank import (
     device_bytes,
     fuller_peak,
     rank_memory,
-    rank_parameters,
     reserved_bytes,
     sharded_workspace_bytes,
     usable_bytes,
@@ -68,13 +67,12 @@ __all__ = [
     "pass_states",
     "pass_workspace_bytes",
     "rank_memory",
-    "rank_parameters",
     "reserved_bytes",
     "sharded_workspace_bytes",
+    "stage_messages",
     "update_level",
     "usable_bytes",
     "virtual_stage_memory",
-    "waiting_table_bytes",
     "with_copies",
     "with_workspace",
 ]

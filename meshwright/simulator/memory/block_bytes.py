@@ -1,11 +1,13 @@
-"""What blocks of one shape keep and need, taken once, and what that makes of a stage's passes."""
+"""What blocks of one shape keep and need, kind by kind, and what that makes of a stage's passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.blocks import BlockMemory, BlockShape, BlockTable
 from meshwright.simulator.layout import Stage
+from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
+from meshwright.simulator.model import HEAD, BlockKind
 
 
 class Addable(Protocol):
@@ -28,48 +30,60 @@ Size = TypeVar("Size", bound=Addable)
 
 
 class BlockBytes(NamedTuple, Generic[Size]):
-    """Bytes of the blocks of one shape, or columns of them over several.
+    """Bytes of a block, or columns of them over several shapes.
 
     Args:
-        saved_layer: Kept by one layer until its backward.
-        saved_embedding: Kept by the embedding.
-        saved_head: Kept by the head.
-        cached_layer: Left of a layer until the forward pass is over.
-        waiting_table: The head's gradient of a tied table.
-        layer_forward: What a layer's forward needs beside what is kept.
-        layer_backward: The same of its backward.
-        head_forward: The same of the head's forward.
-        head_backward: The same of the head's backward.
-        embedding_backward: The same of the embedding's backward.
+        saved: Kept until its backward.
+        cached: Left of it until the forward pass is over.
+        waiting: What its backward makes and the embedding's backward takes, if both are on one
+            stage.
+        forward: What its forward needs beside what is kept.
+        backward: The same of its backward.
+        arrival: The same when a gradient of its weights has come.
+        received: What it gets from the block before, and the gradient that goes back.
+        sent: What it hands on to the block behind.
     """
 
-    saved_layer: Size
-    saved_embedding: Size
-    saved_head: Size
-    cached_layer: Size
-    waiting_table: Size
-    layer_forward: Size
-    layer_backward: Size
-    head_forward: Size
-    head_backward: Size
-    embedding_backward: Size
+    saved: Size
+    cached: Size
+    waiting: Size
+    forward: Size
+    backward: Size
+    arrival: Size
+    received: Size
+    sent: Size
 
 
-def block_bytes(table: BlockTable, shape: BlockShape) -> BlockBytes[int]:
-    """Return the bytes of blocks of *shape*."""
-    embedding, layer, head = (table.memory(shape, kind) for kind in ("embedding", "layer", "head"))
-    logits = kept_logits_bytes(shape)
+def block_bytes(table: BlockTable, shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
+    """Return the bytes of a block of each kind of the model."""
+    blocks = {kind: _bytes_of(table.memory(shape, kind)) for kind in shape.parameters}
+    head, logits = blocks[HEAD], kept_logits_bytes(shape)
+    blocks[HEAD] = head._replace(
+        saved=head.saved + logits,
+        waiting=waiting_table_bytes(shape),
+        forward=head.forward - logits,
+    )
+    return blocks
+
+
+def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
     return BlockBytes(
-        saved_layer=layer.saved,
-        saved_embedding=embedding.saved,
-        saved_head=head.saved + logits,
-        cached_layer=layer.cached,
-        waiting_table=waiting_table_bytes(shape),
-        layer_forward=layer.forward,
-        layer_backward=layer.backward,
-        head_forward=head.forward - logits,
-        head_backward=head.backward,
-        embedding_backward=embedding.backward,
+        saved=memory.saved,
+        cached=memory.cached,
+        waiting=0,
+        forward=memory.forward,
+        backward=memory.backward,
+        arrival=memory.arrival,
+        received=memory.received,
+        sent=memory.sent,
+    )
+
+
+def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) -> SentBytes:
+    """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
+    return SentBytes(
+        output=0 if stage.has_head else blocks[stage.blocks[-1].kind].sent,
+        gradient=0 if stage.has_embedding else blocks[stage.blocks[0].kind].received,
     )
 
 
@@ -84,12 +98,15 @@ def waiting_table_bytes(shape: BlockShape) -> int:
 
 
 def pass_workspace_bytes(
-    blocks: BlockBytes[Size], stage: Stage, most: Callable[[Size, Size], Size]
+    blocks: Mapping[BlockKind, BlockBytes[Size]], stage: Stage, most: Callable[[Size, Size], Size]
 ) -> tuple[Size, Size]:
     """Return what one pass through a virtual stage needs beside all that it keeps.
 
+    That is the most, over its blocks, of what one needs less what those behind it keep: in forward
+    they do not keep it yet, in backward no more.
+
     Args:
-        blocks: Sizes of its blocks.
+        blocks: Sizes of a block of each kind.
         stage: What it holds.
         most: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
 
@@ -97,20 +114,17 @@ def pass_workspace_bytes(
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
-    nothing = blocks.saved_layer * 0
-    # While layers run the head keeps nothing: in forward not yet, in backward no more.
-    head = blocks.saved_head if stage.has_head else nothing
-    waiting = blocks.waiting_table if stage.has_embedding and stage.has_head else nothing
-    forward = backward = nothing
-    if stage.num_layers:
-        # The last layer's own casts are in its steps.
-        forward = blocks.layer_forward - head + blocks.cached_layer * (stage.num_layers - 1)
-        backward = blocks.layer_backward - head + waiting
-    if stage.has_head:
-        forward = most(forward, blocks.head_forward + blocks.cached_layer * stage.num_layers)
-        backward = most(backward, blocks.head_backward)
-    if stage.has_embedding:
-        # The embedding comes last: all that layers and head kept is gone by then.
-        freed = blocks.saved_layer * stage.num_layers + head
-        backward = most(backward, blocks.embedding_backward + waiting - freed)
-    return most(nothing, forward), most(nothing, backward)
+    nothing = blocks[stage.blocks[0].kind].saved * 0
+    forward = backward = kept_behind = waiting = cached = nothing
+    for kind, count in stage.blocks:
+        cached = cached + blocks[kind].cached * count
+    for kind, count in reversed(stage.blocks):
+        block = blocks[kind]
+        # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
+        forward = most(forward, block.forward + cached - block.cached - kept_behind)
+        backward = most(backward, block.backward + waiting - kept_behind)
+        cached = cached - block.cached * count
+        kept_behind = kept_behind + block.saved * count
+        if stage.has_embedding:
+            waiting = waiting + block.waiting * count
+    return forward, backward

@@ -1,5 +1,6 @@
 """Memory of a pipeline rank: what always lives, and what a pass adds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,9 +13,10 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes, stage_messages
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
+from meshwright.simulator.model import BlockKind
 
 
 class Shards(NamedTuple):
@@ -191,16 +193,13 @@ class RankMemory:
 
 
 def virtual_stage_memory(
-    shape: BlockShape, stage: Stage, blocks: BlockBytes[int]
+    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
-    saved = stage.num_layers * blocks.saved_layer
-    saved += blocks.saved_embedding if stage.has_embedding else 0
-    saved += blocks.saved_head if stage.has_head else 0
-    saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+    saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
     return VirtualStageMemory(
-        saved_bytes=saved,
+        saved_bytes=saved + kept_output_bytes(shape, stage_messages(blocks, stage)),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
     )
@@ -229,18 +228,6 @@ def sharded_workspace_bytes(
     gathered = num_gathered * state.gathered_parameter if shards.parameters > 1 else 0
     gradient = max(units) * state.gradient if shards.gradients > 1 else 0
     return gathered, gathered + gradient
-
-
-def rank_parameters(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> int:
-    """Return the parameters of one rank; a tied output matrix away from its table is a copy."""
-    parameters = shape.parameters
-    total = num_layers * parameters.layer
-    total += has_embedding * parameters.embedding + has_head * parameters.head
-    if has_head and not has_embedding and shape.model.tied_embeddings:
-        total += shape.local_vocab_size * shape.model.hidden_size
-    return total
 
 
 def rank_memory(

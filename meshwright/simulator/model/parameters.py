@@ -1,12 +1,11 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.kinds import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
 from meshwright.simulator.model.spec import ModelSpec
-
-Block = Literal["embedding", "layer", "head"]
 
 # Megatron-LM pads the vocabulary so that each rank's share is a multiple of 128
 # (its default of make-vocab-size-divisible-by): the logit GEMM then tiles well.
@@ -19,14 +18,14 @@ class ParameterTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    block: Block
+    block: BlockKind
     tp_dim: int | None
 
 
 def parameter_tensors(
     model: ModelSpec, *, vocab_size: int | None = None
 ) -> tuple[ParameterTensor, ...]:
-    """Return the tensors of the embedding, of ONE layer, and of the head, unsplit.
+    """Return the tensors of the embedding, of ONE layer of each kind, and of the head, unsplit.
 
     The final norm belongs to the head. An untied output matrix does, too; a
     tied one is listed once, in the embedding. Weights are (outputs, inputs),
@@ -58,20 +57,18 @@ def count_parameters(model: ModelSpec) -> int:
     >>> count_parameters(load_model("gpt2"))
     124439808
     """
-    embedding, layer, head = (
-        block_parameters(model, block) for block in ("embedding", "layer", "head")
-    )
-    return embedding + model.num_layers * layer + head
+    counts = parameters_by_kind(model)
+    ends = counts[EMBEDDING] + counts[HEAD]
+    return ends + sum(count * counts[kind] for kind, count in model.layer_runs)
 
 
-def block_parameters(
-    model: ModelSpec, block: Block, *, tp: int = 1, vocab_size: int | None = None
-) -> int:
-    """Return the parameters one tp rank holds of the embedding, of one layer, or of the head.
+def parameters_by_kind(
+    model: ModelSpec, *, tp: int = 1, vocab_size: int | None = None
+) -> dict[BlockKind, int]:
+    """Return the parameters one tp rank holds of a block of each kind.
 
     Args:
         model: Whose parameters.
-        block: Which part; "layer" is a single layer.
         tp: Tensor-parallel degree.
         vocab_size: As for `parameter_tensors`; pass `padded_vocab_size` where
             the vocabulary is split.
@@ -81,11 +78,13 @@ def block_parameters(
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> gpt3 = load_model("gpt3-175b")
-    >>> block_parameters(gpt3, "layer"), block_parameters(gpt3, "layer", tp=8)
+    >>> parameters_by_kind(gpt3)["layer"], parameters_by_kind(gpt3, tp=8)["layer"]
     (1812099072, 226576896)
     """
-    tensors = parameter_tensors(model, vocab_size=vocab_size)
-    return sum(prod(local_shape(model, t, tp=tp)) for t in tensors if t.block == block)
+    counts = dict.fromkeys([EMBEDDING, *(kind for kind, _ in model.layer_runs), HEAD], 0)
+    for tensor in parameter_tensors(model, vocab_size=vocab_size):
+        counts[tensor.block] += prod(local_shape(model, tensor, tp=tp))
+    return counts
 
 
 def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[int, ...]:
@@ -105,7 +104,7 @@ def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[
         return (_local_qkv_size(model, tp), *tensor.shape[1:])
     if tensor.name.startswith("attention_output."):
         _check_divisible("num_heads", model.num_heads, tp)
-    elif tensor.block == "layer":
+    elif tensor.block == TRANSFORMER_LAYER:
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
     else:
         _check_divisible("vocab_size", tensor.shape[tensor.tp_dim], tp)
@@ -127,41 +126,41 @@ def padded_vocab_size(model: ModelSpec, tp: int) -> int:
 
 def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
     width = model.hidden_size
-    tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), "embedding", 0)]
+    tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), EMBEDDING, 0)]
     if model.positions == "learned":
         shape = (model.max_positions, width)
-        tensors.append(ParameterTensor("position_embedding.weight", shape, "embedding", None))
+        tensors.append(ParameterTensor("position_embedding.weight", shape, EMBEDDING, None))
     if model.token_types:
         shape = (model.token_types, width)
-        tensors.append(ParameterTensor("token_type_embedding.weight", shape, "embedding", None))
+        tensors.append(ParameterTensor("token_type_embedding.weight", shape, EMBEDDING, None))
     if model.embedding_norm:
-        tensors += _norm_tensors(model, "embedding_norm", "embedding")
+        tensors += _norm_tensors(model, "embedding_norm", EMBEDDING)
     return tensors
 
 
 def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
     width = model.hidden_size
     qkv_size = width + 2 * model.kv_hidden_size
-    tensors = _norm_tensors(model, "attention_norm", "layer")
-    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), "layer", 0))
+    tensors = _norm_tensors(model, "attention_norm", TRANSFORMER_LAYER)
+    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), TRANSFORMER_LAYER, 0))
     if model.attention_bias:
-        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), "layer", 0))
-    tensors.append(ParameterTensor("attention_output.weight", (width, width), "layer", 1))
+        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), TRANSFORMER_LAYER, 0))
+    tensors.append(ParameterTensor("attention_output.weight", (width, width), TRANSFORMER_LAYER, 1))
     if model.output_bias:
-        tensors.append(ParameterTensor("attention_output.bias", (width,), "layer", None))
+        tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
     return tensors
 
 
 def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
     width, ffn_size = model.hidden_size, model.ffn_hidden_size
     in_size = 2 * ffn_size if model.gated_mlp else ffn_size
-    tensors = _norm_tensors(model, "mlp_norm", "layer")
-    tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), "layer", 0))
+    tensors = _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
+    tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), TRANSFORMER_LAYER, 0))
     if model.mlp_bias:
-        tensors.append(ParameterTensor("mlp_in.bias", (in_size,), "layer", 0))
-    tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), "layer", 1))
+        tensors.append(ParameterTensor("mlp_in.bias", (in_size,), TRANSFORMER_LAYER, 0))
+    tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), TRANSFORMER_LAYER, 1))
     if model.mlp_bias:
-        tensors.append(ParameterTensor("mlp_out.bias", (width,), "layer", None))
+        tensors.append(ParameterTensor("mlp_out.bias", (width,), TRANSFORMER_LAYER, None))
     return tensors
 
 
@@ -169,10 +168,10 @@ def _head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
     if model.mlm_head:
         tensors = _mlm_tensors(model, vocab_size)
     else:
-        tensors = _norm_tensors(model, "final_norm", "head")
+        tensors = _norm_tensors(model, "final_norm", HEAD)
     if not model.tied_embeddings:
         shape = (vocab_size, model.hidden_size)
-        tensors.append(ParameterTensor("output_embedding.weight", shape, "head", 0))
+        tensors.append(ParameterTensor("output_embedding.weight", shape, HEAD, 0))
     return tensors
 
 
@@ -188,13 +187,13 @@ def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
         "mlm_dense.bias": (width,),
     }
     return [
-        *(ParameterTensor(name, shape, "head", None) for name, shape in shapes.items()),
-        *_norm_tensors(model, "mlm_norm", "head"),
-        ParameterTensor("output.bias", (vocab_size,), "head", 0),
+        *(ParameterTensor(name, shape, HEAD, None) for name, shape in shapes.items()),
+        *_norm_tensors(model, "mlm_norm", HEAD),
+        ParameterTensor("output.bias", (vocab_size,), HEAD, 0),
     ]
 
 
-def _norm_tensors(model: ModelSpec, name: str, block: Block) -> list[ParameterTensor]:
+def _norm_tensors(model: ModelSpec, name: str, block: BlockKind) -> list[ParameterTensor]:
     parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     return [ParameterTensor(f"{name}.{part}", (model.hidden_size,), block, None) for part in parts]
 

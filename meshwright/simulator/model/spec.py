@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.hwprofiles import nearest_names
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
 
 # Upper limits: some tenfold above any published model, and low enough that a
 # model's bytes fit a signed 64-bit integer with room for optimizer states.
@@ -70,6 +71,11 @@ class ModelSpec(BaseModel):
     def __repr__(self) -> str:
         """Return the model's name."""
         return f"ModelSpec({self.name!r})"
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """Layers in model order, by kind."""
+        return (BlockRun(TRANSFORMER_LAYER, self.num_layers),)
 
     @property
     def head_dim(self) -> int:

@@ -8,6 +8,7 @@ which their gradients arrived, with a limit of its own for the first bucket), Me
 elements (`param_and_grad_buffer.py` of core r0.8).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from math import prod
@@ -18,7 +19,9 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
-    Block,
+    HEAD,
+    BlockKind,
+    BlockRun,
     ParameterTensor,
     local_shape,
     padded_vocab_size,
@@ -33,12 +36,11 @@ USED_BYTES = 4  # an int32 for each tensor
 class GradientBucket(NamedTuple):
     """Gradients that are reduced together, and the block whose backward completes them.
 
-    ``layer`` counts the layers of the stage from 0; it is 0 for the embedding and the head, too.
+    ``place`` counts the blocks of the stage from 0, in model order.
     """
 
     num_parameters: int
-    block: Block
-    layer: int
+    place: int
 
 
 class StagePart(NamedTuple):
@@ -90,20 +92,20 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Grad
     limit = shape.stack.first_gradient_bucket_parameters or usual
     buckets: list[GradientBucket] = []
     num_filled = 0
-    last: tuple[Block, int] = ("head", 0)
+    last = stage.num_blocks - 1
     table = _shared_table(shape, stage)
-    for block, layer, sizes in _backward_blocks(shape, stage):
+    for place, sizes in _backward_blocks(shape, stage):
         for size in sizes:
             if size == table and num_filled:
                 # A bucket of its own begins and ends with the table: close the one before.
-                buckets.append(GradientBucket(num_filled, *last))
+                buckets.append(GradientBucket(num_filled, last))
                 num_filled = 0
-            last = (block, layer)
+            last = place
             num_filled += size
             if num_filled >= limit or size == table:
-                buckets.append(GradientBucket(num_filled, block, layer))
+                buckets.append(GradientBucket(num_filled, place))
                 num_filled, limit = 0, usual
-    return (*buckets, GradientBucket(num_filled, *last)) if num_filled else tuple(buckets)
+    return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
 
 def _shared_table(shape: BlockShape, stage: Stage) -> int:
@@ -116,29 +118,25 @@ def _shared_table(shape: BlockShape, stage: Stage) -> int:
     return shape.local_vocab_size * shape.model.hidden_size if is_shared else 0
 
 
-def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[Block, int, list[int]]]:
-    """Yield the blocks of *stage*, last first, each with the sizes of its tensors, last first."""
-    model = shape.model
+def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, list[int]]]:
+    """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
     sizes = _arriving_sizes(shape)
-    if stage.has_head:
-        is_copy = model.tied_embeddings and not stage.has_embedding
-        copy = [shape.local_vocab_size * model.hidden_size] if is_copy else []
-        yield "head", 0, copy + sizes["head"]
-    for layer in reversed(range(stage.num_layers)):
-        yield "layer", layer, sizes["layer"]
-    if stage.has_embedding:
-        yield "embedding", 0, sizes["embedding"]
+    if shape.model.tied_embeddings and not stage.has_embedding:
+        sizes[HEAD].insert(0, shape.local_vocab_size * shape.model.hidden_size)
+    kinds = [kind for kind, count in stage.blocks for _ in range(count)]
+    for place in reversed(range(stage.num_blocks)):
+        yield place, sizes[kinds[place]]
 
 
-def _arriving_sizes(shape: BlockShape) -> dict[Block, list[int]]:
-    """Return the parameters of each tensor of a block, last first.
+def _arriving_sizes(shape: BlockShape) -> dict[BlockKind, list[int]]:
+    """Return the parameters of each tensor of a block of each kind, last first.
 
     Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
     order is that in which autograd finishes gradients: of each layer its bias first, of a norm
     its weight.
     """
     model, tp = shape.model, shape.tp
-    sizes: dict[Block, list[int]] = {"embedding": [], "layer": [], "head": []}
+    sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
     tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
     modules = [list(group) for _, group in groupby(tensors, key=_module_of)]
     for module in reversed(modules):
@@ -176,39 +174,20 @@ def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
 
 def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
     """Return the bytes of the map of used weights of *stages*: an int32 for each tensor."""
-    tensors = (len(sizes) for stage in stages for _, _, sizes in _backward_blocks(shape, stage))
+    tensors = (len(sizes) for stage in stages for _, sizes in _backward_blocks(shape, stage))
     return USED_BYTES * sum(tensors)
 
 
 def bucket_parts(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[StagePart, ...]:
     """Return *stage* cut where buckets are complete with *dp* replicas, in model order."""
     parts: list[StagePart] = []
-    end = _num_blocks(stage)
-    for first, buckets in groupby(
-        gradient_buckets(shape, stage, dp), key=lambda bucket: _position(stage, bucket)
-    ):
+    end = stage.num_blocks
+    completed = groupby(gradient_buckets(shape, stage, dp), key=lambda bucket: bucket.place)
+    for first, buckets in completed:
         bucket_sizes = tuple(bucket.num_parameters for bucket in buckets)
-        parts.append(StagePart(_blocks(stage, first, end), bucket_sizes))
+        parts.append(StagePart(stage.part(first, end), bucket_sizes))
         end = first
     return tuple(reversed(parts))
-
-
-def _num_blocks(stage: Stage) -> int:
-    return stage.has_embedding + stage.num_layers + stage.has_head
-
-
-def _position(stage: Stage, bucket: GradientBucket) -> int:
-    """Return the place of the block that completes *bucket* among the blocks of *stage*."""
-    if bucket.block == "head":
-        return _num_blocks(stage) - 1
-    return bucket.layer + (stage.has_embedding and bucket.block == "layer")
-
-
-def _blocks(stage: Stage, first: int, end: int) -> Stage:
-    """Return the blocks of *stage* from the place *first* up to *end*."""
-    has_embedding = stage.has_embedding and first == 0
-    has_head = stage.has_head and end == _num_blocks(stage)
-    return Stage(end - first - has_embedding - has_head, has_embedding, has_head)
 
 
 def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[StagePart, ...]:
@@ -219,15 +198,9 @@ def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[St
     """
     if shape.stack.root_unit:
         return _units_with_root(shape, stage, num_shards)
-    last = max(0, stage.num_layers - 1)
-    units = [
-        Stage(
-            min(1, stage.num_layers),
-            stage.has_embedding and index == 0,
-            stage.has_head and index == last,
-        )
-        for index in range(last + 1)
-    ]
+    second = int(stage.has_embedding) + 1
+    cuts = [0, *range(second, second + stage.num_layers - 1), stage.num_blocks]
+    units = [stage.part(first, end) for first, end in pairwise(cuts)]
     counts = [stage_parameters(shape, unit) for unit in units]
     # The last unit takes a tied matrix for a copy, also where its table is in the first one.
     counts[-1] += stage_parameters(shape, stage) - sum(counts)
@@ -239,16 +212,20 @@ def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
 
     Each weight is split along its first dim, which is filled up to a multiple of the shards.
     """
-    one = Stage(1, has_embedding=False, has_head=False)
-    ends = stage._replace(num_layers=0)
+
+    def gathered(unit: Stage) -> tuple[int]:
+        return (num_shards * sum(unit_shards(shape, unit, num_shards)),)
+
     # Gathered first and reduced last, as one: its bucket goes with the part before all layers, and
     # the head, whose backward comes first, reduces nothing.
-    layer, root = (num_shards * sum(unit_shards(shape, unit, num_shards)) for unit in (one, ends))
-    parts = [StagePart(Stage(0, stage.has_embedding, has_head=False), (root,), stays=True)]
-    parts += [StagePart(one, (layer,))] * stage.num_layers
+    root = gathered(stage._replace(layers=()))
+    parts = [StagePart(Stage((), stage.has_embedding, has_head=False), root, stays=True)]
+    for kind, count in stage.layers:
+        one = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
+        parts += [StagePart(one, gathered(one))] * count
     if stage.has_head:
-        parts.append(StagePart(Stage(0, has_embedding=False, has_head=True), ()))
-    return tuple(parts if root else parts[1:])  # a stage between the ends has no root
+        parts.append(StagePart(Stage((), has_embedding=False, has_head=True), ()))
+    return tuple(parts if sum(root) else parts[1:])  # a stage between the ends has no root
 
 
 def unit_shards(
@@ -273,7 +250,9 @@ def unit_shards(
 def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
     model, tp = shape.model, shape.tp
-    num_blocks = {"embedding": unit.has_embedding, "layer": unit.num_layers, "head": unit.has_head}
+    num_blocks: Counter[BlockKind] = Counter()
+    for kind, count in unit.blocks:
+        num_blocks[kind] += count
     for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)

@@ -8,6 +8,7 @@ before them.  DTensor sums each where it is reduced, at once or after the last m
 A tied table on both ends of a pipeline is summed after that.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Cost, CostModel
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import parameter_tensors
+from meshwright.simulator.model import BlockKind, parameter_tensors
 from meshwright.simulator.replication.data_parallel import WireBytes
 
 
@@ -88,14 +89,9 @@ def tied_table_bytes(shape: BlockShape, wire: WireBytes, num_shards: int) -> int
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
     """Return the parameters of norms, and of biases added to a rank's own tokens."""
-    counts = {"embedding": 0, "layer": 0, "head": 0}
+    counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(shape.model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
         if tensor.tp_dim is None and tensor.name != "position_embedding.weight":
             counts[tensor.block] += prod(tensor.shape)
-    return sum(
-        stage.num_layers * counts["layer"]
-        + stage.has_embedding * counts["embedding"]
-        + stage.has_head * counts["head"]
-        for stage in stages
-    )
+    return sum(count * counts[kind] for stage in stages for kind, count in stage.blocks)

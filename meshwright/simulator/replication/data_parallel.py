@@ -19,7 +19,7 @@ from meshwright.simulator.layout import (
     strided_span,
     zero_communication,
 )
-from meshwright.simulator.memory import Shards, rank_parameters
+from meshwright.simulator.memory import Shards
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
@@ -164,10 +164,14 @@ def spread(total: int, num_parts: int) -> list[int]:
 
 
 def stage_parameters(shape: BlockShape, stage: Stage) -> int:
-    """Return the parameters that one rank holds of *stage*."""
-    return rank_parameters(
-        shape, stage.num_layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-    )
+    """Return the parameters that one rank holds of *stage*.
+
+    A tied output matrix away from its table is a copy.
+    """
+    total = sum(count * shape.parameters[kind] for kind, count in stage.blocks)
+    if shape.model.tied_embeddings and stage.has_head and not stage.has_embedding:
+        total += shape.local_vocab_size * shape.model.hidden_size
+    return total
 
 
 def reduce_cost(

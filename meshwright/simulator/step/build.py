@@ -16,16 +16,16 @@ from meshwright.simulator.layout import (
     ParallelPlan,
     Stage,
     TrainingJob,
-    rank_stages,
+    model_stages,
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
-    BlockBytes,
     RankMemory,
     StateBytes,
     VirtualStageMemory,
     block_bytes,
     rank_memory,
+    stage_messages,
     virtual_stage_memory,
     with_copies,
     with_workspace,
@@ -144,9 +144,10 @@ def rank_refetches(
 
 def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
-    stages_by_rank = [rank_stages(plan, pp_rank) for pp_rank in range(plan.pp)]
-    stages_once = dict.fromkeys(stage for stages in stages_by_rank for stage in stages)
-    context = _context(job, plan, costs, tuple(stages_once))
+    stages = model_stages(job.model, plan.stages)
+    stages_by_rank = [stages[pp_rank :: plan.pp] for pp_rank in range(plan.pp)]
+    stages_once = tuple(dict.fromkeys(stages))
+    context = _context(job, plan, costs, stages_once)
     passes = {stage: virtual_stage_cost(costs, context.shape, stage) for stage in stages_once}
     distinct = tuple(dict.fromkeys(stages_by_rank))
     memory = _memory(context, distinct)
@@ -196,6 +197,7 @@ def _context(
         mesh=mesh,
         wire=wire,
         replication=replication,
+        blocks=block_bytes(costs.blocks, shape),
         host=HostSide(costs, wire, state, replication),
         parts={stage: reduced_parts(shape, stage, replication) for stage in stages},
     )
@@ -204,7 +206,7 @@ def _context(
 def _evidence(context: StepContext, stages: tuple[Stage, ...]) -> Evidence:
     costs, plan, shape = context.costs, context.plan, context.shape
     crosses = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
-    message = costs.message(shape.message_bytes, crosses_nodes=crosses)
+    message = costs.message(stage_messages(context.blocks, stages[0]).output, crosses_nodes=crosses)
     parameters = sum_parameters(shape, stages)
     reduce = reduce_cost(costs, parameters, context.wire, context.replication)
     link = costs.cluster.host_link
@@ -250,8 +252,7 @@ def _memory(
     if holds_units(context.shape, context.replication):
         passes = PassBytes.of(context.costs.blocks, context.shape)
         return {stages: _memory_of_units(context, stages, passes) for stages in ranks}
-    blocks = block_bytes(context.costs.blocks, context.shape)
-    passes_of = {stage: _stage_memory(context, stage, blocks) for stage in context.parts}
+    passes_of = {stage: _stage_memory(context, stage) for stage in context.parts}
     return {
         stages: _memory_of_stages(context, stages, tuple(passes_of[stage] for stage in stages))
         for stages in ranks
@@ -276,10 +277,8 @@ def _memory_of_units(
     return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
 
 
-def _stage_memory(
-    context: StepContext, stage: Stage, blocks: BlockBytes[int]
-) -> VirtualStageMemory:
-    virtual_stage = virtual_stage_memory(context.shape, stage, blocks)
+def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
+    virtual_stage = virtual_stage_memory(context.shape, stage, context.blocks)
     if context.replication.in_units:
         units = [sum(part.buckets) for part in context.parts[stage]]
         virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
@@ -330,7 +329,7 @@ def _with_casts(
     if context.replication.in_units:
         return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
     needed = bucket_cast_bytes(
-        context.costs.blocks, context.shape, stage, parts, lambda size: _cast_bytes(context, size)
+        context.blocks, stage, parts, lambda size: _cast_bytes(context, size)
     )
     backward = max(virtual_stage.backward_workspace_bytes, needed)
     return replace(virtual_stage, backward_workspace_bytes=backward)

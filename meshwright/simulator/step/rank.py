@@ -1,15 +1,17 @@
 """What each rank of a step computes, sends and reduces, from the costs of its parts."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
-from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.memory import BlockBytes, stage_messages
+from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
@@ -35,11 +37,11 @@ class VirtualStageCost:
     backward: PhaseCost
 
 
-class StageMessages(NamedTuple):
-    """What a rank sends in a microbatch: activations to the next one, gradients to the previous."""
+class Hops(NamedTuple):
+    """Whether messages of a rank to the next one, and to the previous one, cross nodes."""
 
-    forward: Message
-    backward: Message
+    forward: bool
+    backward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class StepContext:
     plan: ParallelPlan
     costs: CostModel
     shape: BlockShape
+    blocks: Mapping[BlockKind, BlockBytes[int]]
     mesh: Mesh
     wire: WireBytes
     replication: Replication
@@ -59,26 +62,21 @@ class StepContext:
 
 def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
     """Return the cost of a pass through *stage*."""
-    layer = costs.block_cost(shape, "layer")
-    forward, backward = layer.forward * stage.num_layers, layer.backward * stage.num_layers
-    if stage.has_embedding:
-        embedding = costs.block_cost(shape, "embedding")
-        forward, backward = forward + embedding.forward, backward + embedding.backward
-    if stage.has_head:
-        head = costs.block_cost(shape, "head")
-        forward, backward = forward + head.forward, backward + head.backward
+    forward = backward = PhaseCost()
+    for kind, count in stage.blocks:
+        block = costs.block_cost(shape, kind)
+        forward, backward = forward + block.forward * count, backward + block.backward * count
     return VirtualStageCost(forward, backward)
 
 
 def message_between(
-    costs: CostModel, shape: BlockShape, *, crosses_nodes: bool
-) -> tuple[Message, PhaseCost]:
-    """Return the message of one microbatch between two stages, and its time on the port.
+    costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
+) -> Message:
+    """Return the message of one microbatch between two stages.
 
     With scatter/gather each rank of a tensor-parallel group sends its part, which the
     receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
     """
-    size_bytes = shape.message_bytes
     delay_ps = 0
     if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
         span = costs.tp_span(shape.tp)
@@ -86,8 +84,7 @@ def message_between(
         delay_ps = gather.time_ps
         size_bytes = -(-size_bytes // shape.tp)
     cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
-    message = Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
-    return message, PhaseCost.total([(Category.PP_COMM, cost.transfer)])
+    return Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
 
 
 def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
@@ -103,13 +100,13 @@ def rank_works(
     passes: dict[Stage, VirtualStageCost],
 ) -> tuple[RankWork, ...]:
     """Return the work of each pipeline rank; equal ranks share one record."""
-    known: dict[tuple[tuple[Stage, ...], StageMessages], RankWork] = {}
+    known: dict[tuple[tuple[Stage, ...], Hops], RankWork] = {}
     ranks = []
     for pp_rank, stages in enumerate(stages_by_rank):
-        messages = StageMessages(_message(context, pp_rank, 1), _message(context, pp_rank, -1))
-        key = (stages, messages)
+        hops = Hops(_crosses(context, pp_rank, 1), _crosses(context, pp_rank, -1))
+        key = (stages, hops)
         if key not in known:
-            known[key] = _rank_work(context, stages, messages, passes)
+            known[key] = _rank_work(context, stages, hops, passes)
         ranks.append(known[key])
     return tuple(ranks)
 
@@ -126,7 +123,7 @@ def _used_ps(context: StepContext, stages: tuple[Stage, ...]) -> int:
 def _rank_work(
     context: StepContext,
     stages: tuple[Stage, ...],
-    messages: StageMessages,
+    hops: Hops,
     passes: dict[Stage, VirtualStageCost],
 ) -> RankWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
@@ -137,7 +134,7 @@ def _rank_work(
     back_ps = copy_back_ps(context.host, parameters)
     gathers_units = context.replication.gathers_units
     virtual_stages = {
-        stage: _virtual_stage_work(context, stage, messages, passes[stage])
+        stage: _virtual_stage_work(context, stage, hops, passes[stage])
         for stage in dict.fromkeys(stages)
     }
     return RankWork(
@@ -178,9 +175,10 @@ def shared_embedding_ps(
 
 
 def _virtual_stage_work(
-    context: StepContext, stage: Stage, messages: StageMessages, pass_cost: VirtualStageCost
+    context: StepContext, stage: Stage, hops: Hops, pass_cost: VirtualStageCost
 ) -> VirtualStageWork:
     stack, replication = context.costs.stack, context.replication
+    messages = stage_messages(context.blocks, stage)
     parts = context.parts[stage]
     gathers = (
         stack.overlap_parameter_gather and replication.gather_op is not None and replication.dp > 1
@@ -189,8 +187,8 @@ def _virtual_stage_work(
     return VirtualStageWork(
         forward_ps=pass_cost.forward.time_ps,
         backward_ps=pass_cost.backward.time_ps,
-        forward_message=messages.forward,
-        backward_message=messages.backward,
+        forward_message=_message(context, messages.output, crosses_nodes=hops.forward),
+        backward_message=_message(context, messages.gradient, crosses_nodes=hops.backward),
         gathers=_gathers(context, stage) if gathers and not replication.gathers_units else (),
         reductions=() if replication.in_units else _reductions(context, parts),
         forward_units=forward_units if replication.gathers_units else (),
@@ -251,14 +249,18 @@ def _buckets_ps(
     )
 
 
-def _message(context: StepContext, pp_rank: int, step: int) -> Message:
-    """Return the message of a rank to the next one (*step* 1) or the previous one (-1)."""
-    if context.plan.pp == 1:
-        return Message()
+def _crosses(context: StepContext, pp_rank: int, step: int) -> bool:
+    """Return whether the next rank (*step* 1), or the previous one (-1), is on another node."""
     # Round the ranks, as the virtual stages go: the last rank sends to the first one's next stage.
     target = (pp_rank + step) % context.plan.pp
-    crosses = context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
-    return message_between(context.costs, context.shape, crosses_nodes=crosses)[0]
+    return context.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
+
+
+def _message(context: StepContext, size_bytes: int, *, crosses_nodes: bool) -> Message:
+    """Return a message of *size_bytes*; none where there is nothing to send."""
+    if size_bytes == 0:
+        return Message()
+    return message_between(context.costs, context.shape, size_bytes, crosses_nodes=crosses_nodes)
 
 
 def _gathers(context: StepContext, stage: Stage) -> tuple[PassSegment, ...]:

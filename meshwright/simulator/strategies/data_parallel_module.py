@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.blocks import (
     LOGITS,
-    BlockOperators,
+    OUTPUT,
     BlockShape,
     KernelLaunches,
     MemoryBound,
@@ -24,8 +24,9 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import whole_model
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
+from meshwright.simulator.model import HEAD
 from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
     GraphDevice,
@@ -91,8 +92,7 @@ class Replica:
     @cached_property
     def num_parameters(self) -> int:
         """Parameters of the model."""
-        num_layers = self.case.job.model.num_layers
-        return stage_parameters(self.shape, Stage(num_layers, has_embedding=True, has_head=True))
+        return stage_parameters(self.shape, whole_model(self.case.job.model))
 
     @property
     def weight_bytes(self) -> int:
@@ -109,49 +109,44 @@ class Replica:
         """Bytes of them as they are gathered."""
         return self.num_logits * self.shape.element_bytes
 
-    @property
-    def _operators(self) -> tuple[BlockOperators, ...]:
-        """Operators of the blocks that replicas run: the head without the loss."""
-        kinds = ("embedding", "layer", "output")
-        return tuple(self.case.costs.blocks.operators(self.shape, kind) for kind in kinds)
-
     @cached_property
     def forward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks in model order; the head without the loss."""
-        embedding, layer, head = self._operators
-        return (
-            self._block("embedding", embedding.forward),
-            *(self._block("layer", layer.forward),) * self.case.job.model.num_layers,
-            self._block("head", head.forward),
-        )
+        return tuple(forward for forward, _ in self._blocks)
 
     @cached_property
     def backward_blocks(self) -> tuple[LaunchedBlock, ...]:
         """Blocks from the head to the embedding; recomputation is in them."""
-        embedding, layer, head = self._operators
-        again = self._block("layer", layer.recompute + layer.backward)
-        again = again._replace(cost=self.case.costs.block_cost(self.shape, "layer").backward)
-        return (
-            self._block("head", head.backward),
-            *(again,) * self.case.job.model.num_layers,
-            self._block("embedding", embedding.backward),
-        )
+        return tuple(backward for _, backward in reversed(self._blocks))
 
-    def _block(self, name: str, operators: tuple[Operator, ...]) -> LaunchedBlock:
-        costs = self.case.costs
+    @cached_property
+    def _blocks(self) -> list[tuple[LaunchedBlock, LaunchedBlock]]:
+        """Forward and backward of each block in model order."""
+        blocks, costs = [], self.case.costs
+        for kind, count in whole_model(self.case.job.model).blocks:
+            run = OUTPUT if kind == HEAD else kind
+            operators = costs.blocks.operators(self.shape, run)
+            cost = costs.block_cost(self.shape, run)
+            again = operators.recompute + operators.backward
+            passes = (
+                self._launched(kind, operators.forward, cost.forward),
+                self._launched(kind, again, cost.backward),
+            )
+            blocks += [passes] * count
+        return blocks
+
+    def _launched(
+        self, name: str, operators: tuple[Operator, ...], cost: PhaseCost
+    ) -> LaunchedBlock:
         count = sum(item.count for item in operators if isinstance(item, KernelLaunches))
-        launch = constant_cost(count, costs.stack.host_per_launch_s)
-        return LaunchedBlock(
-            name,
-            costs.phase_cost(operators, self.shape),
-            PhaseCost.total([(Category.HOST, launch)]),
-        )
+        launch = constant_cost(count, self.case.costs.stack.host_per_launch_s)
+        return LaunchedBlock(name, cost, PhaseCost.total([(Category.HOST, launch)]))
 
     @cached_property
     def loss_cost(self) -> PhaseCost:
         """Loss of the whole batch and its gradient, on device 0."""
         blocks, dp = self.case.costs.blocks, self.case.plan.dp
-        head, rest = (blocks.operators(self.shape, kind) for kind in ("head", "output"))
+        head, rest = (blocks.operators(self.shape, kind) for kind in (HEAD, OUTPUT))
         whole = [
             MemoryBound("loss", dp * (_traffic_bytes(one) - _traffic_bytes(other)))
             for one, other in ((head.forward, rest.forward), (head.backward, rest.backward))
@@ -319,10 +314,10 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
     blocks, shape = case.costs.blocks, replica.shape
     saved = saved_bytes(blocks, shape)
-    kept = blocks.saved_tensors(shape, "head")
+    kept = blocks.saved_tensors(shape, HEAD)
     logits = sum(each.size_bytes for each in kept if each.name == LOGITS)
     # Forward, or in the loss's backward the losses' gradient beside its own.
-    workspace = dp * max(blocks.memory(shape, "head").forward, 2 * logits)
+    workspace = dp * max(blocks.memory(shape, HEAD).forward, 2 * logits)
     # Its part of the gradient is a view of the whole.
     task_bytes = _pass_bytes(replica, passes, 0, dp * replica.logit_bytes)
     for each in passes:

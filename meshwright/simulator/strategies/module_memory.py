@@ -5,23 +5,28 @@ Gradients of a replica are those of copies of the weights: they stay until all o
 reduction).
 """
 
-from meshwright.simulator.blocks import BlockShape, BlockTable, Ending, num_linear_weights
+from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending, num_linear_weights
+from meshwright.simulator.model import EMBEDDING
 
 STAYS = Ending(keeps_gradients=True)
 
 
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
-    embedding, layer, output = (
-        table.memory(shape, kind).saved for kind in ("embedding", "layer", "output")
-    )
-    return embedding + shape.model.num_layers * layer + output
+    ends = table.memory(shape, EMBEDDING).saved + table.memory(shape, OUTPUT).saved
+    layers = shape.model.layer_runs
+    return ends + sum(count * table.memory(shape, kind).saved for kind, count in layers)
 
 
 def forward_workspace_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what forward needs beside what it keeps: in the last layer, or for the logits."""
-    layer, output = table.memory(shape, "layer"), table.memory(shape, "output")
-    return max(layer.forward - output.saved, output.forward)
+    output = table.memory(shape, OUTPUT)
+    most, kept_behind = output.forward, output.saved
+    for kind, count in reversed(shape.model.layer_runs):
+        layer = table.memory(shape, kind)
+        most = max(most, layer.forward - kept_behind)
+        kept_behind += count * layer.saved
+    return most
 
 
 def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: int) -> int:
@@ -32,15 +37,17 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
         shape: Sizes of the blocks.
         slope_bytes: The gradient of the logits, as it came.
     """
-    output = table.memory(shape, "output", STAYS._replace(arriving_bytes=slope_bytes))
-    layer, embedding = (table.memory(shape, kind, STAYS) for kind in ("layer", "embedding"))
-    # Biases and norms, whose gradients stay, too, do not count in a block.
-    vectors = (shape.parameters.layer - num_linear_weights(shape)) * shape.residual_bytes
+    output = table.memory(shape, OUTPUT, STAYS._replace(arriving_bytes=slope_bytes))
+    embedding = table.memory(shape, EMBEDDING, STAYS)
     level = output.left - output.saved
     most = output.backward
-    for _ in range(shape.model.num_layers):
-        # A block's own gradient that arrives is what the one behind it has left.
-        level -= shape.message_bytes
-        most = max(most, level + layer.backward)
-        level += layer.left - layer.saved + vectors
-    return max(most, level - shape.message_bytes + embedding.backward)
+    for kind, count in reversed(shape.model.layer_runs):
+        layer = table.memory(shape, kind, STAYS)
+        # Biases and norms, whose gradients stay, too, do not count in a block.
+        vectors = (shape.parameters[kind] - num_linear_weights(shape)) * shape.residual_bytes
+        for _ in range(count):
+            # A block's own gradient that arrives is what the one behind it has left.
+            level -= layer.sent
+            most = max(most, level + layer.backward)
+            level += layer.left - layer.saved + vectors
+    return max(most, level - embedding.sent + embedding.backward)

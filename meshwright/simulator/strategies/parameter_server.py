@@ -8,6 +8,7 @@ update.  Nothing overlaps within a worker: it pulls everything, computes, pushes
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source
@@ -16,7 +17,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per_s, ports_per_node
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import ParameterServer, Stage
+from meshwright.simulator.layout import ParameterServer, Stage, whole_model
 from meshwright.simulator.memory import RankMemory, StateBytes, block_bytes, virtual_stage_memory
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
@@ -69,7 +70,7 @@ class Participants:
     @property
     def whole_stage(self) -> Stage:
         """What a worker computes."""
-        return Stage(self.case.job.model.num_layers, has_embedding=True, has_head=True)
+        return whole_model(self.case.job.model)
 
 
 def simulate_parameter_server(case: StrategyCase) -> StepResult:
@@ -123,8 +124,7 @@ def _participants(case: StrategyCase, options: ParameterServer) -> Participants:
                 f"than the {cluster.num_nodes} of {cluster.name}; allowed: all"
             )
     shape = BlockShape.of(case.job, case.plan, case.costs.stack)
-    stage = Stage(case.job.model.num_layers, has_embedding=True, has_head=True)
-    shards = tuple(spread(stage_parameters(shape, stage), len(servers)))
+    shards = tuple(spread(stage_parameters(shape, whole_model(case.job.model)), len(servers)))
     return Participants(
         case=case, options=options, shape=shape, workers=workers, servers=servers, shards=shards
     )
@@ -295,6 +295,13 @@ def _add_update(
     )
 
 
+def _largest_tensor(participants: Participants) -> str:
+    """Return the name of the largest tensor that a layer keeps."""
+    table, kinds = participants.case.costs.blocks, participants.whole_stage.layers
+    kept = [table.saved_tensors(participants.shape, kind) for kind, _ in kinds]
+    return max(chain.from_iterable(kept), key=lambda item: item.size_bytes).name
+
+
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
@@ -302,7 +309,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
     sizes = block_bytes(blocks, shape)
     virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
-    largest = max(blocks.saved_tensors(shape, "layer"), key=lambda item: item.size_bytes)
+    largest = _largest_tensor(participants)
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [
@@ -325,7 +332,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
             links=place.links,
             memory=memory,
             task_bytes=tuple(task_bytes),
-            largest_tensor=largest.name,
+            largest_tensor=largest,
         )
     for server, place in enumerate(participants.servers):
         if place not in participants.workers:

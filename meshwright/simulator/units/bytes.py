@@ -6,7 +6,8 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import StateBytes, kept_logits_bytes
+from meshwright.simulator.memory import SentBytes, StateBytes, kept_logits_bytes
+from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.replication import Replication, stage_parameters
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
@@ -52,20 +53,27 @@ class PassBytes:
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
         """Return the bytes of *shape*."""
-        adding, kept, sent = (table.memory(shape, "layer", each) for each in ENDINGS)
-        head, embedding = table.memory(shape, "head"), table.memory(shape, "embedding")
+        adding, kept, sent = (table.memory(shape, TRANSFORMER_LAYER, each) for each in ENDINGS)
+        head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         return cls(
             saved_layer=adding.saved,
             saved_embedding=embedding.saved,
             saved_head=head.saved + logits,
             freed_head=head.saved,
-            message=shape.message_bytes,
+            message=adding.sent,
             layer=(kept.forward, kept.backward),
             sent_layer=sent.backward,
             adding=adding.backward,
             head=(head.forward - logits, head.backward),
             table=embedding.backward,
+        )
+
+    def messages(self, stage: Stage) -> SentBytes:
+        """Return what *stage* sends in a microbatch."""
+        return SentBytes(
+            output=0 if stage.has_head else self.message,
+            gradient=0 if stage.has_embedding else self.message,
         )
 
 
@@ -110,7 +118,7 @@ class UnitBytes:
     ) -> "UnitBytes":
         """Return the bytes of *stage* from those of a parameter."""
         state, reduce_bytes = parameter
-        layer = shape.parameters.layer
+        layer = shape.parameters[TRANSFORMER_LAYER]
         total = stage_parameters(shape, stage)
         root = total - stage.num_layers * layer
         matrix = shape.local_vocab_size * shape.model.hidden_size
@@ -124,7 +132,7 @@ class UnitBytes:
         has_end = stage.has_embedding or stage.has_head
         is_copied = reduce_bytes != state.gathered_parameter
         # Positions follow the table: their first copy in the other format is made later.
-        positions = shape.parameters.embedding - matrix
+        positions = shape.parameters[EMBEDDING] - matrix
         positions *= stage.has_embedding * state.gathered_parameter
         return cls(
             layer=layer * state.gathered_parameter,

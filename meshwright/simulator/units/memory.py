@@ -11,7 +11,6 @@ from meshwright.simulator.memory import (
     PassPeak,
     PassPeaks,
     RankMemory,
-    SentBytes,
     VirtualStageMemory,
     fuller_peak,
     kept_output_bytes,
@@ -71,8 +70,7 @@ def unit_rank_memory(
         parameters_bytes=shards * state.sharded_parameter,
         gradients_bytes=memory.gradients_bytes + sum(units[stage].surplus for stage in stages),
         message_buffers_bytes=sum(
-            message_buffer_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
-            for stage in stages
+            message_buffer_bytes(shape, passes.messages(stage)) for stage in stages
         ),
     )
 
@@ -83,7 +81,7 @@ def _virtual_stage_memory(
     passes, stage, replication, units = stage_pass
     saved = stage.num_layers * passes.saved_layer
     saved += stage.has_embedding * passes.saved_embedding + stage.has_head * passes.saved_head
-    saved += kept_output_bytes(shape, has_embedding=stage.has_embedding, has_head=stage.has_head)
+    saved += kept_output_bytes(shape, passes.messages(stage))
     apart = stage_pass.moments(whole=False)
     return VirtualStageMemory(
         saved_bytes=saved,
@@ -115,8 +113,5 @@ def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> K
         ahead=PassPeaks(*map(fuller_peak, whole, copied)),
         ahead_bytes=stage_pass.gathered_bytes if is_sharded else 0,
         reduction=stage_pass.reduction(is_alone=is_alone),
-        sent=SentBytes(
-            output=passes.message if stage_pass.sends_output else 0,
-            gradient=0 if stage.has_embedding else passes.message,
-        ),
+        sent=passes.messages(stage),
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.memory import PassPeak, VirtualStageMemory
+from meshwright.simulator.model import TRANSFORMER_LAYER
 from meshwright.simulator.units.bytes import ParameterBytes, is_tied
 from meshwright.simulator.units.passes import StagePass
 
@@ -63,7 +64,7 @@ class SumBytes:
         last_copied = last * made_bytes + (root + surplus) * wire_bytes
         return cls(
             apart=apart,
-            layer_shard=-(-shape.parameters.layer // ranks) * kept_bytes * on_device,
+            layer_shard=-(-shape.parameters[TRANSFORMER_LAYER] // ranks) * kept_bytes * on_device,
             shard=-(-units.gradients // wire_bytes // ranks) * kept_bytes * on_device,
             root=(root + surplus) * wire_bytes,
             last=last * wire_bytes,

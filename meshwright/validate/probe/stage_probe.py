@@ -23,7 +23,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
-from meshwright.simulator.model import block_parameters
+from meshwright.simulator.model import HEAD, parameters_by_kind
 from meshwright.validate.ranks import pipeline_rank
 from meshwright.validate.runs import check_torch, run_counted
 
@@ -301,14 +301,12 @@ def _built_on_host_bytes(saved: SavedPlan, rank: int) -> int:
     if PROGRAMS.get(saved.stack.name) is not build_fully_sharded:
         return 0
     model, fp32_bytes = saved.job.model, Precision.FP32.num_bytes
-    embedding, layer, head = (
-        block_parameters(model, block) for block in ("embedding", "layer", "head")
-    )
+    parameters = parameters_by_kind(model)
     if model.tied_embeddings:  # a copy, until both are tied
-        head += model.vocab_size * model.hidden_size
+        parameters[HEAD] += model.vocab_size * model.hidden_size
     return fp32_bytes * max(
-        stage.num_layers * layer + stage.has_embedding * embedding + stage.has_head * head
-        for stage in rank_stages(saved.plan, pipeline_rank(saved.plan, rank))
+        sum(count * parameters[kind] for kind, count in stage.blocks)
+        for stage in rank_stages(model, saved.plan, pipeline_rank(saved.plan, rank))
     )
 
 

@@ -72,7 +72,7 @@ class MegatronProgram:
             for action in actions
             if action.phase is Phase.BACKWARD
         }
-        shares = rank_stages(plan, index)
+        shares = rank_stages(job.model, plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
         stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
         loss = partial(vocabulary_loss, tp=self._groups.tp, fused=stack.fused_loss)
@@ -183,7 +183,7 @@ def _virtual_stages(
     kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
     stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
     stages, all_buffers = [], []
-    for virtual_stage, share in enumerate(rank_stages(plan, index)):
+    for virtual_stage, share in enumerate(rank_stages(model, plan, index)):
         first = sum(plan.stages[: index + virtual_stage * plan.pp])
         sink = LateSink()
         with default_dtype(DTYPES[precision]), request.device:

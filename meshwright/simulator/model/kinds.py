@@ -1,0 +1,48 @@
+"""Kinds of blocks by name, and the order in which a model has its layers."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+BlockKind = str
+
+# The ends of every model: what comes before all layers, and what comes after them.
+EMBEDDING: BlockKind = "embedding"
+HEAD: BlockKind = "head"
+TRANSFORMER_LAYER: BlockKind = "layer"
+
+
+class BlockRun(NamedTuple):
+    """Equal blocks that follow each other."""
+
+    kind: BlockKind
+    num_blocks: int
+
+
+def cut_runs(runs: Sequence[BlockRun], first: int, end: int) -> tuple[BlockRun, ...]:
+    """Return the blocks of *runs* from the place *first* up to *end*, both counted from 0.
+
+    >>> cut_runs([BlockRun("narrow", 3), BlockRun("wide", 2)], 1, 4)
+    (BlockRun(kind='narrow', num_blocks=2), BlockRun(kind='wide', num_blocks=1))
+    """
+    ends = accumulate(run.num_blocks for run in runs)
+    cut = [
+        (run.kind, min(end, run_end) - max(first, run_end - run.num_blocks))
+        for run, run_end in zip(runs, ends, strict=True)
+    ]
+    return tuple(BlockRun(kind, count) for kind, count in cut if count > 0)
+
+
+def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
+    """Return the same blocks with neighbours of one kind as one run.
+
+    >>> join_runs([BlockRun("narrow", 1), BlockRun("narrow", 2)])
+    (BlockRun(kind='narrow', num_blocks=3),)
+    """
+    joined: list[BlockRun] = []
+    for kind, count in runs:
+        if joined and joined[-1].kind == kind:
+            joined[-1] = BlockRun(kind, joined[-1].num_blocks + count)
+        else:
+            joined.append(BlockRun(kind, count))
+    return tuple(joined)
