@@ -157,9 +157,8 @@ def test_a_message_is_that_of_the_block_before_it() -> None:
     job = TrainingJob(model=WIDENED, global_batch_size=16, seq_len=512)
     stack = load_stack("megatron-core")
     plan = ParallelPlan(pp=4, stages=(2, 2, 3, 1))
-    assert [
-        [*map(tuple, each.layers)] for (each,) in (rank_stages(WIDENED, plan, r) for r in range(4))
-    ] == [
+    held = [stage.layers for rank in range(4) for stage in rank_stages(WIDENED, plan, rank)]
+    assert held == [
         (("layer", 2),),
         (("widening", 1), ("wide", 1)),
         (("wide", 2), ("narrowing", 1)),

@@ -103,7 +103,7 @@ def test_unfused_attention_keeps_keys_and_values_for_each_head(stack: str) -> No
     # Where the core runs again, keys and values are kept as they come: a quarter of the queries.
     again = replace(shape, recompute=Recompute.SELECTIVE)
     flash = replace(shape, attention=Attention.FLASH)
-    names = ("repeated rotary", "repeated values")
+    names = ("repeated rotated keys", "repeated values")
     for each, found in ((shape, 2), (again, 0), (flash, 0)):
         kept = TABLE.saved_tensors(each, "layer")
         sizes = [tensor.size_bytes for tensor in kept if tensor.name in names]

@@ -240,8 +240,7 @@ def test_transformer_engine_keeps_the_fp8_copy_of_a_linear_layers_input() -> Non
 
 
 def test_selective_recompute_drops_the_bf16_output_of_the_attention_core() -> None:
-    shape = block_shape()
-    dropped = kept(shape) - kept(replace(shape, recompute=Recompute.SELECTIVE))
+    dropped = kept(block_shape()) - kept(replace(block_shape(), recompute=Recompute.SELECTIVE))
     assert {name for name, _ in dropped} == {"log-sum-exp", "attention"}
 
 
@@ -261,62 +260,48 @@ def test_of_a_layers_passes_the_gradient_of_its_input_is_left(
         assert TABLE.memory(shape, "layer").left == shape.message_bytes
 
 
-def copies(stack: str, tp: int, name: str) -> int:
-    """Return the fp8 copies of operands that live with the backward of a product."""
-    operators = walk(block_shape(stack, tp=tp), "layer").tape.block.operators
-    (found,) = [each for each in operators if each.name == name]
-    return sum(int(each.nbytes) for each in found.backward_scratch)
-
-
+TOKENS, H, F = 8192, 4096, 14_336
 # One matrix of the MLP: of a gradient both copies, of torchtitan's input and weight, too.
-GRADIENT, AGAIN = 2 * 8192 * 14_336, 2 * 4096 * (8192 + 14_336)
+GRADIENT, AGAIN = 2 * TOKENS * F, 2 * H * (TOKENS + F)
 
 
 @pytest.mark.parametrize(
-    ("stack", "name", "size"),
+    ("stack", "tp", "name", "size"),
     [
-        ("megatron-core", "mlp gate, mlp in", 2 * GRADIENT),  # one product
-        ("fsdp", "mlp gate", GRADIENT),
-        ("torchtitan", "mlp gate", GRADIENT + AGAIN),
+        ("megatron-core", 1, "mlp gate, mlp in", 2 * GRADIENT),  # one product
+        ("fsdp", 1, "mlp gate", GRADIENT),
+        ("torchtitan", 1, "mlp gate", GRADIENT + AGAIN),
+        # A gradient that is gathered in fp8 is one of its copies.
+        ("megatron-core", 4, "mlp out", TOKENS * H),
+        ("torchtitan", 4, "mlp out", TOKENS * H + F // 4 * 2 * (TOKENS + H)),
     ],
 )
-def test_backward_holds_both_copies_of_a_gradient(stack: str, name: str, size: int) -> None:
-    assert copies(stack, 1, name) == size
+def test_backward_holds_both_copies_of_an_operand(
+    stack: str, tp: int, name: str, size: int
+) -> None:
+    operators = walk(block_shape(stack, tp=tp), "layer").tape.block.operators
+    (found,) = [each for each in operators if each.name == name]
+    assert sum(int(each.nbytes) for each in found.backward_scratch) == size
 
 
-def test_backward_needs_what_outweighs_the_gradients_of_the_activation() -> None:
-    """In bf16: gradients of the layer's output, of both products, of the activation, now freed."""
-    tokens, h, f = 8192, 4096, 14_336
-    bf16 = 2 * tokens * (h + 2 * f)
-    for stack in STACKS:
-        assert TABLE.memory(block_shape(stack, precision=BF16), "layer").backward == bf16
-    for stack in ("megatron-core", "fsdp"):  # an fp8 copy of the activation frees half as much
-        assert TABLE.memory(block_shape(stack), "layer").backward == bf16 + tokens * f
-    # The last product: gradients of output, input and weight in bf16, two copies of each operand.
-    titan = TABLE.memory(block_shape("torchtitan"), "layer").backward
-    assert titan == (2 + 2) * (tokens * h + tokens * f + h * f)
-
-
-def test_forward_holds_the_bf16_input_of_the_last_product_and_its_other_copy() -> None:
-    tokens, h, f = 8192, 4096, 14_336
+def test_passes_need_copies_beside_what_outweighs_them_in_bf16() -> None:
     fp8, bf16 = (
-        {
-            stack: TABLE.memory(block_shape(stack, precision=each), "layer").forward
-            for stack in STACKS
-        }
-        for each in (FP8, BF16)
+        {each: TABLE.memory(block_shape(each, precision=precision), "layer") for each in STACKS}
+        for precision in (FP8, BF16)
     )
-    # The product's output and its sum with the residual stream.
-    assert set(bf16.values()) == {2 * 2 * tokens * h}
-    # Before the sum, beside the bf16 input of the MLP.
-    assert fp8["megatron-core"] == 2 * 2 * tokens * h + 3 * tokens * f
-    assert fp8["torchtitan"] == 2 * tokens * h + 2 * f * (tokens + h)
-
-
-def test_what_is_gathered_in_fp8_is_one_of_the_copies() -> None:
-    """Megatron-Core and torchtitan gather a gradient in fp8: a byte beside the other copy."""
-    assert copies("megatron-core", 4, "mlp out") == 8192 * 4096
-    assert copies("torchtitan", 4, "mlp out") == 8192 * 4096 + 14_336 // 4 * 2 * (8192 + 4096)
+    # Gradients of the layer's output, of both products and of the activation, which is freed; an
+    # fp8 copy of that frees half as much.
+    backward = 2 * TOKENS * (H + 2 * F)
+    assert {each.backward for each in bf16.values()} == {backward}
+    assert {fp8[each].backward for each in ("megatron-core", "fsdp")} == {backward + TOKENS * F}
+    # The last product: gradients of output, input and weight, and two copies of each operand.
+    assert fp8["torchtitan"].backward == (2 + 2) * (TOKENS * H + TOKENS * F + H * F)
+    # Forward: the product's output and its sum with the residual stream; before the sum the bf16
+    # inputs of the MLP and of the product, and the other copy; or both copies of both operands.
+    forward = 2 * 2 * TOKENS * H
+    assert {each.forward for each in bf16.values()} == {forward}
+    assert fp8["megatron-core"].forward == forward + 3 * TOKENS * F
+    assert fp8["torchtitan"].forward == 2 * TOKENS * H + 2 * F * (TOKENS + H)
 
 
 def test_offloaded_weights_leave_their_fp8_copies() -> None:

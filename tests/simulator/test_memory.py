@@ -236,17 +236,6 @@ def test_a_loss_holds_so_many_bytes_a_logit(*, in_place: bool, most: int) -> Non
     assert kept + needed == most * 1024 * 50_048 + loss
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "gigabytes"), [(0, "120"), (1, "31.40625")], ids=["zero 0", "zero 1"]
-)
-def test_zero_leaves_the_published_gigabytes_of_7_5_billion_parameters(
-    zero_stage: int, gigabytes: str
-) -> None:
-    state = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
-    size = state.model_state_bytes(7_500_000_000, dp=64, zero_stage=zero_stage)
-    assert size == int(float(gigabytes) * 1000**3)
-
-
 @given(n=st.integers(1, 10**12), dp=st.integers(1, 10**4), zero_stage=st.sampled_from([0, 1]))
 def test_model_states_and_rank_memory_agree(n: int, dp: int, zero_stage: int) -> None:
     state = StateBytes.of(FUSED, Precision.BF16)
@@ -300,16 +289,15 @@ def test_stages_hold_the_model_and_a_copied_table() -> None:
 def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
     embedding, layer, head = (TABLE.memory(shape, kind) for kind in ("embedding", "layer", "head"))
-    inner = stage_memory(shape, INNER)
+    blocks = block_bytes(TABLE, shape)
+    inner = virtual_stage_memory(shape, INNER, blocks)
     assert inner == VirtualStageMemory(
         saved_bytes=3 * layer.saved,
         forward_workspace_bytes=layer.forward,
         backward_workspace_bytes=layer.backward,
     )
     ends = virtual_stage_memory(
-        shape,
-        stage_of(3, has_embedding=True, has_head=True),
-        block_bytes(TABLE, shape),
+        shape, Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True), blocks
     )
     assert ends.saved_bytes - inner.saved_bytes == embedding.saved + head.saved
     # A layer runs while nothing of the head is kept yet, or any more.
@@ -317,22 +305,14 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
     assert ends.backward_workspace_bytes == max(layer.backward - head.saved, head.backward)
 
 
-def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
+@pytest.mark.parametrize("kind", ["embedding", "head"])
+def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer(kind: str) -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    embedding, head = (TABLE.memory(shape, kind) for kind in ("embedding", "head"))
-    first = virtual_stage_memory(
-        shape, Stage((), has_embedding=True, has_head=False), block_bytes(TABLE, shape)
-    )
-    assert first == VirtualStageMemory(
-        saved_bytes=embedding.saved,
-        forward_workspace_bytes=embedding.forward,
-        backward_workspace_bytes=embedding.backward,
-    )
-    last = virtual_stage_memory(
-        shape, Stage((), has_embedding=False, has_head=True), block_bytes(TABLE, shape)
-    )
-    assert last.forward_workspace_bytes == head.forward
-    assert last.backward_workspace_bytes == head.backward
+    stage = Stage((), has_embedding=kind == "embedding", has_head=kind == "head")
+    found = virtual_stage_memory(shape, stage, block_bytes(TABLE, shape))
+    alone = TABLE.memory(shape, kind)
+    assert (found.saved_bytes, found.backward_workspace_bytes) == (alone.saved, alone.backward)
+    assert found.forward_workspace_bytes == alone.forward
 
 
 def virtual_stage_sizes() -> st.SearchStrategy[VirtualStageMemory]:

@@ -1,21 +1,22 @@
 """Encoders: BERT's parameters, attention without a mask, and the head with a dense layer."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from meshwright.hwprofiles import Attention, load_stack
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.layer import layer_operators
-from meshwright.simulator.blocks.model_flops import model_flops
-from meshwright.simulator.blocks.operators import FlashAttention, MemoryBound, Operator, sum_flops
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    BlockTable,
+    FlashAttention,
+    MemoryBound,
+    Operator,
+    model_flops,
+    sum_flops,
+)
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.liveness.activations import saved_embedding_bytes, saved_head_bytes
-from meshwright.simulator.liveness.ends import head_workspace_bytes
 from meshwright.simulator.model import parameters_by_kind
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import (
@@ -25,13 +26,18 @@ from meshwright.simulator.model.parameters import (
 from meshwright.simulator.model.spec import ModelSpec
 
 BERT = load_model("bert-large")
+TABLE = BlockTable()
+TOKENS, H, VOCABULARY = 4 * 32, 64, 256
+POOLER = 2 * H * H  # bytes of its matrix
 KERNELS = st.sampled_from(Attention)
 
 
 def encoder(**changes: object) -> ModelSpec:
-    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "seq_len": 32}
+    sizes = {"num_layers": 3, "hidden_size": H, "num_heads": 8, "vocab_size": VOCABULARY}
     switches = {"causal": False, "token_types": 2, "mlm_head": True, "embedding_norm": True}
-    return ModelSpec.model_validate({"name": "encoder", **sizes, **switches, **changes})
+    return ModelSpec.model_validate(
+        {"name": "encoder", "seq_len": 32, **sizes, **switches, **changes}
+    )
 
 
 def shape_of(model: ModelSpec, attention: Attention = Attention.FLASH, tp: int = 1) -> BlockShape:
@@ -42,8 +48,16 @@ def shape_of(model: ModelSpec, attention: Attention = Attention.FLASH, tp: int =
     return BlockShape.of(job, plan, load_stack("megatron-core"))
 
 
-def traffic(operators: tuple[Operator, ...], name: str) -> int:
-    return sum(o.size_bytes for o in operators if isinstance(o, MemoryBound) and o.name == name)
+def operators_of(model: ModelSpec, kind: str) -> BlockOperators:
+    return TABLE.operators(shape_of(model), kind)
+
+
+def traffic(operators: tuple[Operator, ...]) -> int:
+    return sum(each.size_bytes for each in operators if isinstance(each, MemoryBound))
+
+
+def saved(model: ModelSpec, kind: str) -> int:
+    return TABLE.memory(shape_of(model), kind).saved
 
 
 def test_bert_large_without_its_pre_training_heads_is_the_published_encoder() -> None:
@@ -92,48 +106,42 @@ def test_forward_products_of_an_encoder_are_a_third_of_its_model_flops(
     # The vocabulary needs no padding, so both count the same; attention is full in both.
     model = encoder(num_layers=num_layers, num_heads=a, hidden_size=8 * a, seq_len=s)
     shape = shape_of(model, attention)
-    layer, head = layer_operators(shape).forward, head_operators(shape).forward
+    layer, head = (TABLE.operators(shape, kind).forward for kind in ("layer", "head"))
     job = TrainingJob(model=model, global_batch_size=4, seq_len=s)
     assert 3 * (num_layers * sum_flops(layer) + sum_flops(head)) == model_flops(job)
 
 
 def test_softmax_without_a_mask_reads_every_score() -> None:
-    causal, full = (
-        layer_operators(shape_of(encoder(causal=causal, dropout=False), Attention.UNFUSED)).forward
-        for causal in (True, False)
-    )
-    scores = 4 * 8 * 32**2
-    assert traffic(causal, "softmax and dropout") == scores * 3
-    assert traffic(full, "softmax and dropout") == scores * 4
+    shapes = [shape_of(encoder(causal=causal), Attention.UNFUSED) for causal in (True, False)]
+    causal, full = (traffic(TABLE.operators(shape, "layer").forward) for shape in shapes)
+    assert full - causal == 4 * 8 * 32**2  # of two bytes a score half
 
 
 def test_a_masked_language_head_adds_a_dense_layer_its_activation_and_the_pooler() -> None:
-    plain, bert = (head_operators(shape_of(encoder(mlm_head=mlm))) for mlm in (False, True))
-    tokens, h = 4 * 32, 64
-    assert sum_flops(bert.forward) - sum_flops(plain.forward) == 2 * tokens * h * h
-    assert sum_flops(bert.backward) - sum_flops(plain.backward) == 4 * tokens * h * h
-    assert traffic(bert.forward, "pooler") == 2 * h * h
-    assert traffic(bert.forward, "mlm activation") == 2 * tokens * h * 2
-    assert traffic(bert.backward, "output bias gradient") == tokens * 256 * 2
+    plain, bert = (operators_of(encoder(mlm_head=mlm), "head") for mlm in (False, True))
+    assert sum_flops(bert.forward) - sum_flops(plain.forward) == 2 * TOKENS * H * H
+    assert sum_flops(bert.backward) - sum_flops(plain.backward) == 4 * TOKENS * H * H
+    assert traffic(bert.forward) - traffic(plain.forward) == POOLER + 2 * 2 * TOKENS * H
+    # The activation's gradient moves three values; biases of the dense layer and of logits.
+    more = 2 * POOLER + 2 * TOKENS * ((3 + 1) * H + VOCABULARY)
+    assert traffic(bert.backward) - traffic(plain.backward) == more
 
 
 @pytest.mark.parametrize("mlm_head", [False, True])
 def test_only_scored_positions_reach_the_head(mlm_head: bool) -> None:  # noqa: FBT001
-    whole, part = (
+    whole, part = models = [
         encoder(scored_fraction=fraction, mlm_head=mlm_head) for fraction in (1.0, 0.125)
-    )
-    heads = [head_operators(shape_of(model)) for model in (whole, part)]
-    for passes in zip(*((head.forward, head.backward) for head in heads), strict=True):
-        assert [8 * sum_flops(passes[1])] == [sum_flops(passes[0])]
-    assert 8 * traffic(heads[1].forward, "loss") == traffic(heads[0].forward, "loss")
-    assert 8 * saved_head_bytes(shape_of(part)) == saved_head_bytes(shape_of(whole))
-    # The backward also holds a weight's gradient, which has no positions.
-    forward = [head_workspace_bytes(shape_of(model))[0] for model in (part, whole)]
-    assert 8 * forward[0] == forward[1]
-    assert layer_operators(shape_of(part)) == layer_operators(shape_of(whole))
-    jobs = [TrainingJob(model=model, global_batch_size=4, seq_len=32) for model in (whole, part)]
-    width = 256 + 64 * mlm_head
-    assert model_flops(jobs[0]) - model_flops(jobs[1]) == 6 * 64 * width * 4 * 32 * 7 // 8
+    ]
+    heads = [operators_of(model, "head") for model in models]
+    for number, passes in enumerate(zip(*((h.forward, h.backward) for h in heads), strict=True)):
+        assert 8 * sum_flops(passes[1]) == sum_flops(passes[0])
+        pooler = (number + 1) * POOLER * mlm_head  # first tokens, of all sequences
+        assert 8 * (traffic(passes[1]) - pooler) == traffic(passes[0]) - pooler
+    assert 8 * saved(part, "head") == saved(whole, "head")
+    assert operators_of(part, "layer") == operators_of(whole, "layer")
+    jobs = [TrainingJob(model=model, global_batch_size=4, seq_len=32) for model in models]
+    width = VOCABULARY + H * mlm_head
+    assert model_flops(jobs[0]) - model_flops(jobs[1]) == 6 * H * width * TOKENS * 7 // 8
 
 
 def test_a_scored_fraction_outside_its_range_is_refused() -> None:
@@ -143,10 +151,11 @@ def test_a_scored_fraction_outside_its_range_is_refused() -> None:
 
 
 def test_each_part_of_an_encoder_keeps_more_than_a_decoder_does() -> None:
-    value = 4 * 32 * 64 * 2
-    plain, bert = (shape_of(encoder(mlm_head=mlm)) for mlm in (False, True))
-    assert saved_head_bytes(bert) - saved_head_bytes(plain) == 2 * value
-    none, two = (shape_of(encoder(token_types=types)) for types in (0, 2))
-    assert saved_embedding_bytes(two) - saved_embedding_bytes(none) == 4 * 32 * 8
-    reads = [traffic(embedding_operators(each).forward, "embedding") for each in (none, two)]
-    assert [after - before for before, after in pairwise(reads)] == [2 * value]
+    value = TOKENS * H * 2
+    plain, bert = (saved(encoder(mlm_head=mlm), "head") for mlm in (False, True))
+    assert bert - plain == 2 * value
+    none, two = (encoder(token_types=types) for types in (0, 2))
+    without, added = (traffic(operators_of(each, "embedding").forward) for each in (none, two))
+    assert added - without == 2 * value
+    # PyTorch's look-up keeps the numbers of rows, in int64.
+    assert saved(two, "embedding") - saved(none, "embedding") == TOKENS * 8

@@ -16,26 +16,26 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, simulate
-from meshwright.simulator.blocks.layer import layer_operators
-from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
-from meshwright.simulator.blocks.operators import Collective, Gemm, MemoryBound, sum_flops
-from meshwright.simulator.blocks.recompute_policy import layer_products, repeated_products
-from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.layout.mesh import Axis
-from meshwright.simulator.liveness.activations import (
-    SavedTensor,
-    layer_tensors,
-    saved_layer_bytes,
-    saved_tensors,
-    unread_tensors,
+from meshwright.simulator.blocks import (
+    BlockShape,
+    BlockTable,
+    Collective,
+    Ending,
+    Gemm,
+    MemoryBound,
+    Operator,
+    hardware_flops,
+    model_flops,
+    sum_flops,
 )
-from meshwright.simulator.liveness.layer import backward_steps, layer_workspace_bytes
-from meshwright.simulator.liveness.products import highest
+from meshwright.simulator.blocks.recompute_policy import layer_products, repeated_products
+from meshwright.simulator.layout.mesh import Axis
 
 RELAXED = settings(deadline=None, max_examples=40)
 TITAN = load_stack("torchtitan")
 LLAMA, GPT = load_model("llama3-8b"), load_model("gpt2")
 OP = Recompute.SELECTIVE_OP
+TABLE = BlockTable()
 
 
 def llama(heads: int, kv_heads: int, ffn: int, **fields: object) -> ModelSpec:
@@ -58,8 +58,16 @@ def shape_of(model: ModelSpec, **fields: Any) -> BlockShape:
     return BlockShape.of(job, ParallelPlan(**(usual | fields)), TITAN)
 
 
-def total(tensors: tuple[SavedTensor, ...]) -> int:
-    return sum(tensor.size_bytes for tensor in tensors)
+def recomputed(shape: BlockShape) -> tuple[Operator, ...]:
+    return TABLE.operators(shape, "layer").recompute
+
+
+def saved(shape: BlockShape) -> int:
+    return TABLE.memory(shape, "layer").saved
+
+
+def collectives(operators: tuple[Operator, ...]) -> list[tuple[CollectiveOp, Axis]]:
+    return [(each.op, each.axis) for each in operators if isinstance(each, Collective)]
 
 
 SIZES = st.fixed_dictionaries(
@@ -90,14 +98,12 @@ def test_a_llama_layer_keeps_and_repeats_its_closed_forms(
     parts = sequence and tp > 1
     local = 2 * t * h // tp if parts else 2 * t * h  # the input, and each sum that is scattered
     inside = 2 * t * (h + g + h + f) // tp + 4 * a * s * b // tp
-    assert saved_layer_bytes(shape) == local + inside + 2 * t * h + 2 * local * parts
-    assert total(unread_tensors(shape)) == 2 * t * h + local * parts
-    again = layer_operators(shape).recompute
+    assert saved(shape) == local + inside + 2 * t * h + 2 * local * parts
+    again = recomputed(shape)
     assert sum_flops(again) == 2 * t * (h * g + h * h + h * f) // tp
-    calls = [each.op for each in again if isinstance(each, Collective)]
     reduced = [CollectiveOp.ALL_REDUCE] if tp > 1 else []
-    assert calls == ([CollectiveOp.ALL_GATHER] * 2 if parts else reduced)
-    assert {each.axis for each in again if isinstance(each, Collective)} <= {Axis.TP}
+    calls = [CollectiveOp.ALL_GATHER] * 2 if parts else reduced
+    assert collectives(again) == [(each, Axis.TP) for each in calls]
 
 
 def test_hardware_flops_repeat_the_three_products_of_every_layer() -> None:
@@ -138,6 +144,10 @@ def test_every_second_product_without_a_bias_is_kept(
     spec = load_model(model)
     assert [each.name for each in layer_products(spec) if each.is_kept] == kept
     assert [each.name for each in repeated_products(spec)] == repeated
+    shape = shape_of(spec)
+    assert [each.name for each in recomputed(shape) if isinstance(each, Gemm)] == repeated
+    names = [each.name for each in TABLE.saved_tensors(shape, "layer")]
+    assert [each for each in names if each in (*kept, *repeated)] == kept
 
 
 def test_an_fp8_product_has_its_bias_behind_it() -> None:
@@ -145,45 +155,41 @@ def test_an_fp8_product_has_its_bias_behind_it() -> None:
     assert kept == ["queries", "values", "mlp in"]
     shapes = [shape_of(GPT, precision=each) for each in (Precision.FP8, Precision.BF16)]
     tokens, h = 64, 768
-    assert saved_layer_bytes(shapes[0]) - saved_layer_bytes(shapes[1]) == 2 * tokens * 6 * h
-    again = layer_operators(shapes[0]).recompute
+    assert saved(shapes[0]) - saved(shapes[1]) == 2 * tokens * 6 * h
+    again = recomputed(shapes[0])
     assert all(each.is_fp8 for each in again if isinstance(each, Gemm))
     # Inputs of keys, attention output and MLP output, and their weights: 4 bytes an element.
     (casts,) = [each for each in again if isinstance(each, MemoryBound) and "cast" in each.name]
     assert casts.size_bytes == 4 * (tokens * (h + h + 4 * h) + h * h + h * h + 4 * h * h)
 
 
-@pytest.mark.parametrize(("dropout", "sums"), [(True, 2), (False, 1)])
-def test_dropout_needs_the_second_sum_and_leaves_nothing_unread(
-    dropout: bool,  # noqa: FBT001 - a parameter of pytest
-    sums: int,
-) -> None:
-    model = GPT.model_copy(update={"dropout": dropout})
-    again = layer_operators(shape_of(model, tp=2)).recompute
-    assert [each.op for each in again if isinstance(each, Collective)] == (
-        [CollectiveOp.ALL_REDUCE] * sums
-    )
-    unread = unread_tensors(shape_of(model, tp=2, sequence_parallel=True))
-    assert [each.name for each in unread] == ([] if dropout else ["reduced mlp out"])
+def test_dropout_needs_the_second_sum() -> None:
+    for dropout, sums in ((True, 2), (False, 1)):
+        again = recomputed(shape_of(GPT.model_copy(update={"dropout": dropout}), tp=2))
+        assert collectives(again) == [(CollectiveOp.ALL_REDUCE, Axis.TP)] * sums
 
 
 @pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_backward_holds_all_tensors_and_what_nobody_reads(
+    model: ModelSpec,
     keeps: bool,  # noqa: FBT001 - a parameter of pytest
 ) -> None:
-    shape = shape_of(LLAMA, tp=2, sequence_parallel=True, seq_len=1024)
-    none = replace(shape, recompute=Recompute.NONE)
-    more = total(layer_tensors(shape)) + total(unread_tensors(shape)) - total(saved_tensors(shape))
-    _, backward = layer_workspace_bytes(shape, keeps_weight_gradients=keeps)
-    plain = highest(backward_steps(none, keeps_weight_gradients=keeps))
-    assert plain == layer_workspace_bytes(none, keeps_weight_gradients=keeps)[1]
-    assert backward == plain + more
+    """Without dropout nothing reads what the last product gave out, nor its sum."""
+    shape = shape_of(model, tp=2, sequence_parallel=True, seq_len=1024)
+    ending = Ending(keeps_gradients=keeps)
+    op, none = (
+        TABLE.memory(replace(shape, recompute=each), "layer", ending)
+        for each in (OP, Recompute.NONE)
+    )
+    unread = 0 if model.dropout else 2 * shape.message_bytes + shape.message_bytes
+    assert op.saved + op.backward == none.saved + none.backward + unread
 
 
 def test_forward_needs_the_widest_moment_of_the_mlp() -> None:
     """Beside all that is kept, but for the MLP's output, live: norm, value and product."""
     s, h, f = 1024, 4096, 14_336
-    forward, _ = layer_workspace_bytes(shape_of(LLAMA, seq_len=s))
+    forward = TABLE.memory(shape_of(LLAMA, seq_len=s), "layer").forward
     # The residual, the norm's output, both products of which one is kept, and the activation.
     assert forward == 2 * s * (h + h + f + f) - 2 * s * h
 

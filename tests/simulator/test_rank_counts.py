@@ -31,10 +31,15 @@ from meshwright.simulator.account.counts import (
     rank_flops,
 )
 from meshwright.simulator.account.traffic import Traffic
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
-from meshwright.simulator.blocks.operators import Collective, Operator
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    BlockTable,
+    Collective,
+    Operator,
+    hardware_flops,
+    model_flops,
+)
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.model.parameters import padded_vocab_size
 from meshwright.simulator.step.build import build_step
@@ -69,7 +74,7 @@ def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:
     tp=st.sampled_from([1, 2, 4]),
     pp=st.sampled_from([1, 2, 4]),
     dp=st.integers(1, 3),
-    recompute=st.sampled_from(Recompute),
+    recompute=st.sampled_from(CORE.recompute_modes),
     sequence_parallel=st.booleans(),
     microbatches=st.integers(1, 4),
 )
@@ -182,8 +187,12 @@ def test_only_a_tied_table_in_a_pipeline_is_summed_between_its_ends() -> None:
     assert wide == (Traffic(Axis.PP, ALL_REDUCE, 4 * 768 * 50_304, 2, 1),)
 
 
-def collectives(operators: tuple[Operator, ...]) -> list[tuple[str, CollectiveOp, int]]:
-    return [(op.name, op.op, op.size_bytes) for op in operators if isinstance(op, Collective)]
+def collectives(operators: tuple[Operator, ...]) -> list[tuple[CollectiveOp, int]]:
+    return [(op.op, op.size_bytes) for op in operators if isinstance(op, Collective)]
+
+
+def block_of(shape: BlockShape, kind: str) -> BlockOperators:
+    return BlockTable().operators(shape, kind)
 
 
 def titan_shape(model: ModelSpec, *, pp: int = 1, sequence_parallel: bool = True) -> BlockShape:
@@ -201,12 +210,12 @@ def titan_shape(model: ModelSpec, *, pp: int = 1, sequence_parallel: bool = True
 def test_dtensor_sums_norms_in_every_microbatch_but_at_the_end_of_a_pipeline() -> None:
     """Llama: two norms of h weights a layer and one in the head, 16-bit or at the end in fp32."""
     model = load_model("llama2-7b")
-    norm = ("tp norm reduce", ALL_REDUCE, 2 * 4096)
+    norm = (ALL_REDUCE, 2 * 4096)
     shape = titan_shape(model)
-    assert collectives(head_operators(shape).backward).count(norm) == 1
-    assert norm not in collectives(head_operators(titan_shape(model, pp=2)).backward)
+    assert collectives(block_of(shape, "head").backward).count(norm) == 1
+    assert norm not in collectives(block_of(titan_shape(model, pp=2), "head").backward)
     whole = titan_shape(model, sequence_parallel=False)
-    assert norm not in collectives(head_operators(whole).backward)
+    assert norm not in collectives(block_of(whole, "head").backward)
     job = job_of("llama2-7b", 2)
     plan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
     assert closing_traffic(job, plan, TITAN, 0) == ()
@@ -220,12 +229,12 @@ def test_norms_of_gradients_that_stay_whole_are_summed_in_the_last_microbatch() 
     titan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
     plan = replace(titan, sync_each_microbatch=False, reduce_precision=Precision.BF16)
     job = job_of("llama2-7b", 2)
-    norm = ("tp norm reduce", ALL_REDUCE, 2 * 4096)
-    assert norm not in collectives(head_operators(BlockShape.of(job, plan, TITAN)).backward)
+    norm = (ALL_REDUCE, 2 * 4096)
+    assert norm not in collectives(block_of(BlockShape.of(job, plan, TITAN), "head").backward)
     sums = Traffic(Axis.TP, ALL_REDUCE, 2 * 4096, 2, 2 * 8 + 1)
     assert closing_traffic(job, plan, TITAN, 0) == (sums,)
     one = job_of("llama2-7b", 1)
-    assert norm in collectives(head_operators(BlockShape.of(one, plan, TITAN)).backward)
+    assert norm in collectives(block_of(BlockShape.of(one, plan, TITAN), "head").backward)
     assert closing_traffic(one, plan, TITAN, 0) == ()
 
 
@@ -267,16 +276,14 @@ def test_learned_positions_are_scattered_and_their_gradient_summed() -> None:
     """Each rank adds positions to its own tokens, so that the table's gradient has two parts."""
     model = load_model("gpt2")
     tokens, table = 512 * 768 * 2, 1024 * 768 * 2
-    embedding = embedding_operators(titan_shape(model))
-    assert [each[1:] for each in collectives(embedding.forward)] == [
-        (CollectiveOp.REDUCE_SCATTER, tokens)
-    ]
-    assert [each[1:] for each in collectives(embedding.backward)] == [
+    embedding = block_of(titan_shape(model), "embedding")
+    assert collectives(embedding.forward) == [(CollectiveOp.REDUCE_SCATTER, tokens)]
+    assert collectives(embedding.backward) == [
         (ALL_GATHER, tokens),
         (ALL_REDUCE, table),
     ]
-    rotary = embedding_operators(titan_shape(load_model("llama2-7b")))
-    assert [each[1] for each in collectives(rotary.backward)] == [ALL_GATHER]
+    rotary = block_of(titan_shape(load_model("llama2-7b")), "embedding")
+    assert [op for op, _ in collectives(rotary.backward)] == [ALL_GATHER]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -284,8 +291,8 @@ def test_a_fused_loss_gathers_three_numbers_a_token_from_every_rank(tp: int) -> 
     """Maximum, target logit and sum in fp32: 12 bytes a token and rank."""
     job = TrainingJob(model=load_model("gpt3-175b"), global_batch_size=3, seq_len=512)
     shape = BlockShape.of(job, plan_of(tp=tp, microbatch_size=3), CORE)
-    expected = [("tp loss gather", ALL_GATHER, 12 * 3 * 512 * tp)] if tp > 1 else []
-    assert collectives(head_operators(shape).forward) == expected
+    expected = [(ALL_GATHER, 12 * 3 * 512 * tp)] if tp > 1 else []
+    assert collectives(block_of(shape, "head").forward) == expected
 
 
 @pytest.mark.parametrize(

@@ -449,4 +449,4 @@ def test_the_largest_tensor_is_one_that_lives_at_the_peak() -> None:
     assert stages[-1].largest_tensor == "logits"
     inner = stages[1]
     assert inner.peak_moment.startswith("B")
-    assert inner.largest_tensor == "mlp activation input"
+    assert inner.largest_tensor == "mlp in"

@@ -18,11 +18,17 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.layer import layer_operators
-from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
-from meshwright.simulator.blocks.operators import Collective, Gemm, Operator, sum_flops
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    BlockTable,
+    Collective,
+    Gemm,
+    Operator,
+    hardware_flops,
+    model_flops,
+    sum_flops,
+)
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment
 from meshwright.simulator.layout import Stage, rank_stages
@@ -43,6 +49,7 @@ from meshwright.simulator.replication.data_parallel import (
 from meshwright.simulator.step.build import BuiltStep, build_step
 from meshwright.simulator.step.rank import message_between, shared_embedding_ps, virtual_stage_cost
 
+TABLE = BlockTable()
 RELAXED = settings(deadline=None, max_examples=40)
 CLUSTER = load_cluster("dgx-a100")
 CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
@@ -82,17 +89,18 @@ def changed_model(name: str, **changes: object) -> ModelSpec:
     return load_model(name).model_copy(update=changes)
 
 
+def blocks_of(shape: BlockShape) -> list[BlockOperators]:
+    """Return the embedding, a layer and the head."""
+    return [TABLE.operators(shape, kind) for kind in ("embedding", "layer", "head")]
+
+
 def step_flops(job: TrainingJob, plan: ParallelPlan) -> int:
     """Return the FLOPs of every operator that any rank runs in a step."""
     shape = BlockShape.of(job, plan, CORE)
-    num_layers = job.model.num_layers
-    total = 0
-    for count, block in (
-        (1, embedding_operators(shape)),
-        (num_layers, layer_operators(shape)),
-        (1, head_operators(shape)),
-    ):
-        total += count * sum_flops(block.forward + block.recompute + block.backward)
+    embedding, layer, head = (
+        sum_flops(block.forward + block.recompute + block.backward) for block in blocks_of(shape)
+    )
+    total = embedding + job.model.num_layers * layer + head
     return total * plan.num_microbatches(job) * plan.dp * plan.tp
 
 
@@ -110,7 +118,7 @@ def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
         dp=dp,
         microbatch_size=microbatch_size,
         sequence_parallel=draw(st.booleans()) and tp > 1,
-        recompute=draw(st.sampled_from(Recompute)),
+        recompute=draw(st.sampled_from(CORE.recompute_modes)),
     )
     return job, plan
 
@@ -140,11 +148,10 @@ def test_full_recomputation_adds_exactly_one_forward_of_the_layers(name: str, tp
     model = load_model(name)
     job = make_job(model, 4)
     shape = BlockShape.of(job, make_plan(model, tp=tp, recompute=Recompute.FULL), CORE)
-    layer = layer_operators(shape)
-    assert layer.recompute == layer.forward
-    assert layer_operators(replace(shape, recompute=Recompute.NONE)).recompute == ()
-    for block in (embedding_operators(shape), head_operators(shape)):
-        assert block.recompute == ()
+    embedding, layer, head = blocks_of(shape)
+    assert Counter(layer.recompute) == Counter(layer.forward)
+    none = blocks_of(replace(shape, recompute=Recompute.NONE))
+    assert [each.recompute for each in (embedding, head, *none)] == [()] * 5
     gemms = [each for each in layer.forward if isinstance(each, Gemm)]
     assert sum_flops(layer.backward) == 2 * sum(each.flops for each in gemms)
 
@@ -160,9 +167,9 @@ def test_a_layer_communicates_2_plus_2_times_or_4_plus_6_with_sequence_paralleli
     model = load_model(name)
     job = make_job(model, 3)
     plan = make_plan(model, tp=4, microbatch_size=3)
-    plain = layer_operators(BlockShape.of(job, plan, CORE))
+    plain = TABLE.operators(BlockShape.of(job, plan, CORE), "layer")
     split_plan = replace(plan, sequence_parallel=True)
-    split = layer_operators(BlockShape.of(job, split_plan, CORE))
+    split = TABLE.operators(BlockShape.of(job, split_plan, CORE), "layer")
 
     def ops(operators: tuple[Operator, ...]) -> Counter[CollectiveOp]:
         return Counter(each.op for each in collectives(operators))
@@ -184,7 +191,7 @@ def test_a_layer_communicates_2_plus_2_times_or_4_plus_6_with_sequence_paralleli
 def test_without_tensor_parallelism_no_block_communicates() -> None:
     model = load_model("gpt2")
     shape = BlockShape.of(make_job(model, 1), make_plan(model), CORE)
-    for block in (embedding_operators(shape), layer_operators(shape), head_operators(shape)):
+    for block in blocks_of(shape):
         assert collectives(block.forward + block.backward + block.recompute) == []
 
 
@@ -204,9 +211,9 @@ def test_embedding_and_head_communicate_what_vocabulary_parallelism_needs(
 
     # Fused, each rank's maximum, target logit and sum of every token go to all in one gather.
     losses = [("all_gather", 3 * loss * 8)]
-    head, embedding = head_operators(shape), embedding_operators(shape)
+    head, embedding = TABLE.operators(shape, "head"), TABLE.operators(shape, "embedding")
     unfused = shape.stack.model_copy(update={"fused_loss": False})
-    chain = head_operators(replace(shape, stack=unfused)).forward
+    chain = TABLE.operators(replace(shape, stack=unfused), "head").forward
     assert listed(chain)[-3:] == [("all_reduce", loss)] * 3
     if sequence_parallel:
         # Positions are added to all tokens, of which a rank then keeps its own.

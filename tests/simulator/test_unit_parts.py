@@ -19,7 +19,7 @@ from meshwright.simulator import (
     load_model,
 )
 from meshwright.simulator.account.traffic import rank_traffic
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.engine import UnitPart, simulate_folded
 from meshwright.simulator.engine.work import num_gathers
 from meshwright.simulator.layout import Stage, rank_stages
@@ -91,7 +91,7 @@ def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> 
     whole = 2 * (TABLE + 2 * LAYER)
     for replication, after_forward in ((frees, 2 * TABLE), (frees._replace(reshards=False), whole)):
         (virtual_stage,) = unit_rank_memory(
-            shape, PassBytes.of(shape), (first,), replication, ParameterBytes(*sizes)
+            shape, PassBytes.of(BlockTable(), shape), (first,), replication, ParameterBytes(*sizes)
         ).virtual_stages
         assert virtual_stage.after_forward_bytes == after_forward
         assert virtual_stage.after_backward_bytes == whole
@@ -103,7 +103,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     whole = Stage((BlockRun("layer", 2),), has_embedding=True, has_head=True)
     replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(reshards=False)
     sizes = ParameterBytes(StateBytes.of(TITAN, Precision.FP32), 4)
-    passes = PassBytes.of(shape)
+    passes = PassBytes.of(BlockTable(), shape)
     held = StagePass(passes, whole, replication, UnitBytes.of(shape, whole, replication, sizes))
     sums = SumBytes.of(shape, held, sizes)
     first, later = (

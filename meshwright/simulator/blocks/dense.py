@@ -89,7 +89,7 @@ class LayerDims(NamedTuple):
         """Return what enters a layer: the residual stream."""
         width = shape.residual_bytes
         dims = (self.tokens, self.batch, self.hidden)
-        return block.tensor("stream", *dims, at=self.outside, width=width)
+        return block.tensor("layer input", *dims, at=self.outside, width=width)
 
 
 def layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -116,7 +116,9 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
             query = copy(block, query, "queries apart")  # a view of them is not one stretch
         if model.positions == "rotary":
             given = query, key
-            query, key = (pointwise(block, "rotary", x, reads=Reads.NOTHING) for x in given)
+            query, key = (
+                pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given
+            )
             block.hold(*given)
         heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
         attend = scored if is_unfused else flash

@@ -72,12 +72,17 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
     rows = block.weight(f"{name.replace(' ', '_')}.weight", Dim(name, num_rows), x.dims[-1])
     traffic = block.traffic(stream, stream)
     summed = dict.fromkeys(x.at, PARTIAL)
-    gradients = [Gradient(x, (), (traffic,), hands_on=True), Gradient(rows, at=summed)]
     # Learned positions are the same for all sequences: they are looked up once.
-    dims = (x.dims[0], x.dims[-1]) if name == POSITIONS else x.dims
-    found = x.like(f"{name} looked up", dims=dims)
-    out = x.like(f"{name} added")
-    return block.add([x, rows], [out], gradients, traffic, scratch=([found], []))
+    is_alike = name == POSITIONS
+    found = x.like(f"{name} looked up", dims=(x.dims[0], x.dims[-1]) if is_alike else x.dims)
+    numbers = x.like(f"{name} numbers", dims=x.dims[:-1], at={}, width=NUMBER_BYTES)
+    kept = [] if is_alike else [numbers]
+    gradients = [
+        Gradient(x, (), (traffic,), hands_on=True),
+        Gradient(rows, tuple(kept), at=summed),
+    ]
+    outputs = [x.like(f"{name} added"), *kept]
+    return block.add([x, rows], outputs, gradients, traffic, scratch=([found], []))
 
 
 def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:

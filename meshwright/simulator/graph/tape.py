@@ -140,7 +140,7 @@ class Tape:
         if self.block.lowering.fuses_places or not ops.intersection(COPIED):
             return
         is_sum = CollectiveOp.REDUCE_SCATTER in ops
-        whole = one if is_sum or len(one.at) < len(other.at) else other
+        whole = one if is_sum else other
         dims = whole.dims
         if not is_sum:  # of one sequence alone the tokens come first: PyTorch hands out a view
             dims = (*dims, Dim("more than one", several(whole.sizes[dims[1]])))
