@@ -14,7 +14,8 @@ from block_witness import measure_stage
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.simulator import load_model
-from meshwright.simulator.blocks import BlockParameters, BlockShape
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.model import padded_vocab_size, parameters_by_kind
 
 FLASH, UNFUSED = Attention.FLASH, Attention.UNFUSED
 NONE, SELECTIVE = Recompute.NONE, Recompute.SELECTIVE
@@ -117,7 +118,7 @@ def shape_of(words: str) -> BlockShape:
         recompute=Recompute(mode),
         attention=Attention(attention),
         stack=load_stack(stack),
-        parameters=BlockParameters.of(model, ranks),
+        parameters=parameters_by_kind(model, tp=ranks, vocab_size=padded_vocab_size(model, ranks)),
     )
 
 

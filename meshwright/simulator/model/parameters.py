@@ -1,5 +1,6 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -44,8 +45,7 @@ def parameter_tensors(
     vocab_size = model.vocab_size if vocab_size is None else vocab_size
     return (
         *_embedding_tensors(model, vocab_size),
-        *_attention_tensors(model),
-        *_mlp_tensors(model),
+        *(each for kind in layer_kinds(model) for each in LAYER_TENSORS[kind](model)),
         *_head_tensors(model, vocab_size),
     )
 
@@ -81,7 +81,7 @@ def parameters_by_kind(
     >>> parameters_by_kind(gpt3)["layer"], parameters_by_kind(gpt3, tp=8)["layer"]
     (1812099072, 226576896)
     """
-    counts = dict.fromkeys([EMBEDDING, *(kind for kind, _ in model.layer_runs), HEAD], 0)
+    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
         counts[tensor.block] += prod(local_shape(model, tensor, tp=tp))
     return counts
@@ -124,6 +124,11 @@ def padded_vocab_size(model: ModelSpec, tp: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
+def layer_kinds(model: ModelSpec) -> list[BlockKind]:
+    """Return each kind of layer of *model* once, in the order in which they come first."""
+    return list(dict.fromkeys(kind for kind, _ in model.layer_runs))
+
+
 def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
     width = model.hidden_size
     tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), EMBEDDING, 0)]
@@ -136,6 +141,15 @@ def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTenso
     if model.embedding_norm:
         tensors += _norm_tensors(model, "embedding_norm", EMBEDDING)
     return tensors
+
+
+def _transformer_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    return [*_attention_tensors(model), *_mlp_tensors(model)]
+
+
+LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
+    TRANSFORMER_LAYER: _transformer_tensors
+}
 
 
 def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
