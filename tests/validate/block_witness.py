@@ -5,16 +5,14 @@ counts is what a pass allocates: its inputs from when they are there, the gradie
 which arrives in a tensor of its own, and gradients of weights as long as they are kept.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -103,29 +101,6 @@ class _End(AutogradFunction):
         return torch.empty(shape, dtype=dtype)
 
 
-@contextmanager
-def one_rank_of(num_ranks: int) -> Iterator[None]:
-    """Run the code inside as the first of *num_ranks*, with the kernels that a GPU has."""
-    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu}
-    with fake_cluster(0, num_ranks), patch.dict(op_implementations_dict, kernels):
-        yield
-
-
-def _layer_norm_of_a_gpu(
-    _mode: object, _operator: object, values: Tensor, dims: list[int], *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised values and two numbers a token, which a GPU keeps in fp32.
-
-    On a CPU, and so on fake tensors, they are as wide as the values (`layer_norm_cuda` of
-    aten/src/ATen/native/cuda/layer_norm_kernel.cu, `acc_type`).
-    """
-    tokens = values.shape[: -len(dims)]
-    mean, deviation = (
-        values.new_empty((*tokens, *(1 for _ in dims)), dtype=torch.float32) for _ in range(2)
-    )
-    return values.new_empty(values.shape), mean, deviation
-
-
 def count_pass(run: Run, given: Sequence[Given], oracle: RankOracle) -> Measured:
     """Return what *run* does with inputs of its own; its weights are there before.
 
@@ -183,7 +158,7 @@ def measure_module(
             not, each goes once it is there, as one that is added to others.
         casts: It runs under autocast to bf16.
     """
-    with one_rank_of(1):
+    with fake_cluster(0, 1):
         with default_dtype(dtype):
             made = make()
         if isinstance(made, nn.Module) and not keeps_gradients:
@@ -219,7 +194,7 @@ def measure_stage(
     has_head: bool = False,
 ) -> Measured:
     """Return what a virtual stage of a stack does to one microbatch on the first tensor rank."""
-    with one_rank_of(shape.tp), ExitStack() as contexts:
+    with fake_cluster(0, shape.tp), ExitStack() as contexts:
         build = _megatron if shape.stack.fused_qkv else _plain
         dtype = torch.float32 if shape.casts_weights else DTYPES[shape.precision]
         with default_dtype(dtype):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from meshwright.validate.counting.gpu_kernels import gpu_kernels
 from meshwright.validate.counting.internals import (
     fake_process_group,
     fake_tensors,
@@ -38,5 +39,10 @@ def fake_cluster(rank: int, world_size: int) -> Iterator[None]:
         raise ValueError(f"rank={rank} of world_size={world_size}; ranks count from 0")
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group; leave it before a fake cluster")
-    with fake_process_group(rank, world_size), library_on_fakes(), fake_tensors():
+    with (
+        fake_process_group(rank, world_size),
+        library_on_fakes(),
+        gpu_kernels(),
+        fake_tensors(),
+    ):
         yield
