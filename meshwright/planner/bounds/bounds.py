@@ -270,7 +270,7 @@ def _way_back(columns: _GroupColumns, role: Role) -> Column:
 def _end_time(columns: _GroupColumns, stage: Stage, num_blocks: Column, phase: Phase) -> Column:
     """Return the time of the last *num_blocks* blocks of *stage*."""
     total = np.zeros(len(num_blocks), np.int64)
-    for number in np.unique(num_blocks).tolist():
+    for number in dict.fromkeys(num_blocks.tolist()):
         part = stage.part(stage.num_blocks - number, stage.num_blocks)
         of_part = columns.forward(part) if phase is Phase.FORWARD else columns.backward(part)
         total = np.where(num_blocks == number, of_part, total)

@@ -1,7 +1,6 @@
 """Kinds of blocks by name, and the order in which a model has its layers."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 BlockKind = str
@@ -25,12 +24,13 @@ def cut_runs(runs: Sequence[BlockRun], first: int, end: int) -> tuple[BlockRun, 
     >>> cut_runs([BlockRun("narrow", 3), BlockRun("wide", 2)], 1, 4)
     (BlockRun(kind='narrow', num_blocks=2), BlockRun(kind='wide', num_blocks=1))
     """
-    ends = accumulate(run.num_blocks for run in runs)
-    cut = [
-        (run.kind, min(end, run_end) - max(first, run_end - run.num_blocks))
-        for run, run_end in zip(runs, ends, strict=True)
-    ]
-    return tuple(BlockRun(kind, count) for kind, count in cut if count > 0)
+    cut, start = [], 0
+    for kind, count in runs:
+        inside = min(end, start + count) - max(first, start)
+        start += count
+        if inside > 0:
+            cut.append(BlockRun(kind, inside))
+    return tuple(cut)
 
 
 def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
