@@ -4,6 +4,7 @@ from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
 from meshwright.simulator.layout import PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.model import ModelSpec
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -44,9 +45,9 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
 
 
 def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
-    if job.precision is Precision.FP32:
-        return []
     model, tp = job.model, plan.tp
+    if job.precision is Precision.FP32 or not isinstance(model, ModelSpec):
+        return []
     of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
     sizes = (
         ("head dim", model.head_dim, ALIGNED_ELEMENTS),

@@ -9,6 +9,7 @@ from meshwright.simulator.blocks import (
     FlashAttention,
     Gemm,
     HostPasses,
+    ImplicitGemm,
     KernelLaunches,
     MemoryBound,
     Operator,
@@ -21,6 +22,7 @@ from meshwright.simulator.costs.collectives import (
 )
 from meshwright.simulator.costs.compute import (
     constant_cost,
+    convolution_cost,
     flash_attention_cost,
     gemm_cost,
     memory_bound_cost,
@@ -87,6 +89,9 @@ class CostModel:
             case Gemm():
                 category = Category.ATTENTION if operator.is_attention else Category.MATMUL
                 return category, self._gemm_cost(operator, shape.precision)
+            case ImplicitGemm():
+                cost = convolution_cost(operator, self.cluster.device, shape.precision)
+                return Category.MATMUL, cost
             case FlashAttention():
                 cost = flash_attention_cost(
                     operator, self.cluster.device, shape.precision, self.stack.flash_kernel

@@ -15,6 +15,7 @@ from meshwright.simulator.graph.linear import (
 from meshwright.simulator.graph.lowering import EightBits, Loss, Lowering, WeightGradients
 from meshwright.simulator.graph.memory import Memory
 from meshwright.simulator.graph.operators import (
+    Convolution,
     FusedAttention,
     Gradient,
     Kind,
@@ -26,6 +27,7 @@ from meshwright.simulator.graph.operators import (
 from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
     NUMBER_BYTES,
+    STATISTIC_BYTES,
     Reads,
     copy,
     counted,
@@ -54,8 +56,10 @@ from meshwright.simulator.graph.tensors import (
 __all__ = [
     "NUMBER_BYTES",
     "PARTIAL",
+    "STATISTIC_BYTES",
     "Backward",
     "Block",
+    "Convolution",
     "Dim",
     "EightBits",
     "FusedAttention",

@@ -9,7 +9,7 @@ from meshwright.hwprofiles import StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockRun, ModelSpec, cut_runs, join_runs
+from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockRun, ModelSpec, cut_runs, join_runs
 
 
 class Stage(NamedTuple):
@@ -178,11 +178,11 @@ def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
 
 
 def resolve_stages(
-    model: ModelSpec, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
+    model: AnyModel, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
 ) -> tuple[int, ...]:
     """Return layer counts for a rule or pass explicit counts through."""
     if isinstance(wanted, StageSplit):
-        cost = head_cost_layers(model, seq_len)
+        cost = head_cost_layers(model, seq_len) if isinstance(model, ModelSpec) else 0.0
         return split_layers(model.num_layers, num_stages, wanted, head_cost=cost)
     return tuple(wanted)
 

@@ -1,6 +1,5 @@
 """What is trained: a model's sizes and weights, built in or read from a file."""
 
-from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     HEAD,
@@ -10,6 +9,9 @@ from meshwright.simulator.model.kinds import (
     cut_runs,
     join_runs,
 )
+from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
+from meshwright.simulator.model.chain import ChainModel, LinearLayer
+from meshwright.simulator.model.images import Bottleneck, ImageModel
 from meshwright.simulator.model.parameters import (
     VOCABULARY_ALIGNMENT,
     ParameterTensor,
@@ -19,6 +21,7 @@ from meshwright.simulator.model.parameters import (
     parameter_tensors,
     parameters_by_kind,
 )
+from meshwright.simulator.model.registry import AnyModel, parse_any_model
 from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 __all__ = [
@@ -28,6 +31,11 @@ __all__ = [
     "VOCABULARY_ALIGNMENT",
     "BlockKind",
     "BlockRun",
+    "AnyModel",
+    "Bottleneck",
+    "ChainModel",
+    "ImageModel",
+    "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
     "count_parameters",
@@ -35,9 +43,11 @@ __all__ = [
     "join_runs",
     "list_models",
     "load_model",
+    "load_transformer",
     "local_shape",
     "padded_vocab_size",
     "parameter_tensors",
     "parameters_by_kind",
+    "parse_any_model",
     "parse_model",
 ]

@@ -1,0 +1,115 @@
+"""What a chain is: linear layers one after the other, listed with their shapes."""
+
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, Strict, model_validator
+
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, Model
+from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+
+
+class LinearRun(Fields):
+    """Linear layers of one shape: ``rows x inputs`` times ``inputs x outputs``."""
+
+    inputs: int = Field(ge=1, le=MAX_WIDTH)
+    outputs: int = Field(ge=1, le=MAX_WIDTH)
+    count: int = Field(default=1, ge=1, le=MAX_LAYERS)
+    bias: bool = False
+    activation: bool = False
+
+
+class LinearLayer(NamedTuple):
+    """A kind of layer: a matrix of weights, perhaps with a bias, and ReLU after it.
+
+    ``split`` is what tensor parallelism splits: columns, then rows, in turn; the last of an odd
+    number of layers is whole.
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: bool
+    split: Literal["columns", "rows", "none"]
+
+    @property
+    def name(self) -> BlockKind:
+        """What it is called."""
+        bias, activation = " + bias" * self.bias, ", relu" * self.activation
+        return f"linear {self.inputs} x {self.outputs}{bias}{activation} ({self.split})"
+
+
+class ChainModel(Model):
+    """Linear layers; a sample is a row of the first one's inputs.
+
+    The loss is no part of it: the gradient of what the last layer makes arrives.
+
+    >>> layers = [LinearRun(inputs=5, outputs=8), LinearRun(inputs=8, outputs=3)]
+    >>> ChainModel(name="textbook", kind="chain", linear=layers).num_layers
+    2
+    """
+
+    sample: ClassVar[str] = "rows"
+    tied_embeddings: ClassVar[bool] = False
+
+    kind: Literal["chain"]
+    linear: Annotated[tuple[LinearRun, ...], Strict(strict=False)] = Field(min_length=1)
+
+    @property
+    def layers(self) -> tuple[LinearLayer, ...]:
+        """The kind of each layer, in the order in which they run."""
+        flat = [run for run in self.linear for _ in range(run.count)]
+        pairs = len(flat) // 2 * 2
+        return tuple(
+            LinearLayer(
+                run.inputs,
+                run.outputs,
+                run.bias,
+                run.activation,
+                "none" if index >= pairs else ("rows" if index % 2 else "columns"),
+            )
+            for index, run in enumerate(flat)
+        )
+
+    def layer(self, name: BlockKind) -> LinearLayer:
+        """Return the kind of layer of a name."""
+        return next(kind for kind in self.layers if kind.name == name)
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """The layers as runs of equal ones."""
+        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def num_layers(self) -> int:
+        """Linear layers."""
+        return sum(run.count for run in self.linear)
+
+    @property
+    def seq_len(self) -> int:
+        """A row is a sequence of length 1."""
+        return 1
+
+    def split_refusal(self, tp: int) -> str | None:
+        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        for index, layer in enumerate(self.layers):
+            if layer.split != "rows" and layer.outputs % tp:
+                return f"layer {index} has {layer.outputs} outputs, which tp={tp} does not divide"
+        return None
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"linear lists {self.num_layers} layers; allowed: {MAX_LAYERS}")
+        for index, run in enumerate(self.linear):
+            if run.count > 1 and run.inputs != run.outputs:
+                raise ValueError(
+                    f"linear.{index}.count={run.count} repeats {run.inputs} x {run.outputs}; "
+                    "allowed: 1, or outputs that equal inputs"
+                )
+            wanted = self.linear[index - 1].outputs if index else run.inputs
+            if run.inputs != wanted:
+                raise ValueError(
+                    f"linear.{index}.inputs={run.inputs} does not follow the outputs of the layer "
+                    f"before; allowed: {wanted}"
+                )
+        return self

@@ -1,0 +1,117 @@
+"""What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, Strict, model_validator
+
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, Model
+from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+
+MAX_SIDE = 65_536
+STEM_STRIDE = 4  # of its convolution and its pooling together
+
+
+class BottleneckRun(Fields):
+    """Blocks of one width one after the other; the first has the stride, in its 3 x 3 convolution.
+
+    ``inner_channels`` are those of the 3 x 3 convolution.
+    """
+
+    count: int = Field(ge=1, le=MAX_LAYERS)
+    inner_channels: int = Field(ge=1, le=MAX_WIDTH)
+    out_channels: int = Field(ge=1, le=MAX_WIDTH)
+    stride: int = Field(default=1, ge=1, le=16)
+
+
+class Bottleneck(NamedTuple):
+    """A kind of layer: a bottleneck block of images with *side* rows and columns."""
+
+    side: int
+    in_channels: int
+    inner_channels: int
+    out_channels: int
+    stride: int
+
+    @property
+    def name(self) -> BlockKind:
+        """What it is called."""
+        channels = f"{self.in_channels}-{self.inner_channels}-{self.out_channels}"
+        return f"bottleneck {channels} of {self.side} x {self.side} to {self.out_side}"
+
+    @property
+    def out_side(self) -> int:
+        """Rows and columns of what it makes."""
+        return -(-self.side // self.stride)
+
+    @property
+    def projects(self) -> bool:
+        """Whether a convolution of its input is added, which has another shape."""
+        return self.stride != 1 or self.in_channels != self.out_channels
+
+
+class ImageModel(Model):
+    """A residual network such as ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385).
+
+    The stem is a 7 x 7 convolution with stride 2 and a pooling with stride 2, the last end the
+    mean over pixels and a linear layer.
+
+    >>> run = BottleneckRun(count=2, inner_channels=8, out_channels=32, stride=2)
+    >>> stem = {"image_size": 32, "stem_channels": 16}
+    >>> tiny = ImageModel(name="tiny", kind="images", **stem, blocks=[run], num_classes=10)
+    >>> [tuple(each) for each in tiny.layers]
+    [(8, 16, 8, 32, 2), (4, 32, 8, 32, 1)]
+    """
+
+    sample: ClassVar[str] = "images"
+    tied_embeddings: ClassVar[bool] = False
+
+    kind: Literal["images"]
+    image_size: int = Field(ge=1, le=MAX_SIDE)
+    channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
+    stem_channels: int = Field(ge=1, le=MAX_WIDTH)
+    num_classes: int = Field(ge=1, le=MAX_WIDTH)
+    blocks: Annotated[tuple[BottleneckRun, ...], Strict(strict=False)] = Field(min_length=1)
+
+    @property
+    def layers(self) -> tuple[Bottleneck, ...]:
+        """The kind of each layer, in the order in which they run."""
+        return tuple(self._layers())
+
+    def _layers(self) -> Iterator[Bottleneck]:
+        side, channels = -(-self.image_size // STEM_STRIDE), self.stem_channels
+        for run in self.blocks:
+            for index in range(run.count):
+                stride = 1 if index else run.stride
+                kind = Bottleneck(side, channels, run.inner_channels, run.out_channels, stride)
+                yield kind
+                side, channels = kind.out_side, kind.out_channels
+
+    def layer(self, name: BlockKind) -> Bottleneck:
+        """Return the kind of layer of a name."""
+        return next(kind for kind in self.layers if kind.name == name)
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """The layers as runs of equal ones."""
+        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def num_layers(self) -> int:
+        """Bottleneck blocks."""
+        return sum(run.count for run in self.blocks)
+
+    @property
+    def seq_len(self) -> int:
+        """An image is a sequence of length 1."""
+        return 1
+
+    def split_refusal(self, tp: int) -> str | None:
+        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        return f"tp={tp} does not go with {self.name}: convolutions are whole" if tp > 1 else None
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"blocks hold {self.num_layers} in all; allowed: {MAX_LAYERS}")
+        return self
