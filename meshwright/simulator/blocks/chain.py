@@ -5,17 +5,27 @@ from meshwright.simulator.graph import (
     Dim,
     Linear,
     Reads,
+    Size,
     Tensor,
     columns,
     pointwise,
     row,
+    view,
     whole_product,
 )
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import LinearLayer
+from meshwright.simulator.model import ChainModel, LinearLayer
 
 
-def linear_layer(block: Block, num_rows: int, kind: LinearLayer) -> Tensor:
+def end(block: Block, model: ChainModel, num_rows: Size, *, is_first: bool) -> Tensor:
+    """Write an end of a chain down, where nothing happens: rows go in and come out."""
+    width = model.layers[0].inputs if is_first else model.layers[-1].outputs
+    x = block.tensor("rows", Dim("rows", num_rows), Dim("width", width))
+    view(block, x, *x.dims)
+    return x
+
+
+def linear_layer(block: Block, kind: LinearLayer, num_rows: Size) -> Tensor:
     """Write a layer of *kind* for a batch of rows down; return what goes into it."""
     inputs, outputs = Dim("inputs", kind.inputs), Dim("outputs", kind.outputs)
     at = {Axis.TP: inputs} if kind.split == "rows" else {}

@@ -15,6 +15,7 @@ from meshwright.simulator.graph import (
     Gradient,
     Kind,
     Reads,
+    Size,
     Tensor,
     Traffic,
     operands,
@@ -23,22 +24,21 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.model import Bottleneck, ImageModel
 
-STEM_KERNEL, STEM_STRIDE, POOL_STRIDE = 7, 2, 2
 IMAGE_BYTES = 4  # of a channel of a pixel: data loaders hand fp32 over, which autocast casts
-KERNEL = 3  # of the convolution in the middle of a bottleneck
 
 
-def stem(block: Block, model: ImageModel, num_images: int) -> Tensor:
+def stem(block: Block, model: ImageModel, num_images: Size) -> Tensor:
     """Write what comes before the first bottleneck down; return the images, in fp32."""
     images = _stack(block, num_images, model.channels, model.image_size, width=IMAGE_BYTES)
     width = Dim("channels", model.stem_channels)
     with block.module(images):
-        x = convolution(block, images, width, STEM_KERNEL, STEM_STRIDE, has_gradient=False)
-        max_pool(block, _relu(block, batch_norm(block, x)), POOL_STRIDE)
+        size = model.stem_kernel, model.stem_stride
+        x = convolution(block, images, width, *size, has_gradient=False)
+        max_pool(block, _relu(block, batch_norm(block, x)), model.pool_stride)
     return images
 
 
-def bottleneck(block: Block, kind: Bottleneck, num_images: int) -> Tensor:
+def bottleneck(block: Block, kind: Bottleneck, num_images: Size) -> Tensor:
     """Write a bottleneck down; return what goes into it.
 
     Three convolutions of it are added to it, or to a projection where its shape changes.
@@ -47,28 +47,28 @@ def bottleneck(block: Block, kind: Bottleneck, num_images: int) -> Tensor:
     inner, outputs = Dim("inner", kind.inner_channels), Dim("channels", kind.out_channels)
     with block.part("layer"), block.module(x):
         y = _relu(block, batch_norm(block, convolution(block, x, inner, 1)))
-        y = _relu(block, batch_norm(block, convolution(block, y, inner, KERNEL, kind.stride)))
+        y = _relu(block, batch_norm(block, convolution(block, y, inner, kind.kernel, kind.stride)))
         y = batch_norm(block, convolution(block, y, outputs, 1))
         if kind.projects:
             x = batch_norm(block, convolution(block, x, outputs, 1, kind.stride))
-        _relu(block, _added(block, y, x))
+        _relu(block, _added(block, y, x, given))
     return given
 
 
-def classifier(block: Block, model: ImageModel, num_images: int) -> Tensor:
-    """Write the mean over pixels, logits and their loss down; return what goes into them."""
+def classifier(block: Block, model: ImageModel, num_images: Size, *, scores: bool = True) -> Tensor:
+    """Write the mean over pixels, logits and perhaps their loss down; return what goes in."""
     last = model.layers[-1]
     x = _stack(block, num_images, last.out_channels, last.out_side)
     with block.module(x):
         classes = Dim("classes", model.num_classes)
         logits = whole_product(block, mean(block, x), classes, "logits", bias=True)
-    with block.part("loss"):
+    if scores:
         loss_of(block, logits)
     return x
 
 
 def _stack(
-    block: Block, num_images: int, channels: int, side: int, *, width: int | None = None
+    block: Block, num_images: Size, channels: int, side: int, *, width: int | None = None
 ) -> Tensor:
     """Return square images one upon the other."""
     plane = Dim("rows", side), Dim("columns", side)
@@ -130,10 +130,14 @@ def _relu(block: Block, x: Tensor) -> Tensor:
     return pointwise(block, "relu", x, reads=Reads.OUTPUT, in_place=True)
 
 
-def _added(block: Block, x: Tensor, other: Tensor) -> Tensor:
-    """Return *x* with *other* added in place; the gradient of both is that of the sum."""
+def _added(block: Block, x: Tensor, other: Tensor, given: Tensor) -> Tensor:
+    """Return *x* with *other* added in place; the gradient of both is that of the sum.
+
+    With the second of them counts the sum of both gradients of what the block was *given*.
+    """
     out = x.like("added", base=x.storage)
-    gradients = [Gradient(each, hands_on=True) for each in (x, other)]
+    summed = block.traffic(given, given, given)
+    gradients = [Gradient(x, hands_on=True), Gradient(other, (), (summed,), hands_on=True)]
     return block.add([x, other], [out], gradients, block.traffic(x, other, out))
 
 

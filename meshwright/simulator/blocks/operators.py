@@ -124,7 +124,9 @@ class Collective:
     hides_under: Gemm | None = None
 
 
-Operator = Gemm | ImplicitGemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+Operator = (
+    Gemm | ImplicitGemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,8 @@ class BlockOperators:
 
 def sum_flops(operators: tuple[Operator, ...]) -> int:
     """Return the FLOPs of all matrix products among *operators*."""
-    return sum(item.flops for item in operators if isinstance(item, Gemm | ImplicitGemm | FlashAttention))
+    products = Gemm | ImplicitGemm | FlashAttention
+    return sum(item.flops for item in operators if isinstance(item, products))
 
 
 def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:

@@ -7,15 +7,12 @@ from math import ceil
 from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
 from meshwright.simulator.model import (
+    AnyModel,
     BlockKind,
     ModelSpec,
     padded_vocab_size,
-    parameters_by_kind,
+    rank_parameters,
 )
-
-
-def _padded_parameters(model: ModelSpec, tp: int) -> dict[BlockKind, int]:
-    return parameters_by_kind(model, tp=tp, vocab_size=padded_vocab_size(model, tp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +24,7 @@ class BlockShape:
     ``parameters`` are a tensor-parallel rank's, padded vocabulary, of a block of each kind.
     """
 
-    model: ModelSpec
+    trained: AnyModel
     seq_len: int
     precision: Precision
     microbatch_size: int
@@ -44,7 +41,7 @@ class BlockShape:
     def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
         """Return the shape that *plan* gives every block of *job*."""
         return cls(
-            model=job.model,
+            trained=job.model,
             seq_len=job.seq_len,
             precision=job.precision,
             microbatch_size=plan.microbatch_size,
@@ -53,10 +50,16 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=_padded_parameters(job.model, plan.tp),
+            parameters=rank_parameters(job.model, plan.tp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )
+
+    @property
+    def model(self) -> ModelSpec:
+        """The transformer; blocks of others do not ask for it."""
+        assert isinstance(self.trained, ModelSpec)
+        return self.trained
 
     @property
     def num_tokens(self) -> int:

@@ -54,6 +54,13 @@ class TrainingJob:
         return self.model
 
     @property
+    def batch_text(self) -> str:
+        """What an optimizer step consumes, in words."""
+        if isinstance(self.model, ModelSpec):
+            return f"{self.global_batch_size:,} x {self.seq_len:,} {self.model.sample}"
+        return f"{self.global_batch_size:,} {self.model.sample}"
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step consumes."""
+        """Tokens, or samples of a model that has none, that one optimizer step consumes."""
         return self.global_batch_size * self.seq_len

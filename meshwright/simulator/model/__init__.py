@@ -1,5 +1,9 @@
 """What is trained: a model's sizes and weights, built in or read from a file."""
 
+from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
+from meshwright.simulator.model.chain import ChainModel, LinearLayer
+from meshwright.simulator.model.described import ParameterTensor
+from meshwright.simulator.model.images import Bottleneck, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     HEAD,
@@ -9,17 +13,15 @@ from meshwright.simulator.model.kinds import (
     cut_runs,
     join_runs,
 )
-from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
-from meshwright.simulator.model.chain import ChainModel, LinearLayer
-from meshwright.simulator.model.images import Bottleneck, ImageModel
 from meshwright.simulator.model.parameters import (
     VOCABULARY_ALIGNMENT,
-    ParameterTensor,
     count_parameters,
     local_shape,
     padded_vocab_size,
     parameter_tensors,
     parameters_by_kind,
+    rank_parameters,
+    rank_tensors,
 )
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
 from meshwright.simulator.model.spec import ModelSpec, parse_model
@@ -29,9 +31,9 @@ __all__ = [
     "HEAD",
     "TRANSFORMER_LAYER",
     "VOCABULARY_ALIGNMENT",
+    "AnyModel",
     "BlockKind",
     "BlockRun",
-    "AnyModel",
     "Bottleneck",
     "ChainModel",
     "ImageModel",
@@ -50,4 +52,6 @@ __all__ = [
     "parameters_by_kind",
     "parse_any_model",
     "parse_model",
+    "rank_parameters",
+    "rank_tensors",
 ]

@@ -4,7 +4,13 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, Strict, model_validator
 
-from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, Model
+from meshwright.simulator.model.described import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    Model,
+    ParameterTensor,
+)
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
 
 
@@ -37,6 +43,16 @@ class LinearLayer(NamedTuple):
         bias, activation = " + bias" * self.bias, ", relu" * self.activation
         return f"linear {self.inputs} x {self.outputs}{bias}{activation} ({self.split})"
 
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Its weights, as PyTorch stores them."""
+        shape = (self.outputs, self.inputs)
+        split = {"columns": 0, "rows": 1, "none": None}[self.split]
+        weight = ParameterTensor("weight", shape, self.name, split)
+        of_bias = 0 if self.split == "columns" else None
+        bias = ParameterTensor("bias", shape[:1], self.name, of_bias)
+        return (weight, bias) if self.bias else (weight,)
+
 
 class ChainModel(Model):
     """Linear layers; a sample is a row of the first one's inputs.
@@ -51,8 +67,11 @@ class ChainModel(Model):
     sample: ClassVar[str] = "rows"
     tied_embeddings: ClassVar[bool] = False
 
+    name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
+    title: str = Field(default="", min_length=1, max_length=200)
     linear: Annotated[tuple[LinearRun, ...], Strict(strict=False)] = Field(min_length=1)
+    source: str = "not given"
 
     @property
     def layers(self) -> tuple[LinearLayer, ...]:
@@ -78,6 +97,21 @@ class ChainModel(Model):
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """The layers as runs of equal ones."""
         return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Weights of a layer of each kind."""
+        return tuple(each for kind in dict.fromkeys(self.layers) for each in kind.tensors)
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of a row, forward; a multiply-add counts two."""
+        return sum(2 * each.inputs * each.outputs for each in self.layers)
+
+    @property
+    def layers_forward_flops(self) -> int:
+        """The same: there is nothing but layers."""
+        return self.forward_flops
 
     @property
     def num_layers(self) -> int:

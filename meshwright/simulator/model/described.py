@@ -1,13 +1,14 @@
 """What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from meshwright.hwprofiles import nearest_names
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.kinds import BlockKind
 
 # Upper limits: some tenfold above any published model, and low enough that a
 # model's bytes fit a signed 64-bit integer with room for optimizer states.
@@ -30,9 +31,9 @@ class Model(Fields):
 
     sample: ClassVar[str] = "tokens"
 
-    name: str = Field(min_length=1, max_length=200)
-    title: str = Field(default="", min_length=1, max_length=200)
-    source: str = "not given"
+    if TYPE_CHECKING:  # each kind declares both in the order in which its fields are shown
+        name: str
+        title: str
 
     def __repr__(self) -> str:
         """Return the model's name."""
@@ -51,6 +52,15 @@ class Model(Fields):
             if not text.isprintable():
                 raise ValueError(f"{field}={shorten(text)} must be printable, on one line")
         return self
+
+
+class ParameterTensor(NamedTuple):
+    """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: BlockKind
+    tp_dim: int | None
 
 
 T = TypeVar("T", bound=Model)

@@ -1,15 +1,22 @@
 """What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
 
-from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, Model
-from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+from meshwright.simulator.model.described import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    Model,
+    ParameterTensor,
+)
+from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind, BlockRun, join_runs
 
 MAX_SIDE = 65_536
-STEM_STRIDE = 4  # of its convolution and its pooling together
+
+Weight: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 class BottleneckRun(Fields):
@@ -40,9 +47,35 @@ class Bottleneck(NamedTuple):
         return f"bottleneck {channels} of {self.side} x {self.side} to {self.out_side}"
 
     @property
+    def kernel(self) -> int:
+        """Rows and columns of the windows of the convolution in the middle."""
+        return 3
+
+    @property
     def out_side(self) -> int:
         """Rows and columns of what it makes."""
         return -(-self.side // self.stride)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Names and shapes of its weights."""
+        inner, outputs = self.inner_channels, self.out_channels
+        projection = _normalised("projection ", outputs, self.in_channels, 1)
+        return (
+            *_normalised("first ", inner, self.in_channels, 1),
+            *_normalised("middle ", inner, inner, self.kernel),
+            *_normalised("last ", outputs, inner, 1),
+            *(projection if self.projects else ()),
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of an image, forward."""
+        inner, outputs = self.inner_channels, self.out_channels
+        wide = self.side**2 * self.in_channels * inner
+        projection = self.in_channels * outputs if self.projects else 0
+        narrow = self.out_side**2 * (inner**2 * self.kernel**2 + inner * outputs + projection)
+        return 2 * (wide + narrow)
 
     @property
     def projects(self) -> bool:
@@ -65,13 +98,24 @@ class ImageModel(Model):
 
     sample: ClassVar[str] = "images"
     tied_embeddings: ClassVar[bool] = False
+    stem_kernel: ClassVar[int] = 7
+    stem_stride: ClassVar[int] = 2
+    pool_stride: ClassVar[int] = 2
 
+    name: str = Field(min_length=1, max_length=200)
     kind: Literal["images"]
+    title: str = Field(default="", min_length=1, max_length=200)
     image_size: int = Field(ge=1, le=MAX_SIDE)
     channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
     stem_channels: int = Field(ge=1, le=MAX_WIDTH)
     num_classes: int = Field(ge=1, le=MAX_WIDTH)
     blocks: Annotated[tuple[BottleneckRun, ...], Strict(strict=False)] = Field(min_length=1)
+    source: str = "not given"
+
+    @property
+    def stem_side(self) -> int:
+        """Rows and columns after the first convolution."""
+        return -(-self.image_size // self.stem_stride)
 
     @property
     def layers(self) -> tuple[Bottleneck, ...]:
@@ -79,7 +123,7 @@ class ImageModel(Model):
         return tuple(self._layers())
 
     def _layers(self) -> Iterator[Bottleneck]:
-        side, channels = -(-self.image_size // STEM_STRIDE), self.stem_channels
+        side, channels = -(-self.stem_side // self.pool_stride), self.stem_channels
         for run in self.blocks:
             for index in range(run.count):
                 stride = 1 if index else run.stride
@@ -95,6 +139,33 @@ class ImageModel(Model):
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """The layers as runs of equal ones."""
         return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Weights of the stem, of one block of each kind, and of the classifier."""
+        shape = (self.num_classes, self.layers[-1].out_channels)
+        weights = {
+            EMBEDDING: _normalised("", self.stem_channels, self.channels, self.stem_kernel),
+            **{kind.name: kind.weights for kind in self.layers},
+            HEAD: (("logits.weight", shape), ("logits.bias", shape[:1])),
+        }
+        return tuple(
+            ParameterTensor(name, shape, kind, None)
+            for kind, named in weights.items()
+            for name, shape in named
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of an image, forward; a multiply-add counts two."""
+        stem = self.stem_side**2 * self.stem_channels * self.channels * self.stem_kernel**2
+        logits = self.num_classes * self.layers[-1].out_channels
+        return 2 * (stem + logits) + self.layers_forward_flops
+
+    @property
+    def layers_forward_flops(self) -> int:
+        """Those of the blocks alone."""
+        return sum(each.forward_flops for each in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -115,3 +186,12 @@ class ImageModel(Model):
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"blocks hold {self.num_layers} in all; allowed: {MAX_LAYERS}")
         return self
+
+
+def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:
+    """Return the weights of a convolution and of the batch norm after it."""
+    return (
+        (f"{name}convolution.weight", (outputs, inputs, kernel, kernel)),
+        (f"{name}norm.weight", (outputs,)),
+        (f"{name}norm.bias", (outputs,)),
+    )

@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, parse
+from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
 
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
@@ -34,12 +34,14 @@ class ModelSpec(Model):
     (16, 4, 256, 32)
     """
 
+    name: str = Field(min_length=1, max_length=200)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     hidden_size: int = Field(ge=1, le=MAX_WIDTH)
     num_heads: int = Field(ge=1, le=MAX_WIDTH)
     vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
     seq_len: int = Field(ge=1, le=MAX_TOKENS)
-    # The validator below fills these three before their limits are checked.
+    # Validators fill these four before their limits are checked.
+    title: str = Field(default="", min_length=1, max_length=200)
     num_kv_heads: int = Field(default=0, ge=1, le=MAX_WIDTH)
     ffn_hidden_size: int = Field(default=0, ge=1, le=MAX_FFN_WIDTH)
     max_positions: int = Field(default=0, ge=1, le=MAX_TOKENS)
@@ -56,6 +58,7 @@ class ModelSpec(Model):
     mlm_head: bool = False
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
+    source: str = "not given"
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
