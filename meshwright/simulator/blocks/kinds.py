@@ -157,6 +157,17 @@ def _listed(
             return linear_layer(block, model.layer(kind), num_samples)
 
 
+def keeps_output(shape: BlockShape, kind: BlockKind) -> bool:
+    """Return whether backward of a layer reads what the layer hands on."""
+    match shape.trained:
+        case ImageModel():
+            return True
+        case ChainModel() as model:
+            return model.layer(kind).activation
+        case _:
+            return False
+
+
 def walk(
     shape: BlockShape,
     kind: BlockKind,

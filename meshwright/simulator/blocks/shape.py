@@ -169,6 +169,20 @@ class BlockShape:
         return padded_vocab_size(self.model, self.tp) // self.tp
 
     @property
+    def num_logits(self) -> int:
+        """Numbers that a microbatch's loss is made of on one rank."""
+        if isinstance(self.trained, ModelSpec):
+            return self.num_scored_tokens * self.local_vocab_size
+        return self.microbatch_size * self.trained.num_outputs
+
+    @property
+    def tied_parameters(self) -> int:
+        """Parameters of a rank's table where it is the output matrix, too; else 0."""
+        if not self.trained.tied_embeddings:
+            return 0
+        return self.local_vocab_size * self.model.hidden_size
+
+    @property
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes

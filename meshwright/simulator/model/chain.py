@@ -114,6 +114,11 @@ class ChainModel(Model):
         return self.forward_flops
 
     @property
+    def num_outputs(self) -> int:
+        """What the last layer makes of a row."""
+        return self.layers[-1].outputs
+
+    @property
     def num_layers(self) -> int:
         """Linear layers."""
         return sum(run.count for run in self.linear)

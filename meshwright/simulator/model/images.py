@@ -168,6 +168,11 @@ class ImageModel(Model):
         return sum(each.forward_flops for each in self.layers)
 
     @property
+    def num_outputs(self) -> int:
+        """Logits of an image."""
+        return self.num_classes
+
+    @property
     def num_layers(self) -> int:
         """Bottleneck blocks."""
         return sum(run.count for run in self.blocks)
