@@ -8,12 +8,13 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import StackProfile, Strategy
+from meshwright.hwprofiles import Precision, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+from meshwright.simulator.model import ModelSpec
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -129,7 +130,20 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if not plan.reshard_after_forward and not (stack.hybrid_sharding and plan.zero_stage >= 3):
         kept = plan.reshard_after_forward
         return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
-    return _gradient_refusal(job, plan, stack)
+    return _model_refusal(job, stack) or _gradient_refusal(job, plan, stack)
+
+
+def _model_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot train a model that is no transformer, or None when it can."""
+    if isinstance(job.model, ModelSpec):
+        return None
+    if stack.root_unit:
+        return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
+    if job.precision is Precision.FP8:
+        return (
+            f"precision={job.precision} is not offered for {job.model.name}; allowed: 16 or 32 bit"
+        )
+    return None
 
 
 def _not_offered(

@@ -350,7 +350,11 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         update_temporary_bytes=0,
         virtual_stages=(),
     )
-    tensors = case.costs.blocks.saved_tensors(replica.shape, "layer")
+    tensors = [
+        each
+        for kind, _ in case.job.model.layer_runs
+        for each in case.costs.blocks.saved_tensors(replica.shape, kind)
+    ]
     largest = max(tensors, key=lambda item: item.size_bytes)
     return GraphDevice(
         compute=_device(index),
