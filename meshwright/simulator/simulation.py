@@ -27,9 +27,9 @@ from meshwright.simulator.memory import (
     MemoryEvent,
     RanAction,
     device_bytes,
+    fullest_moments,
     memory_peak,
     memory_timeline,
-    new_moments,
     reserved_bytes,
     usable_bytes,
 )
@@ -152,7 +152,7 @@ def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[St
     for pp_rank, memory in enumerate(built.memory):
         rank = times.ranks[pp_rank]
         passes = _passes(built.work.actions[pp_rank], rank)
-        peak = memory_peak(memory, new_moments(memory, passes, rank.update_start_ps))
+        peak = memory_peak(memory, fullest_moments(memory, passes, rank.update_start_ps))
         tensor = largest_tensor(costs.blocks, built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,

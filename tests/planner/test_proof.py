@@ -13,6 +13,7 @@ from meshwright.planner.footprint.footprint import device_bytes_column, peak_byt
 from meshwright.planner.search import search
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
+from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.memory.rank import device_bytes
 
 
@@ -130,7 +131,7 @@ def brute_force(name: str) -> Brute:
     space = enumerate_space(job, stack, case.num_gpus, case.limits)
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, case.num_gpus)
-    needs = device_bytes_column(peak_bytes(space, table), stack)
+    needs = device_bytes_column(peak_bytes(space, table, BlockTable()), stack)
     runnable = [index for index in range(len(space)) if _runs(space.plan(index), job, stack)]
     bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runnable, np.int64))
     results = {

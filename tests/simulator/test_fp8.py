@@ -1,6 +1,8 @@
 """Training with fp8 linear layers: what runs in 8 bits, what it costs and what it keeps."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -27,30 +29,22 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.fp8_casts import (
-    num_linear_weights,
-    step_cast_bytes,
-    weight_copy_bytes,
-)
-from meshwright.simulator.blocks.layer import layer_operators
-from meshwright.simulator.blocks.operators import (
+from meshwright.simulator.blocks import (
+    BlockShape,
+    BlockTable,
     Collective,
     Gemm,
     KernelLaunches,
     MemoryBound,
     Operator,
+    num_linear_weights,
+    step_cast_bytes,
+    walk,
+    weight_copy_bytes,
 )
-from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
 from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes
-from meshwright.simulator.liveness.activations import (
-    attention_core_tensors,
-    layer_tensors,
-    saved_layer_bytes,
-)
-from meshwright.simulator.liveness.layer import backward_steps, forward_steps, layer_workspace_bytes
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.step.build import build_step
 
@@ -58,6 +52,7 @@ FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
 STACKS = ("fsdp", "megatron-core", "torchtitan")
+TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 
 
@@ -152,11 +147,11 @@ def test_an_fp8_product_needs_multiples_of_sixteen() -> None:
 
 def test_only_the_linear_layers_multiply_in_fp8() -> None:
     shape = block_shape()
-    layer, head = layer_operators(shape), head_operators(shape)
+    layer, head = (TABLE.operators(shape, kind) for kind in ("layer", "head"))
     assert [item.is_fp8 for item in gemms(layer.forward)] == [True] * 4
     assert [item.is_fp8 for item in gemms(layer.backward)] == [True] * 8
     assert not any(item.is_fp8 for item in gemms((*head.forward, *head.backward)))
-    unfused = layer_operators(replace(shape, attention=Attention.UNFUSED))
+    unfused = TABLE.operators(replace(shape, attention=Attention.UNFUSED), "layer")
     core = [item for item in gemms((*unfused.forward, *unfused.backward)) if item.is_attention]
     assert len(core) == 6
     assert not any(item.is_fp8 for item in core)
@@ -165,7 +160,7 @@ def test_only_the_linear_layers_multiply_in_fp8() -> None:
 @pytest.mark.parametrize("precision", [BF16, Precision.FP16, Precision.FP32])
 def test_other_formats_cast_nothing(precision: Precision) -> None:
     shape = block_shape(precision=precision)
-    layer = layer_operators(shape)
+    layer = TABLE.operators(shape, "layer")
     assert named((*layer.forward, *layer.backward), MemoryBound, "casts") == []
     assert not any(item.is_fp8 for item in gemms(layer.forward))
     assert step_cast_bytes(shape, 32) == weight_copy_bytes(shape, 32) == 0
@@ -187,7 +182,7 @@ WEIGHTS = 4096 * (6144 + 4096 + 3 * 14_336)
 def test_a_cast_reads_two_bytes_and_writes_two(
     stack: str, forward: int, backward: int, kernels: tuple[int, int]
 ) -> None:
-    layer = layer_operators(block_shape(stack))
+    layer = TABLE.operators(block_shape(stack), "layer")
     phases = (layer.forward, layer.backward)
     assert [named(phase, MemoryBound, "casts") for phase in phases] == [
         [MemoryBound("fp8 casts forward", 4 * forward)],
@@ -213,8 +208,7 @@ def test_weights_that_are_kept_are_cast_once_a_step() -> None:
 
 def test_gathers_of_linear_operands_are_halved_and_nothing_else() -> None:
     def sizes(block: str, precision: Precision, stack: str) -> list[tuple[CollectiveOp, int]]:
-        build = {"layer": layer_operators, "head": head_operators, "embedding": embedding_operators}
-        operators = build[block](block_shape(stack, precision=precision, tp=4))
+        operators = TABLE.operators(block_shape(stack, precision=precision, tp=4), block)
         both = (*operators.forward, *operators.backward)
         return [(item.op, item.size_bytes) for item in both if isinstance(item, Collective)]
 
@@ -229,89 +223,100 @@ def test_gathers_of_linear_operands_are_halved_and_nothing_else() -> None:
         assert CollectiveOp.ALL_GATHER in dict(halved)
 
 
+def kept(shape: BlockShape) -> Counter[tuple[str, int]]:
+    """Return the tensors that a layer keeps, and their bytes."""
+    return Counter(TABLE.saved_tensors(shape, "layer"))
+
+
 def test_transformer_engine_keeps_the_fp8_copy_of_a_linear_layers_input() -> None:
-    tensors = {item.name: item.size_bytes for item in layer_tensors(block_shape())}
-    in_bf16 = {item.name: item.size_bytes for item in layer_tensors(block_shape(precision=BF16))}
-    halved = {"qkv input", "mlp input", "attention output", "mlp activation output"}
+    in_fp8, in_bf16 = (kept(block_shape(precision=each)) for each in (FP8, BF16))
+    inputs = ("attention norm", "mlp norm", "attention", "activation")
+    sizes = dict(in_bf16.keys())
+    assert in_fp8 - in_bf16 == Counter((f"{each} in fp8", sizes[each] // 2) for each in inputs)
     # The backward of flash attention reads its output, which in bf16 both of them share.
-    output = tensors.pop("attention output in bf16")
-    assert output == in_bf16["attention output"]
-    expected = {name: size // (2 if name in halved else 1) for name, size in in_bf16.items()}
-    assert tensors == expected
+    assert in_bf16 - in_fp8 == Counter(
+        (each, sizes[each]) for each in inputs if each != "attention"
+    )
 
 
 def test_selective_recompute_drops_the_bf16_output_of_the_attention_core() -> None:
-    names = {item.name for item in attention_core_tensors(block_shape())}
-    assert names == {"log-sum-exp", "attention output in bf16"}
+    shape = block_shape()
+    dropped = kept(shape) - kept(replace(shape, recompute=Recompute.SELECTIVE))
+    assert {name for name, _ in dropped} == {"log-sum-exp", "attention"}
 
 
 def test_torchtitan_keeps_the_bf16_input() -> None:
-    assert layer_tensors(block_shape("torchtitan")) == layer_tensors(
-        block_shape("torchtitan", precision=BF16)
-    )
+    assert kept(block_shape("torchtitan")) == kept(block_shape("torchtitan", precision=BF16))
 
 
 @pytest.mark.parametrize("attention", list(Attention))
 @pytest.mark.parametrize("recompute", list(Recompute))
 @pytest.mark.parametrize("stack", STACKS)
-def test_passes_leave_what_is_kept_and_free_it(
+def test_of_a_layers_passes_the_gradient_of_its_input_is_left(
     stack: str, recompute: Recompute, attention: Attention
 ) -> None:
-    for tp in (1, 4):
-        shape = replace(block_shape(stack, tp=tp), recompute=recompute, attention=attention)
-        both = (shape, replace(shape, precision=BF16))
-        # Beside what is kept: the layer's output, the gradient of its input.
-        for steps, sign in ((forward_steps, 1), (backward_steps, -1)):
-            left = [
-                sum(step.allocates - step.frees for step in steps(each)) - sign * saved_bytes(each)
-                for each in both
-            ]
-            assert left[0] == left[1]
+    for tp, precision in product((1, 4), (FP8, BF16)):
+        shape = block_shape(stack, precision=precision, tp=tp)
+        shape = replace(shape, recompute=recompute, attention=attention)
+        assert TABLE.memory(shape, "layer").left == shape.message_bytes
 
 
-def saved_bytes(shape: BlockShape) -> int:
-    if shape.recompute is Recompute.SELECTIVE:
-        return saved_layer_bytes(shape)
-    return sum(item.size_bytes for item in layer_tensors(shape))
+def copies(stack: str, tp: int, name: str) -> int:
+    """Return the fp8 copies of operands that live with the backward of a product."""
+    operators = walk(block_shape(stack, tp=tp), "layer").tape.block.operators
+    (found,) = [each for each in operators if each.name == name]
+    return sum(int(each.nbytes) for each in found.backward_scratch)
 
 
-# Of one token: the gradient of the first MLP product's output, 28,672 wide, with both its copies.
-# torchtitan casts the input (4,096 wide) and the weight again; fsdp and Megatron-Core keep them.
+# One matrix of the MLP: of a gradient both copies, of torchtitan's input and weight, too.
+GRADIENT, AGAIN = 2 * 8192 * 14_336, 2 * 4096 * (8192 + 14_336)
+
+
 @pytest.mark.parametrize(
-    ("stack", "more"),
+    ("stack", "name", "size"),
     [
-        ("megatron-core", 8192 * 2 * 28_672),
-        ("fsdp", 8192 * 2 * 28_672),
-        ("torchtitan", 8192 * 2 * (28_672 + 4096) + 2 * 28_672 * 4096),
+        ("megatron-core", "mlp gate, mlp in", 2 * GRADIENT),  # one product
+        ("fsdp", "mlp gate", GRADIENT),
+        ("torchtitan", "mlp gate", GRADIENT + AGAIN),
     ],
 )
-def test_backward_holds_both_copies_of_the_widest_gradient(stack: str, more: int) -> None:
-    mlp_in = []
-    for precision in (FP8, BF16):
-        steps = backward_steps(block_shape(stack, precision=precision))
-        (found,) = [step for step in steps if step.name == "mlp in"]
-        mlp_in.append(found.allocates)
-    assert mlp_in[0] - mlp_in[1] == more
+def test_backward_holds_both_copies_of_a_gradient(stack: str, name: str, size: int) -> None:
+    assert copies(stack, 1, name) == size
+
+
+def test_backward_needs_what_outweighs_the_gradients_of_the_activation() -> None:
+    """In bf16: gradients of the layer's output, of both products, of the activation, now freed."""
+    tokens, h, f = 8192, 4096, 14_336
+    bf16 = 2 * tokens * (h + 2 * f)
+    for stack in STACKS:
+        assert TABLE.memory(block_shape(stack, precision=BF16), "layer").backward == bf16
+    for stack in ("megatron-core", "fsdp"):  # an fp8 copy of the activation frees half as much
+        assert TABLE.memory(block_shape(stack), "layer").backward == bf16 + tokens * f
+    # The last product: gradients of output, input and weight in bf16, two copies of each operand.
+    titan = TABLE.memory(block_shape("torchtitan"), "layer").backward
+    assert titan == (2 + 2) * (tokens * h + tokens * f + h * f)
 
 
 def test_forward_holds_the_bf16_input_of_the_last_product_and_its_other_copy() -> None:
-    fp8, bf16 = (layer_workspace_bytes(block_shape(precision=each)) for each in (FP8, BF16))
-    assert fp8[0] - bf16[0] == 8192 * 14_336 * 3
-    titan = [layer_workspace_bytes(block_shape("torchtitan", precision=p))[0] for p in (FP8, BF16)]
-    assert titan[0] - titan[1] == 2 * 14_336 * (8192 + 4096)
+    tokens, h, f = 8192, 4096, 14_336
+    fp8, bf16 = (
+        {
+            stack: TABLE.memory(block_shape(stack, precision=each), "layer").forward
+            for stack in STACKS
+        }
+        for each in (FP8, BF16)
+    )
+    # The product's output and its sum with the residual stream.
+    assert set(bf16.values()) == {2 * 2 * tokens * h}
+    # Before the sum, beside the bf16 input of the MLP.
+    assert fp8["megatron-core"] == 2 * 2 * tokens * h + 3 * tokens * f
+    assert fp8["torchtitan"] == 2 * tokens * h + 2 * f * (tokens + h)
 
 
 def test_what_is_gathered_in_fp8_is_one_of_the_copies() -> None:
-    """Megatron-Core and torchtitan gather a gradient in fp8: two bytes in all, as in bf16."""
-    width = 8192 * 4096
-    for stack, again in (("megatron-core", 0), ("torchtitan", 14_336 // 4 * 2 * (8192 + 4096))):
-        steps = [
-            {step.name: step for step in backward_steps(block_shape(stack, precision=each, tp=4))}
-            for each in (FP8, BF16)
-        ]
-        more = steps[0]["mlp out"].allocates - steps[1]["mlp out"].allocates
-        assert more == again
-        assert steps[0]["mlp out"].allocates >= 2 * width
+    """Megatron-Core and torchtitan gather a gradient in fp8: a byte beside the other copy."""
+    assert copies("megatron-core", 4, "mlp out") == 8192 * 4096
+    assert copies("torchtitan", 4, "mlp out") == 8192 * 4096 + 14_336 // 4 * 2 * (8192 + 4096)
 
 
 def test_offloaded_weights_leave_their_fp8_copies() -> None:
@@ -400,7 +405,7 @@ def test_an_fp8_step_is_faster_but_less_than_twice_as_fast(stack: str, tp: int) 
 
 def test_full_recompute_casts_again() -> None:
     shape = replace(block_shape(), recompute=Recompute.FULL)
-    assert len(named(layer_operators(shape).recompute, MemoryBound, "casts")) == 1
+    assert len(named(TABLE.operators(shape, "layer").recompute, MemoryBound, "casts")) == 1
 
 
 def test_utilisation_is_that_of_the_fp8_peak() -> None:

@@ -1,5 +1,6 @@
 """Memory of a rank: published closed forms, model states, and the peak over time."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,22 +15,10 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.layout.stages import Stage
-from meshwright.simulator.liveness.activations import (
-    SavedTensor,
-    attention_core_tensors,
-    layer_tensors,
-    saved_embedding_bytes,
-    saved_head_bytes,
-    saved_layer_bytes,
-    saved_tensors,
-)
-from meshwright.simulator.liveness.ends import embedding_backward_steps, head_workspace_bytes
-from meshwright.simulator.liveness.layer import layer_workspace_bytes
-from meshwright.simulator.liveness.products import highest
-from meshwright.simulator.memory.block_bytes import block_bytes
+from meshwright.simulator.memory import block_bytes
 from meshwright.simulator.memory.rank import (
     PassPeak,
     RankMemory,
@@ -55,6 +44,8 @@ RELAXED = settings(deadline=None, max_examples=100)
 STACK = load_stack("megatron-lm-2022")
 FUSED = load_stack("megatron-core")
 BYTES = st.integers(0, 10**12)
+TABLE = BlockTable()
+INNER = Stage((BlockRun("layer", 3),), has_embedding=False, has_head=False)
 
 
 def gpt(num_heads: int = 16, head_dim: int = 64) -> ModelSpec:
@@ -96,9 +87,23 @@ def block_shape(
     return BlockShape.of(job, plan, stack)
 
 
-def without_statistics(tensors: tuple[SavedTensor, ...]) -> int:
-    """Return the bytes of *tensors* that the published formulas count."""
-    return sum(tensor.size_bytes for tensor in tensors if "statistics" not in tensor.name)
+def statistics(tensors: Iterable[NamedBytes]) -> list[int]:
+    """Return the bytes of each norm's statistics among *tensors*."""
+    kinds = ("norm mean", "norm deviation")
+    return [tensor.size_bytes for tensor in tensors if tensor.name.endswith(kinds)]
+
+
+def published_bytes(shape: BlockShape, kind: str = "layer") -> int:
+    """Return what a block keeps, as the published formulas count it: without norm statistics."""
+    tensors = TABLE.saved_tensors(shape, kind)
+    assert sum(tensor.size_bytes for tensor in tensors) == TABLE.memory(shape, kind).saved
+    return TABLE.memory(shape, kind).saved - sum(statistics(tensors))
+
+
+def workspaces(shape: BlockShape, kind: str = "layer") -> tuple[int, int]:
+    """Return what a block's forward and backward need beside what is kept."""
+    memory = TABLE.memory(shape, kind)
+    return memory.forward, memory.backward
 
 
 SIZES = st.fixed_dictionaries(
@@ -130,7 +135,7 @@ def test_activations_of_a_layer_are_korthikantis_closed_forms(sizes: dict[str, i
             sequence_parallel=sequence,
             recompute=recompute,
         )
-        return without_statistics(saved_tensors(shape))
+        return published_bytes(shape)
 
     assert kept() == 34 * sbh + scores
     assert kept(tp=t) == 10 * sbh + (24 * sbh + scores) // t
@@ -144,16 +149,15 @@ def test_activations_of_a_layer_are_korthikantis_closed_forms(sizes: dict[str, i
 def test_norm_statistics_are_two_fp32_numbers_a_token_and_norm() -> None:
     for sequence_parallel, tokens in ((False, 3 * 1024), (True, 3 * 1024 // 4)):
         shape = block_shape(gpt(), microbatch_size=3, tp=4, sequence_parallel=sequence_parallel)
-        tensors = layer_tensors(shape)
-        statistics = sum(each.size_bytes for each in tensors) - without_statistics(tensors)
-        assert statistics == 2 * 2 * 4 * tokens
+        assert statistics(TABLE.saved_tensors(shape, "layer")) == [4 * tokens] * 4
+        assert statistics(TABLE.saved_tensors(shape, "head")) == [4 * tokens] * 2
 
 
 def test_selective_recomputation_saves_70_percent_of_gpt3s_activations() -> None:
     # 5 a s / h = 80 against 34 (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
     gpt3 = load_model("gpt3-175b")
     none, selective = (
-        without_statistics(saved_tensors(block_shape(gpt3, seq_len=2048, recompute=mode)))
+        published_bytes(block_shape(gpt3, seq_len=2048, recompute=mode))
         for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
     assert none == 2048 * 12288 * (34 + 80)
@@ -167,9 +171,8 @@ def test_a_llama_layer_keeps_what_counting_its_tensors_gives() -> None:
     shape = block_shape(model, seq_len=s, tp=tp, attention=Attention.FLASH, stack=FUSED)
     inside = (h + 2 * g) + (h + g) + h + 2 * f + f  # qkv, rotated, output, gate and value, product
     lse = model.num_heads * s * 4
-    assert without_statistics(saved_tensors(shape)) == 2 * s * (4 * h + inside // tp) + lse // tp
-    statistics = [each for each in saved_tensors(shape) if "statistics" in each.name]
-    assert [each.size_bytes for each in statistics] == [4 * s, 4 * s]  # rms norm keeps one number
+    assert published_bytes(shape) == 2 * s * (4 * h + inside // tp) + lse // tp
+    assert statistics(TABLE.saved_tensors(shape, "layer")) == [4 * s] * 2  # rms norm: one number
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -178,35 +181,32 @@ def test_selective_recomputation_drops_exactly_the_attention_core(attention: Att
         block_shape(gpt(), tp=2, attention=attention, recompute=mode, stack=FUSED)
         for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
-    core = sum(each.size_bytes for each in attention_core_tensors(none))
-    assert saved_layer_bytes(none) - saved_layer_bytes(selective) == core
     heads, s = 8, 1024
-    expected = {Attention.UNFUSED: 5 * heads * s * s, Attention.FLASH: 4 * heads * s}
-    assert core == expected[attention]
+    core = {Attention.UNFUSED: 5 * heads * s * s, Attention.FLASH: 4 * heads * s}
+    assert published_bytes(none) - published_bytes(selective) == core[attention]
 
 
 def test_a_model_without_dropout_keeps_no_masks() -> None:
     plain = gpt().model_copy(update={"dropout": False})
     sbh, a, s = 1024 * 1024, 16, 1024
-    kept = without_statistics(saved_tensors(block_shape(plain)))
-    assert kept == 32 * sbh + 2 * a * s * s
+    assert published_bytes(block_shape(plain)) == 32 * sbh + 2 * a * s * s
 
 
 def test_fp32_activations_are_twice_as_large_but_for_the_masks() -> None:
     sbh, a, s = 1024 * 1024, 16, 1024
-    kept = without_statistics(saved_tensors(block_shape(gpt(), precision=Precision.FP32)))
+    kept = published_bytes(block_shape(gpt(), precision=Precision.FP32))
     assert kept == 2 * 32 * sbh + 2 * sbh + (2 * 4 + 1) * a * s * s
 
 
 def test_embedding_and_head_keep_ids_masks_norm_and_probabilities() -> None:
     s, h, vocab = 1024, 1024, 50_048  # padded to a multiple of 128
-    assert saved_embedding_bytes(block_shape(gpt())) == 8 * s + s * h
-    assert saved_head_bytes(block_shape(gpt())) == 4 * s * h + 4 * s * vocab
-    assert saved_head_bytes(block_shape(gpt(), stack=FUSED)) == 4 * s * h + 2 * s * vocab
+    assert published_bytes(block_shape(gpt()), "embedding") == 8 * s + s * h
+    assert published_bytes(block_shape(gpt()), "head") == 4 * s * h + 4 * s * vocab
+    assert published_bytes(block_shape(gpt(), stack=FUSED), "head") == 4 * s * h + 2 * s * vocab
     split = block_shape(gpt(), tp=4, sequence_parallel=True)
-    assert saved_embedding_bytes(split) == 8 * s + s * h // 4
+    assert published_bytes(split, "embedding") == 8 * s + s * h // 4
     wider = 50_176  # padded to a multiple of 4 x 128
-    assert saved_head_bytes(split) == (4 * s * h + 4 * s * wider) // 4
+    assert published_bytes(split, "head") == (4 * s * h + 4 * s * wider) // 4
 
 
 def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
@@ -216,23 +216,24 @@ def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
     )
     # Forward ends with the second product beside its sum with the residual stream; backward is
     # fullest where the activation's gradient stands beside the layer's.
-    assert layer_workspace_bytes(flash) == (2 * 2 * s * h, 2 * s * h + 2 * s * f)
+    assert workspaces(flash) == (2 * 2 * s * h, 2 * s * h + 2 * s * f)
     full = replace(flash, recompute=Recompute.FULL)
-    again = sum(each.size_bytes for each in layer_tensors(full)) - 2 * s * h
+    again = TABLE.memory(flash, "layer").saved - 2 * s * h
     # Nothing is kept: residual stream, norm, and both sides of the activation.
     forward = 2 * s * (2 * h + 2 * f)
-    assert layer_workspace_bytes(full) == (forward, again + 2 * s * h + 2 * s * f)
+    assert workspaces(full) == (forward, again + 2 * s * h + 2 * s * f)
     # Fused: a second 16-bit copy, then the gradient in its place beside that of the norm's output.
-    assert head_workspace_bytes(flash) == (2 * s * vocab, 2 * s * h)
+    loss = 4
+    assert workspaces(flash, "head") == (2 * s * vocab + loss, 2 * s * h)
 
 
 @pytest.mark.parametrize(("in_place", "most"), [(True, 10), (False, 12)])
 def test_a_loss_holds_so_many_bytes_a_logit(*, in_place: bool, most: int) -> None:
     stack = load_stack("megatron-lm-2022").model_copy(update={"loss_in_place": in_place})
-    shape = block_shape(gpt(), stack=stack)
     kept = 4 * 1024 * 50_048
-    forward, backward = head_workspace_bytes(shape)
-    assert kept + max(forward, backward) == most * 1024 * 50_048
+    loss = 4 if in_place else 0  # is there while the forward needs the most
+    needed = max(workspaces(block_shape(gpt(), stack=stack), "head"))
+    assert kept + needed == most * 1024 * 50_048 + loss
 
 
 @pytest.mark.parametrize(
@@ -264,57 +265,74 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
 
 
 def stage_of(num_layers: int, *, has_embedding: bool, has_head: bool) -> Stage:
-    layers = (BlockRun("layer", num_layers),) if num_layers else ()
-    return Stage(layers, has_embedding=has_embedding, has_head=has_head)
+    return Stage((BlockRun("layer", num_layers),), has_embedding=has_embedding, has_head=has_head)
+
+
+def stage_memory(shape: BlockShape, stage: Stage) -> VirtualStageMemory:
+    return virtual_stage_memory(shape, stage, block_bytes(TABLE, shape))
 
 
 def test_stages_hold_the_model_and_a_copied_table() -> None:
     model = load_model("gpt2").model_copy(update={"vocab_size": 50_304})  # needs no padding
     shape = block_shape(model)
-    whole = stage_parameters(shape, stage_of(12, has_embedding=True, has_head=True))
+    whole = stage_parameters(
+        shape, Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
+    )
     assert whole == count_parameters(model)
-    first = stage_parameters(shape, stage_of(5, has_embedding=True, has_head=False))
-    last = stage_parameters(shape, stage_of(7, has_embedding=False, has_head=True))
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == whole + 50_304 * 768
     untied = model.model_copy(update={"tied_embeddings": False})
     shape = block_shape(untied)
-    first = stage_parameters(shape, stage_of(5, has_embedding=True, has_head=False))
-    last = stage_parameters(shape, stage_of(7, has_embedding=False, has_head=True))
+    first = stage_parameters(
+        shape, Stage((BlockRun("layer", 5),), has_embedding=True, has_head=False)
+    )
+    last = stage_parameters(
+        shape, Stage((BlockRun("layer", 7),), has_embedding=False, has_head=True)
+    )
     assert first + last == count_parameters(untied) == whole + 50_304 * 768
 
 
-def stage_memory(
-    shape: BlockShape, num_layers: int, *, has_embedding: bool, has_head: bool
-) -> VirtualStageMemory:
-    stage = stage_of(num_layers, has_embedding=has_embedding, has_head=has_head)
-    return virtual_stage_memory(shape, stage, block_bytes(shape))
-
-
-def test_a_chunk_adds_its_layers_and_the_larger_workspace() -> None:
+def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
     shape = block_shape(gpt())
-    layer, head = layer_workspace_bytes(shape), head_workspace_bytes(shape)
-    inner = stage_memory(shape, 3, has_embedding=False, has_head=False)
-    assert inner.saved_bytes == 3 * saved_layer_bytes(shape)
-    assert (inner.forward_workspace_bytes, inner.backward_workspace_bytes) == layer
-    ends = stage_memory(shape, 3, has_embedding=True, has_head=True)
-    extra = saved_embedding_bytes(shape) + saved_head_bytes(shape)
-    assert ends.saved_bytes - inner.saved_bytes == extra
+    embedding, layer, head = (TABLE.memory(shape, kind) for kind in ("embedding", "layer", "head"))
+    inner = stage_memory(shape, INNER)
+    assert inner == VirtualStageMemory(
+        saved_bytes=3 * layer.saved,
+        forward_workspace_bytes=layer.forward,
+        backward_workspace_bytes=layer.backward,
+    )
+    ends = virtual_stage_memory(
+        shape,
+        stage_of(3, has_embedding=True, has_head=True),
+        block_bytes(TABLE, shape),
+    )
+    assert ends.saved_bytes - inner.saved_bytes == embedding.saved + head.saved
     # A layer runs while nothing of the head is kept yet, or any more.
-    assert ends.forward_workspace_bytes == max(layer[0] - saved_head_bytes(shape), head[0])
-    assert ends.backward_workspace_bytes == max(layer[1] - saved_head_bytes(shape), head[1])
+    assert ends.forward_workspace_bytes == max(layer.forward - head.saved, head.forward)
+    assert ends.backward_workspace_bytes == max(layer.backward - head.saved, head.backward)
 
 
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer() -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
-    embedding = stage_memory(shape, 0, has_embedding=True, has_head=False)
-    assert embedding == VirtualStageMemory(
-        saved_bytes=saved_embedding_bytes(shape),
-        forward_workspace_bytes=0,
-        backward_workspace_bytes=highest(embedding_backward_steps(shape)),
+    embedding, head = (TABLE.memory(shape, kind) for kind in ("embedding", "head"))
+    first = virtual_stage_memory(
+        shape, Stage((), has_embedding=True, has_head=False), block_bytes(TABLE, shape)
     )
-    head = stage_memory(shape, 0, has_embedding=False, has_head=True)
-    workspaces = (head.forward_workspace_bytes, head.backward_workspace_bytes)
-    assert workspaces == head_workspace_bytes(shape)
+    assert first == VirtualStageMemory(
+        saved_bytes=embedding.saved,
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=embedding.backward,
+    )
+    last = virtual_stage_memory(
+        shape, Stage((), has_embedding=False, has_head=True), block_bytes(TABLE, shape)
+    )
+    assert last.forward_workspace_bytes == head.forward
+    assert last.backward_workspace_bytes == head.backward
 
 
 def virtual_stage_sizes() -> st.SearchStrategy[VirtualStageMemory]:
@@ -360,7 +378,7 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, 1)
     memory = static_rank((virtual_stage,), update_bytes)
     passes = [(action, 10 * i, 10 * i + 7) for i, action in enumerate(actions)]
-    events = memory_timeline(memory, list(passes), 10 * len(actions))
+    events = memory_timeline(memory, passes, 10 * len(actions))
     in_flight = schedule.in_flight(pp_rank, pp, num_microbatches, 1)
     workspace = max(virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     expected = max(in_flight * virtual_stage.saved_bytes + workspace, update_bytes)
@@ -385,7 +403,7 @@ def test_no_activation_outlives_the_last_backward(
     for pp_rank in range(4):
         actions = schedule.rank_actions(pp_rank, 4, 4 * multiple, vpp)
         passes = [(action, i, i + 1) for i, action in enumerate(actions)]
-        events = memory_timeline(static_rank(tuple(virtual_stages)), list(passes), len(actions))
+        events = memory_timeline(static_rank(tuple(virtual_stages)), passes, len(actions))
         assert [event.time_ps for event in events] == sorted(event.time_ps for event in events)
         assert min(event.activations_bytes for event in events) >= 0
         assert (events[-1].activations_bytes, events[-1].moment) == (0, "optimizer")
@@ -414,7 +432,7 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
     ]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
     memory = replace(static_rank((virtual_stage, virtual_stage), 1), message_buffers_bytes=1000)
-    events = memory_timeline(memory, list(passes), 99)
+    events = memory_timeline(memory, passes, 99)
     assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
         (1100, 7, 20),
         (1100, 2, 20),
@@ -440,7 +458,7 @@ def test_a_timeline_names_each_moment() -> None:
     )
     actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((virtual_stage,), 64), list(passes), 99)
+    events = memory_timeline(static_rank((virtual_stage,), 64), passes, 99)
     assert [(e.time_ps, e.moment, e.activations_bytes, e.buffers_bytes) for e in events] == [
         (0, "F0.0", 100, 7),
         (5, "after F0.0", 100, 0),
@@ -489,7 +507,7 @@ def test_sums_of_gradients_leave_with_the_last_backward() -> None:
     )
     actions = [Action(phase, 0, index) for index in range(3) for phase in Phase]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    events = memory_timeline(static_rank((virtual_stage,), 1), list(passes), 99)
+    events = memory_timeline(static_rank((virtual_stage,), 1), passes, 99)
     first = [(7, 10), (0, 10), (25, 3), (0, 0)]
     later = [(7, 0), (0, 0), (30, 0), (0, 0)]
     last = [(7, 0), (0, 0), (28, 1), (0, 8)]

@@ -65,6 +65,38 @@ class DataParallelTimes(NamedTuple):
     sums_last: int = 0
 
 
+Pricing = Callable[[int], Cost]
+
+
+def _bucket_times(pricing: Pricing, parts: Sequence[StagePart]) -> list[int]:
+    """Return the time of each part's collectives, one bucket after the other."""
+    sizes = dict.fromkeys(count for part in parts for count in part.buckets)
+    times = {count: pricing(count).time_ps for count in sizes}
+    return [sum(times[count] for count in part.buckets) for part in parts]
+
+
+class StageParts:
+    """What stages are made of, each counted once."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
+        self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
+
+    def of_buckets(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
+        """Return the parts of *stage* that complete buckets, in model order."""
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
+        if key not in self._buckets:
+            self._buckets[key] = bucket_parts(shape, stage, dp)
+        return self._buckets[key]
+
+    def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+        """Return the parameters of a rank that holds *stages*."""
+        key = (shape.tp, stages)
+        if key not in self._parameters:
+            self._parameters[key] = sum_parameters(shape, stages)
+        return self._parameters[key]
+
+
 class DataParallelCosts:
     """Computes `DataParallelTimes`, each stage and degree once."""
 
@@ -72,8 +104,7 @@ class DataParallelCosts:
         self._costs = costs
         self._stack = costs.stack
         self._wire = WireBytes.of(costs.stack, space.job.precision)
-        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
-        self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
+        self._parts = StageParts()
         self._known: dict[tuple[int, tuple[Stage, ...], Replication], DataParallelTimes] = {}
         self._sums_ps: dict[tuple[int, bool, tuple[Stage, ...]], int] = {}
 
@@ -92,7 +123,7 @@ class DataParallelCosts:
     def _without_sums(
         self, shape: BlockShape, role: Role, replication: Replication
     ) -> DataParallelTimes:
-        parameters = self._rank_parameters(shape, role.stages)
+        parameters = self._parts.parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
         update = update_cost(self._costs, parameters, self._wire, replication, cast_bytes).time_ps
         if replication.in_units:
@@ -100,14 +131,16 @@ class DataParallelCosts:
         if not self._stack.overlap_parameter_gather:
             update += gather_cost(self._costs, parameters, self._wire, replication).time_ps
         parts = {
-            stage: self._parts(shape, stage, replication.dp) for stage in dict.fromkeys(role.stages)
+            stage: self._parts.of_buckets(shape, stage, replication.dp)
+            for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
         gathers = self._gathers(parts[role.stages[0]], replication)
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: self._costs_of(parts[stage], reduce_cost, replication) for stage in parts
+                stage: _bucket_times(self._pricing(reduce_cost, replication), parts[stage])
+                for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
         exposed = reductions[0][0]
@@ -136,7 +169,7 @@ class DataParallelCosts:
         port_again = sum(self._again(shape, stage, replication) for stage in role.stages)
         each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
-            whole = self._rank_parameters(shape, role.stages)
+            whole = self._parts.parameters(shape, role.stages)
             update += gather_cost(self._costs, whole, self._wire, replication).time_ps
         times = DataParallelTimes(
             update=update,
@@ -175,34 +208,23 @@ class DataParallelCosts:
         if gathers and not replication.gathers_units:
             return [0]
         cost = gather_cost if gathers else reduce_cost
-        return self._costs_of(reduced_parts(shape, stage, replication), cost, replication)
+        return _bucket_times(
+            self._pricing(cost, replication), reduced_parts(shape, stage, replication)
+        )
 
     def _again(self, shape: BlockShape, stage: Stage, replication: Replication) -> int:
         """Return the time of gathering again for a backward pass what does not stay."""
         if not replication.gathers_units:
             return 0
         freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
-        return sum(self._costs_of(freed, gather_cost, replication))
+        return sum(_bucket_times(self._pricing(gather_cost, replication), freed))
 
-    def _costs_of(
+    def _pricing(
         self,
-        parts: tuple[StagePart, ...],
         cost: Callable[[CostModel, int, WireBytes, Replication], Cost],
         replication: Replication,
-    ) -> list[int]:
-        """Return the time of each part's collectives, one bucket after the other."""
-        sizes = dict.fromkeys(count for part in parts for count in part.buckets)
-        times = {
-            count: cost(self._costs, count, self._wire, replication).time_ps for count in sizes
-        }
-        return [sum(times[count] for count in part.buckets) for part in parts]
-
-    def _parts(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
-        """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
-        if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp)
-        return self._buckets[key]
+    ) -> Pricing:
+        return lambda count: cost(self._costs, count, self._wire, replication)
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
         key = (shape.tp, leaves_sums(shape), stages)
@@ -211,12 +233,6 @@ class DataParallelCosts:
             self._sums_ps[key] = cost.time_ps
         return self._sums_ps[key]
 
-    def _rank_parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
-        key = (shape.tp, stages)
-        if key not in self._parameters:
-            self._parameters[key] = sum_parameters(shape, stages)
-        return self._parameters[key]
-
     def _gathers(self, parts: tuple[StagePart, ...], replication: Replication) -> list[int]:
         if (
             replication.dp == 1
@@ -224,7 +240,7 @@ class DataParallelCosts:
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return self._costs_of(parts, gather_cost, replication)
+        return _bucket_times(self._pricing(gather_cost, replication), parts)
 
 
 class _StageCopies(NamedTuple):

@@ -59,7 +59,7 @@ def _defers_sums(space: Space) -> Column:
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
-    plans = (space.plan(row) for row in rows.tolist())
+    plans = (space.plan_without_stages(row) for row in rows.tolist())
     return tuple(BlockShape.of(space.job, plan, space.stack) for plan in plans)
 
 

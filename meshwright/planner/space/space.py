@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import cast
 
 import numpy as np
@@ -131,13 +132,17 @@ class Space:
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
+        plan = self.plan_without_stages(index)
+        return replace(plan, stages=self.layers(plan.pp, plan.num_virtual_stages))
+
+    def plan_without_stages(self, index: int) -> ParallelPlan:
+        """Return layout *index* as a plan that leaves the layers of its stages open."""
         codes = self.rows[index].tolist()
         values = {
             field.name: field.value(code)
             for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
         }
-        plan = ParallelPlan.of({**values, "attention": self.attention})
-        return replace(plan, stages=self.layers(plan.pp, plan.num_virtual_stages))
+        return ParallelPlan.of({**values, "attention": self.attention})
 
 
 def enumerate_space(
@@ -236,9 +241,10 @@ def _block(
             return _microbatch_sizes(job, limits, fixed, schedules)
         return _switches(job, stack, limits, field, fixed)
 
-    axes = [numbers(field) for field in SEARCHED_FIELDS]
-    grid = np.meshgrid(*axes, indexing="ij")
-    return np.stack([axis.ravel() for axis in grid], axis=1).astype(np.int64)
+    axes = [np.array(numbers(field), np.int64) for field in SEARCHED_FIELDS]
+    sizes = tuple(map(len, axes))
+    places = np.unravel_index(np.arange(prod(sizes)), sizes)
+    return np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
 
 
 def _microbatch_sizes(

@@ -25,6 +25,7 @@ from meshwright.simulator.layout import Axis
 TABLE_TRAFFIC = 8  # bytes an element: a gradient in fp32 is zeroed and written
 DROPPED_BYTES = 3  # a value and a mask byte
 NEXT_SENTENCE_CLASSES = 2
+POSITIONS = "positions"
 
 
 def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -37,7 +38,7 @@ def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     x = _looked_up(block, shape, dims)
     if model.positions == "learned":
         x = place(block, x, dims.outside if stack.scatters_positions else {})
-        x = _with_rows(block, x, "positions", model.max_positions, stream)
+        x = _with_rows(block, x, POSITIONS, model.max_positions, stream)
     x = place(block, x, dims.outside)
     if model.token_types:
         x = _with_rows(block, x, "token types", model.token_types, stream)
@@ -72,7 +73,11 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
     traffic = block.traffic(stream, stream)
     summed = dict.fromkeys(x.at, PARTIAL)
     gradients = [Gradient(x, (), (traffic,), hands_on=True), Gradient(rows, at=summed)]
-    return block.add([x, rows], [x.like(f"{name} added")], gradients, traffic)
+    # Learned positions are the same for all sequences: they are looked up once.
+    dims = (x.dims[0], x.dims[-1]) if name == POSITIONS else x.dims
+    found = x.like(f"{name} looked up", dims=dims)
+    out = x.like(f"{name} added")
+    return block.add([x, rows], [out], gradients, traffic, scratch=([found], []))
 
 
 def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:

@@ -75,7 +75,8 @@ def _in_place(block: Block, logits: Tensor) -> Tensor:
 def _eager(block: Block, logits: Tensor) -> Tensor:
     """Return the loss as PyTorch computes it; its backward has the losses' gradient and its own.
 
-    Split over ranks, it makes the exponentials, too, for a moment (DTensor's `loss_parallel`).
+    Split over ranks, it makes the exponentials, too, for a moment, and keeps its input while it
+    shifts it (DTensor's `loss_parallel`).
     """
     wide = _widened(block, logits)
     likely = wide.like(LOGITS)
@@ -83,7 +84,7 @@ def _eager(block: Block, logits: Tensor) -> Tensor:
     split = Axis.TP in block.mesh
     scratch = [wide.like("exponentials")] if split else []
     slope = Gradient(wide, (likely,), (backward,), at=wide.at)
-    block.add([wide], [likely], [slope], forward, scratch=((), scratch))
+    block.add([wide], [likely], [slope], forward, scratch=(scratch, scratch))
     of_loss = Gradient(likely, at=likely.at)
     loss = block.add([likely], [_scalar(logits)], [of_loss], *_sums(block, logits))
     block.hold(logits)

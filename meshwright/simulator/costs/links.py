@@ -15,19 +15,24 @@ class Performance(NamedTuple):
     source: Source
 
 
+def _carried(op: CollectiveOp, num_ranks: int) -> tuple[int, int]:
+    """Return how many bytes a link carries for how many of the buffer."""
+    match op:
+        case CollectiveOp.ALL_REDUCE:
+            return 2 * (num_ranks - 1), num_ranks
+        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
+            return num_ranks - 1, num_ranks
+        case CollectiveOp.BROADCAST | CollectiveOp.REDUCE | CollectiveOp.P2P:
+            return 1, 1
+
+
 def bus_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
     """Return bytes a link carries per byte of the buffer (nccl-tests, doc/PERFORMANCE.md).
 
     >>> bus_ratio(CollectiveOp.ALL_REDUCE, 8)
     Fraction(7, 4)
     """
-    match op:
-        case CollectiveOp.ALL_REDUCE:
-            return Fraction(2 * (num_ranks - 1), num_ranks)
-        case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
-            return Fraction(num_ranks - 1, num_ranks)
-        case CollectiveOp.BROADCAST | CollectiveOp.REDUCE | CollectiveOp.P2P:
-            return Fraction(1)
+    return Fraction(*_carried(op, num_ranks))
 
 
 def sent_ratio(op: CollectiveOp, num_ranks: int) -> Fraction:
@@ -51,7 +56,8 @@ def bus_factor(op: CollectiveOp, num_ranks: int) -> float:
     >>> bus_factor(CollectiveOp.ALL_REDUCE, 8)
     1.75
     """
-    return float(bus_ratio(op, num_ranks))
+    carried, whole = _carried(op, num_ranks)
+    return carried / whole  # rounded once, as the fraction is
 
 
 def ring_steps(op: CollectiveOp, num_ranks: int) -> int:

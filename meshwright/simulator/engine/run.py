@@ -88,16 +88,15 @@ class Inbox:
 class Lane(NamedTuple):
     """What a rank does for one phase of one virtual stage: take a message, compute, send one.
 
-    ``special`` is the instruction of a pass beside which parameters are gathered or gradients
-    reduced.
+    Beside its passes of *special* microbatches parameters are gathered or gradients reduced.
     """
 
     inbox: Inbox | None
-    compute_ps: int
     outbox: Inbox | None
     occupy_ps: int
     delay_ps: int
-    special: Instruction | None
+    instruction: Instruction
+    special: range
 
 
 @dataclass(slots=True)
@@ -136,14 +135,13 @@ class StepRun:
 
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        state, lanes = self.states[place.index], self._lanes(place)
+        state, lanes = self.states[place.index], _lanes(self, place)
         starts, ends, messages = state.starts_ps, state.ends_ps, state.messages
-        num_stages, shares_port = self.work.num_virtual_stages, self.work.shared_port
-        now = port_free_ps = 0
+        num_stages, now, port_free_ps = self.work.num_virtual_stages, 0, 0
         for action in self.work.actions[place.pp_rank]:
             phase, stage, microbatch = action
             lane = lanes[stage if phase is Phase.FORWARD else num_stages + stage]
-            inbox, compute_ps, outbox, occupy_ps, delay_ps, special = lane
+            inbox, outbox, occupy_ps, delay_ps, instruction, special = lane
             if inbox is not None:
                 if microbatch not in inbox.arrivals_ps:
                     yield inbox.message(self.env, microbatch)
@@ -151,56 +149,35 @@ class StepRun:
             if place.tp_group is not None:
                 now = yield place.tp_group.arrive(now)
             starts.append(now)
-            if special is None:
-                now += compute_ps
+            if microbatch in special:
+                now = yield from self._special_pass(place, instruction, action, now)
             else:
-                now = yield from self._special_pass(place, special, action, now)
+                now += instruction.compute_ps
             ends.append(now)
             if outbox is not None:
                 sent_ps = max(port_free_ps, now)
                 port_free_ps = sent_ps + occupy_ps
-                if shares_port and occupy_ps:
+                if self.work.shared_port and occupy_ps:
                     messages.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if self.work.blocking_messages:
                     now = port_free_ps
         yield from self._finish(place, now)
 
-    def _lanes(self, place: RankPlace) -> list[Lane]:
-        """Return what a rank does for each of its instructions."""
-        lanes = []
-        for instruction in self.programs[place.pp_rank]:
-            inboxes = self.states[place.index].inboxes
-            inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
-            outbox = None
-            if instruction.target_step:
-                target = self.states[place.index + instruction.target_step * place.stride]
-                outbox = target.inboxes[instruction.target_slot]
-            message = instruction.message
-            is_special = instruction.units or instruction.gathers or instruction.reductions
-            special = instruction if is_special else None
-            lane = Lane(
-                inbox, instruction.compute_ps, outbox, message.occupy_ps, message.delay_ps, special
-            )
-            lanes.append(lane)
-        return lanes
-
     def _special_pass(
         self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
-        """Run a pass beside which parameters may be gathered or gradients reduced."""
-        state, microbatch = self.states[place.index], action.microbatch
-        last = self.work.num_microbatches - 1
+        """Run a pass beside which parameters are gathered or gradients reduced."""
         if instruction.units:
             return (yield from self._sharded_pass(place, instruction, action, now))
-        if instruction.gathers and microbatch == 0:
+        if instruction.gathers:
             return (yield from self._gathered_forward(place, instruction.gathers, now))
-        if instruction.reductions and (instruction.reduces_always or microbatch == last):
-            now = _reduced_backward(state, instruction.reductions, now)
-            if microbatch == last:  # `_finish` waits for it, with what else is left
-                return now
-            return (yield from self._wait_for(place, len(state.queue), now))
-        return now + instruction.compute_ps
+        state = self.states[place.index]
+        now = _reduced_backward(state, instruction.reductions, now)
+        if action.microbatch != self.work.num_microbatches - 1:
+            # `_finish` waits for the last one's, with what else is left.
+            now = yield from self._wait_for(place, len(state.queue), now)
+        return now
 
     def _gathered_forward(
         self, place: RankPlace, segments: tuple[PassSegment, ...], now: int
@@ -289,6 +266,32 @@ class StepRun:
             now = yield place.tp_group.arrive(now)
         state.sums_start_ps = now
         return now + rank.sums_ps
+
+
+def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
+    """Return what a rank does for each of its instructions."""
+    lanes = []
+    for instruction in run.programs[place.pp_rank]:
+        inboxes, message = run.states[place.index].inboxes, instruction.message
+        inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
+        outbox = None
+        if instruction.target_step:
+            target = run.states[place.index + instruction.target_step * place.stride]
+            outbox = target.inboxes[instruction.target_slot]
+        special = _special_microbatches(instruction, run.work.num_microbatches)
+        lane = Lane(inbox, outbox, message.occupy_ps, message.delay_ps, instruction, special)
+        lanes.append(lane)
+    return lanes
+
+
+def _special_microbatches(instruction: Instruction, num_microbatches: int) -> range:
+    """Return in which microbatches an instruction gathers parameters or reduces gradients."""
+    if instruction.units or (instruction.reductions and instruction.reduces_always):
+        return range(num_microbatches)
+    if instruction.gathers:
+        return range(1)
+    first = num_microbatches - 1 if instruction.reductions else num_microbatches
+    return range(first, num_microbatches)
 
 
 def _units_now(

@@ -6,7 +6,6 @@ from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
     Linear,
     columns,
-    operands,
     place,
     product,
     row,
@@ -93,7 +92,6 @@ __all__ = [
     "larger",
     "last_dim",
     "norm",
-    "operands",
     "place",
     "pointwise",
     "product",

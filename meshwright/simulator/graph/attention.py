@@ -55,11 +55,13 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     rows, batch, width = query.dims
     head = Dim("head", width.grain)
     seen = Dim("seen tokens", heads.tokens.size)
-    key, value = (
-        copy(block, x, f"repeated {x.name}", like=query) if _fewer(x, query) else x
-        for x in (key, value)
-    )
-    held = query, key, value
+    held: list[Tensor] = []
+    operands = []
+    for x in (query, key, value):
+        given = copy(block, x, f"repeated {x.name}", like=query) if _fewer(x, query) else x
+        operands.append(_by_heads(block, given))
+        held += [operands[-1], *([given] if given is x else [])]
+    query, key, value = operands
     query = view(block, query, rows, batch, heads.heads, head, renamed=(width, heads.heads))
     key, value = (
         view(block, x, seen, batch, heads.heads, head, renamed=(x.dims[-1], heads.heads))
@@ -73,6 +75,14 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     out = copy(block, out, "attention")
     block.hold(*held)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))
+
+
+def _by_heads(block: Block, x: Tensor) -> Tensor:
+    """Return *x* with the heads before the tokens: of several sequences, batch first, a copy."""
+    batch = x.sizes[x.dims[1]]
+    if block.lowering.fuses_places or not np.all(batch > 1):
+        return x
+    return copy(block, x, f"{x.name} by heads", copies_back=False)
 
 
 def _fewer(x: Tensor, query: Tensor) -> bool:

@@ -46,6 +46,12 @@ class Backward:
     places: dict[Tensor, Placement] = field(default_factory=dict)
     _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
     _summed: list[Tensor] = field(default_factory=list)
+    _sums: list[Tensor] = field(default_factory=list)
+    _redistributed: frozenset[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = (op for op in self.tape.block.operators if op.kind is Kind.PLACE)
+        self._redistributed = frozenset(op.outputs[0] for op in places)
 
     def run(self, arriving: Tensor | None = None) -> None:
         """Run the backward of all nodes, the last one first.
@@ -79,8 +85,10 @@ class Backward:
                 weights += self._inputs(op, arrived[0])
         late = [token for each, op in weights for token in self._weight(op, each)]
         storages.drop((*tape.saved.pop(node[0].node, []), *done, *scratch))
+        storages.touch(*self._sums)
         storages.drop((*(op.outputs[0] for op in again), *self._summed))
         self._summed.clear()
+        self._sums.clear()
         if any(len(each.of.dims) > 1 for each, _ in weights):
             self.arrivals.append(len(storages.events))
         storages.drop(late)
@@ -124,9 +132,14 @@ class Backward:
         return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
 
     def _arrive(self, of: Tensor, arrived: Arrived) -> None:
-        """Take a gradient; a second one is added to the first, in place, once its node is done."""
+        """Take a gradient; a second one is added to the first, in place, once its node is done.
+
+        Gradients of a DTensor are summed into a third tensor.
+        """
         if of in self._arrived:
             self._summed.append(arrived.token)
+            if of in self._redistributed and not self.tape.block.lowering.fuses_places:
+                self._sums.append(arrived.token.like("sum of gradients"))
         else:
             self._arrived[of] = arrived
 
@@ -136,7 +149,7 @@ class Backward:
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
         self.places[of] = gradient.at or {}
         fused = policy is WeightGradients.FUSED
-        if len(of.dims) == 1 or (fused and _is_product(gradient)):
+        if fused and _is_product(gradient):
             return []
         token = self._token(of if gradient.makes is None else gradient.makes)
         return [] if policy is WeightGradients.KEPT else [token]

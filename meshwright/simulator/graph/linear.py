@@ -93,12 +93,12 @@ def product(
     """
     x, weight = operands
     out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=block.width)
-    gradients = product_gradients(x, weight, out)
-    inputs = [x, weight]
-    if linear.bias:
-        vector, gradient = _bias(block, weight, out, counted=linear.counts_bias)
-        gradients += (gradient,)
-        inputs.append(vector)
+    # C++ evaluates a call's arguments from the last one: autocast casts a bias first.
+    biases = [_bias(block, weight, out, counted=linear.counts_bias)] if linear.bias else []
+    if weight.is_weight:
+        x, weight = _cast_operands(block, x, weight)
+    gradients = (*product_gradients(x, weight, out), *(each for _, each in biases))
+    inputs = [x, weight, *(vector for vector, _ in biases)]
     work = product_work(x, weight, dims)
     in_fp8 = scratch is not None
     copies = scratch or Scratch()
@@ -117,7 +117,7 @@ def _bias(block: Block, weight: Tensor, out: Tensor, *, counted: bool) -> tuple[
     return vector, Gradient(vector, (), (block.traffic(out),) if counted else (), at=place)
 
 
-def operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _cast_operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a product reads of both, cast where the stack casts: a weight once a pass."""
     if not block.lowering.casts:
         return x, weight
@@ -166,8 +166,7 @@ def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -
         made = x.like(out.name, dims=(*x.dims[:-1], out), at=block.placed({Axis.TP: out}))
         ready = bits.keeps_copy and not again
         scratch = _scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
-    pair = operands(block, x, weight)
-    return product(block, out.name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
+    return product(block, out.name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
 def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
@@ -199,8 +198,9 @@ def row(
             gathered = in_fp8 and bool(block.placed(at))
             again = 0 if bits.keeps_copy else 2
             scratch = _scratch(block, (x, weight), made, copies=1 if gathered else 2, again=again)
-        pair = operands(block, x, weight)
-        partial = product(block, name, pair, *x.dims[:-1], out, linear=linear, scratch=scratch)
+        partial = product(
+            block, name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch
+        )
         return place(block, partial, at, eight_bits=in_fp8)
 
 
@@ -251,6 +251,4 @@ def _fp8(x: Tensor, copies: int) -> Tensor:
 def whole_product(block: Block, x: Tensor, out: Dim, name: str, *, bias: bool = False) -> Tensor:
     """Return a product with a weight that no axis splits."""
     weight = block.weight(f"{name}.weight", out, x.dims[-1])
-    return product(
-        block, name, operands(block, x, weight), *x.dims[:-1], out, linear=Linear(bias=bias)
-    )
+    return product(block, name, (x, weight), *x.dims[:-1], out, linear=Linear(bias=bias))

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.operators import Operator, Transfer, Work
 from meshwright.simulator.graph.order import Node, Order, Region, Repetition, placed_again
-from meshwright.simulator.graph.tensors import Tensor
+from meshwright.simulator.graph.tensors import Dim, Tensor, several
 
 COPIED = (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
 
@@ -141,7 +141,10 @@ class Tape:
             return
         is_sum = CollectiveOp.REDUCE_SCATTER in ops
         whole = one if is_sum or len(one.at) < len(other.at) else other
-        self.storages.touch(whole.like(f"{whole.name} copied"))
+        dims = whole.dims
+        if not is_sum:  # of one sequence alone the tokens come first: PyTorch hands out a view
+            dims = (*dims, Dim("more than one", several(whole.sizes[dims[1]])))
+        self.storages.touch(whole.like(f"{whole.name} copied", dims=dims))
 
     def save(self, node: Node) -> None:
         """Hold what backward reads; what the node can place anew it does not keep."""

@@ -124,6 +124,11 @@ def rounded_up(size: Size, multiple: Size) -> Size:
     return -(-size // multiple) * multiple
 
 
+def several(size: Size) -> Size:
+    """Return 1 where a size is more than 1, else 0."""
+    return min(size - 1, 1) if isinstance(size, int) else np.minimum(size - 1, 1)
+
+
 def product_of(sizes: Iterable[Size]) -> Size:
     """Return the product of *sizes*."""
     result: Size = 1

@@ -59,12 +59,11 @@ def pass_levels(
 
 
 class _Held(NamedTuple):
-    """What a rank that keeps no units holds between its passes.
+    """What a rank that keeps no units holds between its passes, beside what is saved for backward.
 
     ``gathered`` weights and ``late`` gradients, which no pass has made yet, are by virtual stage.
     """
 
-    saved: int
     gathered: tuple[int, ...]
     late: tuple[int, ...]
     reduced: int
@@ -73,80 +72,104 @@ class _Held(NamedTuple):
     def first(cls, memory: RankMemory) -> "_Held":
         """Return what it holds before its first pass."""
         stages = memory.virtual_stages
-        late = tuple(stage.late_gradients_bytes for stage in stages)
-        return cls(memory.message_buffers_bytes, (0,) * len(stages), late, 0)
+        return cls((0,) * len(stages), tuple(stage.late_gradients_bytes for stage in stages), 0)
 
 
-def _pass(
-    memory: RankMemory, held: _Held, action: Action, *, is_last: bool
-) -> tuple[tuple[LiveBytes, LiveBytes], _Held]:
-    """Return what lives in a pass and after it, and what the rank holds then.
+class _Pass(NamedTuple):
+    """A pass of such a rank, and its levels beside what is saved.
 
-    Args:
-        memory: The rank's sizes.
-        held: What it held before.
-        action: The pass.
-        is_last: Whether it is the last backward pass of its virtual stage.
+    ``keeps`` is saved before it, ``frees`` no more after it.
     """
-    phase, index, _ = action
-    stage, (saved, gathered, late, reduced) = memory.virtual_stages[index], held
-    if phase is Phase.FORWARD:
-        saved += stage.saved_bytes
-        moment, kept = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
-    else:
-        moment, kept = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
-        if late[index] and stage.first_backward is not None:
-            moment = stage.first_backward
-        elif is_last and stage.last_backward is not None:
-            moment = stage.last_backward
-        late = (*late[:index], 0, *late[index + 1 :])
-    absent = sum(late) + reduced
-    elsewhere = sum(gathered) - gathered[index]  # the workspace of its own pass has it
-    during = LiveBytes(saved, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
-    if phase is Phase.BACKWARD:
-        saved -= stage.saved_bytes
+
+    keeps: int
+    during: LiveBytes
+    frees: int
+    after: LiveBytes
+    held: _Held
+
+    @classmethod
+    def of(cls, memory: RankMemory, held: _Held, action: Action, *, is_last: bool) -> "_Pass":
+        """Return the pass of *action* after which a rank that *held* something holds `held`.
+
+        Args:
+            memory: The rank's sizes.
+            held: What it held before.
+            action: The pass.
+            is_last: Whether it is the last backward pass of its virtual stage.
+        """
+        index, is_forward = action.virtual_stage, action.phase is Phase.FORWARD
+        stage, (gathered, late, reduced) = memory.virtual_stages[index], held
+        moment, gathers = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
+        if not is_forward:
+            moment, gathers = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
+            if late[index] and stage.first_backward is not None:
+                moment = stage.first_backward
+            elif is_last and stage.last_backward is not None:
+                moment = stage.last_backward
+            late = (*late[:index], 0, *late[index + 1 :])
+        absent = sum(late) + reduced
+        elsewhere = sum(gathered) - gathered[index]  # the workspace of its own pass has it
+        during = LiveBytes(0, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
         reduced += stage.reduced_gradients_bytes if is_last else 0
-    gathered = (*gathered[:index], kept, *gathered[index + 1 :])
-    after = LiveBytes(saved, sum(gathered), sum(late) + reduced)
-    return (during, after), _Held(saved, gathered, late, reduced)
+        gathered = (*gathered[:index], gathers, *gathered[index + 1 :])
+        after = LiveBytes(0, sum(gathered), sum(late) + reduced)
+        saved = stage.saved_bytes
+        keeps, frees = (saved, 0) if is_forward else (0, saved)
+        return cls(keeps, during, frees, after, _Held(gathered, late, reduced))
 
 
-def _last_positions(actions: Sequence[Action]) -> set[int]:
-    """Return where the last backward pass of each virtual stage is."""
-    return set(
-        {
-            action.virtual_stage: position
-            for position, action in enumerate(actions)
-            if action.phase is Phase.BACKWARD
-        }.values()
+def _passes(memory: RankMemory, actions: Sequence[Action]) -> Iterator[_Pass]:
+    """Yield the passes of a rank that keeps no units between them; those alike are one record."""
+    held = _Held.first(memory)
+    backward = (
+        (action.virtual_stage, position)
+        for position, action in enumerate(actions)
+        if action.phase is Phase.BACKWARD
     )
+    last = set(dict(backward).values())
+    known: dict[tuple[_Held, Phase, int, bool], _Pass] = {}
+    for position, action in enumerate(actions):
+        key = (held, action[0], action[1], position in last)
+        one = known.get(key)
+        if one is None:
+            one = known[key] = _Pass.of(memory, held, action, is_last=position in last)
+        yield one
+        held = one[4]
 
 
 def _plain_levels(
     memory: RankMemory, actions: Sequence[Action]
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
-    held, last = _Held.first(memory), _last_positions(actions)
-    for position, action in enumerate(actions):
-        levels, held = _pass(memory, held, action, is_last=position in last)
-        yield levels
+    saved = memory.message_buffers_bytes
+    for keeps, during, frees, after, _ in _passes(memory, actions):
+        saved += keeps
+        full = during._replace(activations=saved)
+        saved -= frees
+        yield full, after._replace(activations=saved)
 
 
-def _new_levels(
+def _fullest_levels(
     memory: RankMemory, actions: Sequence[Action]
 ) -> Iterator[tuple[int, tuple[LiveBytes, LiveBytes]]]:
-    """Yield the levels of the passes that no earlier one was like, each with its position."""
+    """Yield the position and the levels of passes of which one is the first fullest.
+
+    Of passes alike it is the first of those that find most saved.
+    """
     if memory.virtual_stages[0].kept_units is not None:
         yield from enumerate(pass_levels(memory, actions))
         return
-    held, last = _Held.first(memory), _last_positions(actions)
-    known: dict[tuple[_Held, Phase, int, bool], _Held] = {}
-    for position, action in enumerate(actions):
-        key = (held, action.phase, action.virtual_stage, position in last)
-        if key not in known:
-            levels, known[key] = _pass(memory, held, action, is_last=position in last)
-            yield position, levels
-        held = known[key]
+    saved = memory.message_buffers_bytes
+    most: dict[int, tuple[int, int, _Pass]] = {}
+    for position, one in enumerate(_passes(memory, actions)):
+        saved += one[0]
+        number = id(one)
+        if number not in most or saved > most[number][0]:
+            most[number] = saved, position, one
+        saved -= one[2]
+    for saved, position, one in sorted(most.values(), key=lambda found: found[1]):
+        during = one.during._replace(activations=saved)
+        yield position, (during, one.after._replace(activations=saved - one.frees))
 
 
 def update_level(memory: RankMemory) -> LiveBytes:
@@ -171,14 +194,11 @@ def memory_timeline(
     return _events(memory, zip(passes, levels, strict=True), update_ps)
 
 
-def new_moments(
+def fullest_moments(
     memory: RankMemory, passes: Sequence[RanAction], update_ps: int
 ) -> list[MemoryEvent]:
-    """Return the events of `memory_timeline` but for passes that are like an earlier one.
-
-    The first fullest instant of a step is among them, and they are few.
-    """
-    levels = _new_levels(memory, [action for action, _, _ in passes])
+    """Return a few events of `memory_timeline` in order, among them the first fullest instant."""
+    levels = _fullest_levels(memory, [action for action, _, _ in passes])
     ran = ((passes[position], pair) for position, pair in levels)
     return _events(memory, ran, update_ps)
 

@@ -8,6 +8,7 @@ update.  Nothing overlaps within a worker: it pulls everything, computes, pushes
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source
@@ -294,6 +295,13 @@ def _add_update(
     )
 
 
+def _largest_tensor(participants: Participants) -> str:
+    """Return the name of the largest tensor that a layer keeps."""
+    table, kinds = participants.case.costs.blocks, participants.whole_stage.layers
+    kept = [table.saved_tensors(participants.shape, kind) for kind, _ in kinds]
+    return max(chain.from_iterable(kept), key=lambda item: item.size_bytes).name
+
+
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
     """Yield the workers, then servers on hosts of their own."""
     num_parameters = sum(participants.shards)
@@ -301,12 +309,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
     sizes = block_bytes(blocks, shape)
     virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
     spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
-    tensors = [
-        each
-        for kind, _ in participants.whole_stage.layers
-        for each in blocks.saved_tensors(shape, kind)
-    ]
-    largest = max(tensors, key=lambda item: item.size_bytes).name
+    largest = _largest_tensor(participants)
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [

@@ -33,7 +33,8 @@ def processes() -> str:
     for each in _measured(PROCESS):
         what = f"`search {each.params['model']}`, {each.params['num_gpus']:,} GPUs"
         layouts = f"{each.notes['space_size']:,} layouts, whole process"
-        cpu = f"{each.notes['least_cpu_s']:.1f} to {each.notes['most_cpu_s']:.1f} s of CPU"
+        seconds = f"{each.notes['least_cpu_s']:.1f} to {each.notes['most_cpu_s']:.1f} s of CPU"
+        cpu = f"{seconds}, {each.notes['loops']:.1f} loops"
         rows.append((f"{what}, {layouts}", cpu, f"{each.notes['peak_mebi']:.0f} MiB"))
     (folded,), (unfolded,) = _measured(FOLDED), _measured(UNFOLDED)
     folded_ms = f"{folded.median_s * 1e3:.0f} ms"

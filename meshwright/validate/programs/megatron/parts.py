@@ -102,7 +102,7 @@ class VocabularyEmbedding(nn.Module):
         local = tokens - self.tp.rank * self.num_rows
         outside = (local < 0) | (local >= self.num_rows)
         hidden = F.embedding(local.masked_fill_(outside, 0), self.weight)
-        return hidden.masked_fill(outside.unsqueeze(-1), 0.0)
+        return hidden.masked_fill_(outside.unsqueeze(-1), 0.0)
 
 
 class OutputMatrix(nn.Module):

@@ -159,11 +159,12 @@ class _ScatterTokens(AutogradFunction):
 
 
 class _SumRanks(AutogradFunction):
-    """Sum over the ranks; the gradient of each part is that of the sum."""
+    """Sum over the ranks, in place as in Megatron-LM; each part's gradient is that of the sum."""
 
     @staticmethod
-    def forward(_ctx: Context, partial: Tensor, tp: TensorParallelGroup) -> Tensor:
-        return tp.sum(partial.clone())
+    def forward(ctx: Context, partial: Tensor, tp: TensorParallelGroup) -> Tensor:
+        ctx.mark_dirty(partial)
+        return tp.sum(partial)
 
     @staticmethod
     def backward(_ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
