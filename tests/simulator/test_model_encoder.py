@@ -5,17 +5,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.simulator.blocks.layer import layer_operators
+from meshwright.simulator.liveness.activations import saved_embedding_bytes, saved_head_bytes
+from meshwright.simulator.liveness.ends import head_workspace_bytes
 from pydantic import ValidationError
 
 from meshwright.hwprofiles import Attention, load_stack
 from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.layer import layer_operators
 from meshwright.simulator.blocks.model_flops import model_flops
 from meshwright.simulator.blocks.operators import FlashAttention, MemoryBound, Operator, sum_flops
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.liveness.activations import saved_embedding_bytes, saved_head_bytes
-from meshwright.simulator.liveness.ends import head_workspace_bytes
 from meshwright.simulator.model import parameters_by_kind
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import (

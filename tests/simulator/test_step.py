@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.simulator.blocks.layer import layer_operators
 
 from meshwright.hwprofiles import (
     Attention,
@@ -19,7 +20,6 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator.blocks.ends import embedding_operators, head_operators
-from meshwright.simulator.blocks.layer import layer_operators
 from meshwright.simulator.blocks.model_flops import hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import Collective, Gemm, Operator, sum_flops
 from meshwright.simulator.blocks.shape import BlockShape

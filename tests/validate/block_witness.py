@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -106,8 +107,15 @@ class _End(AutogradFunction):
 @contextmanager
 def one_rank_of(num_ranks: int) -> Iterator[None]:
     """Run the code inside as the first of *num_ranks*, with the kernels that a GPU has."""
-    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu}
-    with fake_cluster(0, num_ranks), patch.dict(op_implementations_dict, kernels):
+    # Fake tensors would take both apart, into operators of a CPU.
+    names = torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit
+    batch_norm = {each.default: _batch_norm_of_a_gpu for each in names}
+    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu, **batch_norm}
+    with (
+        fake_cluster(0, num_ranks),
+        patch.dict(op_implementations_dict, kernels),
+        patch.dict(decomposition_table, batch_norm),
+    ):
         yield
 
 
@@ -124,6 +132,13 @@ def _layer_norm_of_a_gpu(
         values.new_empty((*tokens, *(1 for _ in dims)), dtype=torch.float32) for _ in range(2)
     )
     return values.new_empty(values.shape), mean, deviation
+
+
+def _batch_norm_of_a_gpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised values and two numbers a channel, which a GPU keeps in fp32."""
+    values = next(each for each in arguments if isinstance(each, Tensor))
+    mean, deviation = (values.new_empty(values.shape[1], dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(values), mean, deviation
 
 
 def count_pass(run: Run, given: Sequence[Given], oracle: RankOracle) -> Measured:

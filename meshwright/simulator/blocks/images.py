@@ -18,7 +18,7 @@ from meshwright.simulator.graph import (
     Size,
     Tensor,
     Traffic,
-    operands,
+    cast_operands,
     pointwise,
     whole_product,
 )
@@ -87,7 +87,7 @@ def convolution(
     images, channels, *plane = x.dims
     window = [Dim("window", kernel) for _ in plane]
     weight = block.weight("weight", out, Dim("inputs", channels.size), *window)
-    x, weight = operands(block, x, weight)
+    x, weight = cast_operands(block, x, weight)
     y = x.like("convolved", dims=(images, out, *(_shrunk(dim, stride) for dim in plane)))
     work = Convolution(
         pixels=y.numel // out.size,

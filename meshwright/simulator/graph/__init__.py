@@ -5,6 +5,7 @@ from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
     Linear,
+    cast_operands,
     columns,
     place,
     product,
@@ -83,6 +84,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "WeightGradients",
+    "cast_operands",
     "columns",
     "copy",
     "counted",

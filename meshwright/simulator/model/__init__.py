@@ -3,7 +3,7 @@
 from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
 from meshwright.simulator.model.chain import ChainModel, LinearLayer
 from meshwright.simulator.model.described import ParameterTensor
-from meshwright.simulator.model.images import Bottleneck, ImageModel
+from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     HEAD,
@@ -35,6 +35,7 @@ __all__ = [
     "BlockKind",
     "BlockRun",
     "Bottleneck",
+    "BottleneckRun",
     "ChainModel",
     "ImageModel",
     "LinearLayer",
