@@ -119,8 +119,9 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
-    if job.precision not in stack.precisions:
-        return _not_offered("precision", job.precision, stack.precisions, plan, stack)
+    refusal = _job_refusal(job, plan, stack)
+    if refusal is not None:
+        return refusal
     for gap in stack_gaps(stack):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
@@ -130,19 +131,18 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if not plan.reshard_after_forward and not (stack.hybrid_sharding and plan.zero_stage >= 3):
         kept = plan.reshard_after_forward
         return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
-    return _model_refusal(job, stack) or _gradient_refusal(job, plan, stack)
+    return _gradient_refusal(job, plan, stack)
 
 
-def _model_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
-    """Return why *stack* cannot train a model that is no transformer, or None when it can."""
-    if isinstance(job.model, ModelSpec):
-        return None
-    if stack.root_unit:
-        return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
-    if job.precision is Precision.FP8:
-        return (
-            f"precision={job.precision} is not offered for {job.model.name}; allowed: 16 or 32 bit"
-        )
+def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot train such a model in such a format, or None when it can."""
+    if not isinstance(job.model, ModelSpec):
+        if stack.root_unit:
+            return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
+        if job.precision is Precision.FP8:
+            return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
+    if job.precision not in stack.precisions:
+        return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None
 
 
