@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from block_graph import ADDED, CAST_ADDED, PYTORCH, GraphCase
 from block_modules import BATCH, CHANNELS, SIDE
 
-from meshwright.simulator.blocks.images import (
+from meshwright.simulator.blocks.listed import (
     batch_norm,
     bottleneck,
     classifier,
@@ -95,5 +95,5 @@ PARTS: dict[str, Callable[[Block], Sequence[Tensor]]] = {
     "bottleneck": lambda block: (bottleneck(block, SMALL.layers[0], BATCH),),
     "bottleneck without projection": lambda block: (bottleneck(block, SMALL.layers[1], BATCH),),
     "bottleneck, stride 2": lambda block: (bottleneck(block, SMALL.layers[2], BATCH),),
-    "classifier": lambda block: (classifier(block, SMALL, BATCH, scores=False),),
+    "classifier": lambda block: (classifier(block, SMALL, BATCH),),
 }

@@ -4,7 +4,6 @@ from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
 from meshwright.simulator.layout import PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
-from meshwright.simulator.model import ModelSpec
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -45,19 +44,13 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
 
 
 def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
-    model, tp = job.model, plan.tp
-    if job.precision is Precision.FP32 or not isinstance(model, ModelSpec):
+    if job.precision is Precision.FP32:
         return []
     of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
-    sizes = (
-        ("head dim", model.head_dim, ALIGNED_ELEMENTS),
-        ("hidden_size / tp", model.hidden_size // tp, of_linear),
-        ("ffn_hidden_size / tp", model.ffn_hidden_size // tp, of_linear),
-    )
     return [
-        f"{name} = {size} is not a multiple of {aligned}: its matrix products run slowly"
-        for name, size, aligned in sizes
-        if size % aligned
+        f"{each.name} = {each.size} is not a multiple of {aligned}: its matrix products run slowly"
+        for each in job.model.product_sizes(plan.tp)
+        if each.size % (aligned := of_linear if each.is_linear else ALIGNED_ELEMENTS)
     ]
 
 

@@ -5,7 +5,7 @@ from meshwright.simulator.blocks.fp8_casts import (
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import OUTPUT, Ending, keeps_output, walk
+from meshwright.simulator.blocks.kinds import OUTPUT, Ending, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -43,7 +43,6 @@ __all__ = [
     "NamedBytes",
     "Operator",
     "hardware_flops",
-    "keeps_output",
     "model_flops",
     "num_linear_weights",
     "partial_weights",

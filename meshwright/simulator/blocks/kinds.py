@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Recompute
-from meshwright.simulator.blocks.chain import end, linear_layer
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
-from meshwright.simulator.blocks.images import bottleneck, classifier, stem
+from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
+from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
@@ -147,11 +147,14 @@ def _listed(
     match model:
         case ImageModel() if kind == EMBEDDING:
             return stem(block, model, num_samples)
-        case ImageModel() if kind in {HEAD, "output"}:
-            return classifier(block, model, num_samples, scores=kind == HEAD)
+        case ImageModel() if kind in {HEAD, OUTPUT}:
+            x = classifier(block, model, num_samples)
+            if kind == HEAD:
+                loss_of(block, block.operators[-1].outputs[0])
+            return x
         case ImageModel():
             return bottleneck(block, model.layer(kind), num_samples)
-        case ChainModel() if kind in {EMBEDDING, HEAD, "output"}:
+        case ChainModel() if kind in {EMBEDDING, HEAD, OUTPUT}:
             return end(block, model, num_samples, is_first=kind == EMBEDDING)
         case ChainModel():
             return linear_layer(block, model.layer(kind), num_samples)

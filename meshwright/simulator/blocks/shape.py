@@ -77,11 +77,6 @@ class BlockShape:
         return ceil(self.num_tokens * self.model.scored_fraction)
 
     @property
-    def num_local_scored_tokens(self) -> int:
-        """Of these, the tokens a rank keeps outside tensor-parallel regions."""
-        return ceil(self.num_local_tokens * self.model.scored_fraction)
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of an activation."""
         return self.precision.num_bytes
@@ -131,19 +126,6 @@ class BlockShape:
         return 1 if self.fp8 and self.fp8.tp_gathers_fp8 else self.element_bytes
 
     @property
-    def repeats_key_values(self) -> bool:
-        """Whether keys and values are copied for each query head of their group.
-
-        Unfused products need as many of them as of queries; a fused kernel reads each often.
-        """
-        return self.attention is Attention.UNFUSED and self.local_kv_width < self.local_width
-
-    @property
-    def num_local_heads(self) -> int:
-        """Query heads of one rank."""
-        return self.model.num_heads // self.tp
-
-    @property
     def local_kv_width(self) -> int:
         """Width of the keys, and of the values, of one rank; at least one head."""
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
@@ -178,9 +160,8 @@ class BlockShape:
     @property
     def tied_parameters(self) -> int:
         """Parameters of a rank's table where it is the output matrix, too; else 0."""
-        if not self.trained.tied_embeddings:
-            return 0
-        return self.local_vocab_size * self.model.hidden_size
+        is_tied = self.trained.tied_embeddings
+        return self.local_vocab_size * self.model.hidden_size if is_tied else 0
 
     @property
     def message_bytes(self) -> int:

@@ -119,7 +119,8 @@ class BlockTable:
 def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:
     """Return what a block keeps and needs, its output counted with the block behind it.
 
-    Both keep one tensor where a block ends with an activation, whose output backward reads.
+    Both keep one tensor where a block ends with an activation, whose output backward reads. What
+    the last block of a pipeline's stage hands on is left out so: it counts on the next rank alone.
     """
     model = shape.trained
     if isinstance(model, ModelSpec) or kind == EMBEDDING:

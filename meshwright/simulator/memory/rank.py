@@ -198,9 +198,8 @@ def virtual_stage_memory(
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
     saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
-    messages = stage_messages(blocks, stage)
     return VirtualStageMemory(
-        saved_bytes=saved + kept_output_bytes(shape, stage, messages),
+        saved_bytes=saved + kept_output_bytes(shape, stage_messages(blocks, stage)),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
     )

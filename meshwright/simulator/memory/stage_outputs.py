@@ -1,7 +1,6 @@
 """What PyTorch's pipeline stages keep of what they hand on, and buffers of messages."""
 
-from meshwright.simulator.blocks import BlockShape, keeps_output
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.memory.sent_messages import SentBytes
 
 
@@ -10,18 +9,14 @@ def kept_logits_bytes(shape: BlockShape) -> int:
     return shape.num_logits * shape.element_bytes if shape.keeps_outputs else 0
 
 
-def kept_output_bytes(shape: BlockShape, stage: Stage, messages: SentBytes) -> int:
+def kept_output_bytes(shape: BlockShape, messages: SentBytes) -> int:
     """Return what a stage keeps beyond its blocks.
 
     Where outputs live until backward, the output it hands on is one tensor more; the input of its
     first layer, as large as the gradient that goes back, is a message's buffer, which counts as
     such (`message_buffer_bytes`).
     """
-    if shape.keeps_outputs:
-        return messages.output - messages.gradient
-    # Its own backward reads it, which counts with the block behind: here there is none.
-    reads = bool(stage.layers) and keeps_output(shape, stage.layers[-1].kind)
-    return messages.output if reads else 0
+    return messages.output - messages.gradient if shape.keeps_outputs else 0
 
 
 def message_buffer_bytes(shape: BlockShape, messages: SentBytes) -> int:

@@ -10,6 +10,7 @@ from meshwright.simulator.model.described import (
     Fields,
     Model,
     ParameterTensor,
+    ProductSize,
 )
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
 
@@ -134,6 +135,15 @@ class ChainModel(Model):
             if layer.split != "rows" and layer.outputs % tp:
                 return f"layer {index} has {layer.outputs} outputs, which tp={tp} does not divide"
         return None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
+        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        widths = dict.fromkeys(
+            size // (tp if each.split == split else 1)
+            for each in self.layers
+            for size, split in ((each.inputs, "rows"), (each.outputs, "columns"))
+        )
+        return tuple(ProductSize("width of a layer", size) for size in widths)
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:

@@ -54,6 +54,14 @@ class Model(Fields):
         return self
 
 
+class ProductSize(NamedTuple):
+    """A size on a rank that tensor cores load in whole lines; *is_linear* in those of fp8, too."""
+
+    name: str
+    size: int
+    is_linear: bool = True
+
+
 class ParameterTensor(NamedTuple):
     """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
 

@@ -11,6 +11,7 @@ from meshwright.simulator.model.described import (
     Fields,
     Model,
     ParameterTensor,
+    ProductSize,
 )
 from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind, BlockRun, join_runs
 
@@ -185,6 +186,10 @@ class ImageModel(Model):
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""
         return f"tp={tp} does not go with {self.name}: convolutions are whole" if tp > 1 else None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:  # noqa: ARG002
+        """Return none: libraries pad the channels of convolutions."""
+        return ()
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:

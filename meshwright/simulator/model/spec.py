@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, parse
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
 from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
 
 MAX_FFN_WIDTH = 4_194_304
@@ -85,6 +85,14 @@ class ModelSpec(Model):
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
             return f"num_kv_heads={self.num_kv_heads} and tp={tp}: one must divide the other"
         return None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
+        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        return (
+            ProductSize("head dim", self.head_dim, is_linear=False),
+            ProductSize("hidden_size / tp", self.hidden_size // tp),
+            ProductSize("ffn_hidden_size / tp", self.ffn_hidden_size // tp),
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -81,7 +81,7 @@ def _virtual_stage_memory(
     passes, stage, replication, units = stage_pass
     saved = stage.num_layers * passes.saved_layer
     saved += stage.has_embedding * passes.saved_embedding + stage.has_head * passes.saved_head
-    saved += kept_output_bytes(shape, stage, passes.messages(stage))
+    saved += kept_output_bytes(shape, passes.messages(stage))
     apart = stage_pass.moments(whole=False)
     return VirtualStageMemory(
         saved_bytes=saved,

@@ -4,7 +4,6 @@ ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385; stride in the 3 x 3 convolutio
 ``[images, channels, rows, columns]``; the order in memory changes no bytes.
 """
 
-from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     PARTIAL,
@@ -55,15 +54,13 @@ def bottleneck(block: Block, kind: Bottleneck, num_images: Size) -> Tensor:
     return given
 
 
-def classifier(block: Block, model: ImageModel, num_images: Size, *, scores: bool = True) -> Tensor:
-    """Write the mean over pixels, logits and perhaps their loss down; return what goes in."""
+def classifier(block: Block, model: ImageModel, num_images: Size) -> Tensor:
+    """Write the mean over pixels and logits down; return what goes into them."""
     last = model.layers[-1]
     x = _stack(block, num_images, last.out_channels, last.out_side)
     with block.module(x):
         classes = Dim("classes", model.num_classes)
-        logits = whole_product(block, mean(block, x), classes, "logits", bias=True)
-    if scores:
-        loss_of(block, logits)
+        whole_product(block, mean(block, x), classes, "logits", bias=True)
     return x
 
 
