@@ -78,6 +78,18 @@ class FlashKernels(Profile):
     source: Text
 
 
+class ConvolutionKernels(Profile):
+    """What a convolution reaches of the rate of a matrix product of its shape.
+
+    More than 1 in fp32, where a 3 x 3 convolution of Winograd's form multiplies less often.
+    """
+
+    fp16_fraction: Ratio
+    fp32_fraction: Ratio
+    kind: Source
+    source: Text
+
+
 class Device(Profile):
     """One accelerator: capacity, peaks, and how near its kernels come to them."""
 
@@ -90,6 +102,7 @@ class Device(Profile):
     gemm: GemmKernels
     memory: MemoryKernels
     flash: dict[Name, FlashKernels]
+    convolution: ConvolutionKernels | None = None
     source: Text
 
     @model_validator(mode="after")

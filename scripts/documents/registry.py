@@ -4,7 +4,17 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from documents.makers import accuracy, agreement, clusters, gallery, layouts, matrices, plans, speed
+from documents.makers import (
+    accuracy,
+    agreement,
+    clusters,
+    gallery,
+    layouts,
+    matrices,
+    models,
+    plans,
+    speed,
+)
 from documents.pages import DocumentError
 
 
@@ -53,6 +63,11 @@ MAKERS: dict[str, Maker] = {
     "cluster mistake": lambda place: clusters.mistake(place.page),
     "slurm script": _alone(clusters.slurm_script),
     "torchrun script": _alone(clusters.torchrun_script),
+    "models and strategies": _alone(models.models_and_strategies),
+    "resnet throughput": _alone(models.resnet_throughput),
+    "four message": _alone(models.four_message),
+    "four layouts": _alone(models.four_layouts),
+    "textbook stages": _alone(models.textbook_stages),
     "agreement plans": _alone(agreement.plan_table),
     "agreement ranks": _alone(agreement.rank_table),
     "agreement hosts": _alone(agreement.host_table),

@@ -15,12 +15,13 @@ from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.memory.rank import device_bytes
+from meshwright.simulator.model import AnyModel, parse_any_model
 
 
 class Case(NamedTuple):
     """A whole space small enough to simulate."""
 
-    model: ModelSpec
+    model: AnyModel
     cluster: str
     stack: str
     num_gpus: int
@@ -52,6 +53,18 @@ GROUPED = spec(
     output_bias=False,
     mlp_bias=False,
     dropout=False,
+)
+CHAIN = parse_any_model(
+    {
+        "name": "chain",
+        "kind": "chain",
+        "linear": [
+            {"inputs": 512, "outputs": 1024, "bias": True, "activation": True},
+            {"inputs": 1024, "outputs": 256},
+            {"inputs": 256, "outputs": 256, "count": 4, "activation": True},
+        ],
+    },
+    origin="test",
 )
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
@@ -98,6 +111,10 @@ CASES = {
         32,
         limits=SpaceLimits(pp=(4,), max_tp=4, max_microbatch_size=4),
     ),
+    "blocks of several kinds": Case(
+        load_model("resnet50"), "dgx-a100", "deepspeed", 4, 32, limits=SpaceLimits(max_pp=4)
+    ),
+    "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }
 

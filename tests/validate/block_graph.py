@@ -13,6 +13,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
     Block,
+    Convolution,
     Dim,
     FusedAttention,
     Heads,
@@ -97,7 +98,9 @@ def as_measured(backward: Backward) -> Measured:
 
 def _flops(tape: Tape, phases: set[Phase]) -> int:
     work = [each.work for each in tape.steps if each.phase in phases]
-    return sum(each.flops for each in work if isinstance(each, Product | FusedAttention))
+    return sum(
+        each.flops for each in work if isinstance(each, Product | Convolution | FusedAttention)
+    )
 
 
 def _calls(tape: Tape, phases: set[Phase]) -> tuple[CollectiveCount, ...]:

@@ -11,11 +11,12 @@ pytest.importorskip("torch")
 from block_graph import GRAPHS, derive_block
 from block_modules import MODULES
 from block_witness import measure_stage
+from image_graphs import IMAGE_GRAPHS
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.simulator import load_model
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.model import padded_vocab_size, parameters_by_kind
+from meshwright.simulator.model import rank_parameters
 
 FLASH, UNFUSED = Attention.FLASH, Attention.UNFUSED
 NONE, SELECTIVE = Recompute.NONE, Recompute.SELECTIVE
@@ -29,17 +30,7 @@ NUMBERS_BYTES = 128
 PINNED = {
     "softmax": (9216, 18432, 27648, 9216),
     "embedding and positions": (576, 8256, 9600, 6144),
-    "convolution 1 x 1, stride 1": (9600, 25600, 36160, 10560),
-    "convolution 3 x 3, stride 1": (9600, 25600, 43840, 18240),
-    "convolution 3 x 3, stride 2": (9600, 13600, 31840, 18240),
-    "convolution 1 x 1, stride 2": (9600, 13600, 24160, 10560),
-    "convolution 7 x 7, stride 2": (9600, 13600, 70240, 56640),
     "convolution with bias": (9600, 25600, 43920, 18320),
-    "batch norm": (9696, 19296, 28992, 9696),
-    "max pool": (14400, 16800, 26400, 9600),
-    "mean over pixels": (0, 9696, 9696, 9600),
-    "bottleneck": (54624, 54624, 73824, 12896),
-    "bottleneck, stride 2": (45440, 51840, 58240, 15488),
     "small resnet": (351104, 358784, 378792, 174760),
     "multilayer perceptron": (33792, 39936, 89088, 6144),
 }
@@ -74,7 +65,7 @@ def test_what_the_graph_does_not_know_yet_stays_as_it_is(name: str) -> None:
 
 
 def test_every_module_is_compared_with_something() -> None:
-    assert set(GRAPHS) | set(PINNED) == set(MODULES)
+    assert set(GRAPHS) | set(IMAGE_GRAPHS) | set(PINNED) == set(MODULES)
 
 
 def layers() -> Iterator[str]:
@@ -109,7 +100,7 @@ def shape_of(words: str) -> BlockShape:
     model, split = load_model(name), tp.endswith("sp")
     ranks = int(tp.removesuffix("sp"))
     return BlockShape(
-        model=model,
+        trained=model,
         seq_len=int(seq_len),
         precision=Precision.BF16,
         microbatch_size=int(microbatch_size),
@@ -118,7 +109,7 @@ def shape_of(words: str) -> BlockShape:
         recompute=Recompute(mode),
         attention=Attention(attention),
         stack=load_stack(stack),
-        parameters=parameters_by_kind(model, tp=ranks, vocab_size=padded_vocab_size(model, ranks)),
+        parameters=rank_parameters(model, ranks),
     )
 
 

@@ -29,6 +29,7 @@ from meshwright.planner.options import (
 from meshwright.planner.reports import Budget, SavedPlan, read_plan
 from meshwright.planner.search import MAX_PASSES
 from meshwright.simulator import (
+    ModelSpec,
     ParallelPlan,
     PlanError,
     TrainingJob,
@@ -131,6 +132,11 @@ def _job(
 ) -> TrainingJob:
     old = saved.job if saved else None
     model = old.model if old and options.model is None else load_model(options.model or "")
+    if options.seq_len is not None and not isinstance(model, ModelSpec):
+        raise PlanError(
+            f"--seq-len {options.seq_len} does not go with {model.name}, whose batch counts "
+            f"{model.sample}; allowed: leave it out"
+        )
     keeps_length = old is not None and old.model == model
     precision = old.precision if old else default_precision(cluster, stack)
     batch = options.global_batch or (old.global_batch_size if old else 0)

@@ -10,7 +10,7 @@ from meshwright.planner.options import Given, check_given, option_of
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import SEARCHED_FIELDS, Axis, divides, stack_refusal
+from meshwright.simulator.layout import SEARCHED_FIELDS, stack_refusal
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -81,11 +81,9 @@ def _check_division(job: TrainingJob, given: Given) -> None:
     model = job.model
     tp, dp, microbatch_size = (_number(given, each) for each in ("tp", "dp", "microbatch_size"))
     num_stages = _number(given, "pp") * _number(given, "num_virtual_stages")
-    if not divides(job, Axis.TP, tp):
-        raise PlanError(
-            f"num_heads={model.num_heads}, num_kv_heads={model.num_kv_heads} or "
-            f"ffn_hidden_size={model.ffn_hidden_size} of {model.name} cannot be split by tp={tp}"
-        )
+    refusal = model.split_refusal(tp)
+    if refusal is not None:
+        raise PlanError(f"{refusal}: {model.name} cannot be split by tp={tp}")
     if num_stages > model.num_layers:
         raise PlanError(f"{num_stages} stages are more than the {model.num_layers} layers")
     if job.global_batch_size % (dp * microbatch_size):

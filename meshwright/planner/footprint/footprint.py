@@ -64,7 +64,7 @@ class ParameterCounts:
         counts = {
             tp: (
                 *(shape.parameters[kind] for kind in table.kinds),
-                shape.local_vocab_size * shape.model.hidden_size * shape.model.tied_embeddings,
+                shape.tied_parameters,
             )
             for tp, shape in by_tp.items()
         }

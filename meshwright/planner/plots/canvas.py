@@ -77,8 +77,8 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 def describe_job(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int) -> str:
     """Return model, cluster, GPUs, batch and software in one line."""
     return (
-        f"{job.model.title} on {cluster.name}, {num_gpus:,} GPUs, global batch "
-        f"{job.global_batch_size:,} x {job.seq_len:,} tokens, {stack.name}"
+        f"{job.model.title} on {cluster.name}, {num_gpus:,} GPUs, "
+        f"global batch {job.batch_text}, {stack.name}"
     )
 
 

@@ -27,7 +27,6 @@ from meshwright.hwprofiles import (
     suggestion,
 )
 from meshwright.simulator import (
-    ModelSpec,
     ParallelPlan,
     ParameterServer,
     PlanError,
@@ -36,7 +35,7 @@ from meshwright.simulator import (
     load_model,
 )
 from meshwright.simulator.layout import MAX_ZERO_STAGE, PLAN_FIELDS, SERVER_FIELDS, PlanField
-from meshwright.simulator.model import parse_model
+from meshwright.simulator.model import AnyModel, parse_any_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 FORMAT = "meshwright-plan-1"
@@ -45,7 +44,7 @@ FORMAT = "meshwright-plan-1"
 MAX_FILE_BYTES = 4_000_000
 # Enough for the largest layout; the text of a longer number would be refused by Python itself.
 Degree = Annotated[int, Field(strict=True, ge=1, le=10**9)]
-T = TypeVar("T", ModelSpec, Cluster, StackProfile)
+T = TypeVar("T", AnyModel, Cluster, StackProfile)
 P = TypeVar("P", Cluster, StackProfile)
 
 
@@ -166,7 +165,7 @@ def read_plan(path: Path) -> SavedPlan:
         except (PlanError, ProfileError) as error:
             raise PlanError(f"{file}: {key}: {error}") from None
 
-    model = resolved("model", load_model, lambda data: parse_model(data, origin="model"))
+    model = resolved("model", load_model, lambda data: parse_any_model(data, origin="model"))
     cluster = resolved("cluster", load_cluster, lambda data: _profile(Cluster, data))
     stack = resolved("stack", load_stack, lambda data: _profile(StackProfile, data))
     try:

@@ -27,7 +27,8 @@ from meshwright.simulator.layout import SEARCHED_FIELDS
 MAX_FRONTIER_LINES = 8
 LAYOUT_COLUMNS = tuple(str(each.declaration.heading) for each in SEARCHED_FIELDS)
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
-RESULT_COLUMNS = ("step s", "tok/s/GPU", "MFU", "GiB", "bubble", "comm s")
+RESULT_COLUMNS = ("MFU", "GiB", "bubble", "comm s")
+SHORT_SAMPLES = {"tokens": "tok"}
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
 
@@ -102,7 +103,9 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
 
 def _plans_table(result: SearchResult, budget: Budget | None) -> Table:
     money = [] if budget is None else _money_columns(budget, result.plans[0])
-    table = _table("", *_layout_columns(result), *RESULT_COLUMNS, *money)
+    sample = result.job.model.sample
+    rates = ("step s", f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU")
+    table = _table("", *_layout_columns(result), *rates, *RESULT_COLUMNS, *money)
     for rank, step in enumerate(result.plans, 1):
         cells = [str(rank), *_layout_cells(step.plan), *_result_cells(step)]
         table.add_row(*cells, *([] if budget is None else _money_cells(step, budget)))

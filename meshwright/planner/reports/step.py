@@ -71,13 +71,13 @@ def headline(job: TrainingJob, place: str, stack: str) -> str:
 
 def job_text(job: TrainingJob) -> str:
     """Return batch, sequence length and precision."""
-    return f"global batch {job.global_batch_size:,} x {job.seq_len:,} tokens, {job.precision}"
+    return f"global batch {job.batch_text}, {job.precision}"
 
 
-def run_text(run: TrainingRun) -> str:
+def run_text(run: TrainingRun, sample: str = "tokens") -> str:
     """Return days and cost of a whole run."""
     text = (
-        f"{format_count(run.tokens)} tokens: {run.days:,.1f} days, {run.gpu_hours:,.0f} GPU hours"
+        f"{format_count(run.tokens)} {sample}: {run.days:,.1f} days, {run.gpu_hours:,.0f} GPU hours"
     )
     return text if run.cost_usd is None else f"{text}, {run.cost_usd:,.0f} USD"
 
@@ -205,7 +205,7 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
     measured, closed = result.bubble_fraction, result.schedule_bubble_fraction
     facts = [
         ("step time", format_time(result.step_time_s)),
-        ("throughput", f"{result.tokens_per_s:,.0f} tokens/s, {per_gpu}"),
+        ("throughput", f"{result.tokens_per_s:,.0f} {result.job.model.sample}/s, {per_gpu}"),
         ("efficiency", f"{shares}, {rate} a GPU (attention not halved)"),
         ("bubble", f"{measured:.1%} measured idle, {closed:.1%} closed form for equal stages"),
         ("comm", f"{format_time(result.exposed_comm_s)} exposed"),
@@ -213,7 +213,7 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
     if result.asynchronous is not None:
         facts.append(("workers", _async_text(result.asynchronous)))
     if budget is not None:
-        facts.append(("run", run_text(budget.run(result))))
+        facts.append(("run", run_text(budget.run(result), result.job.model.sample)))
     return facts
 
 

@@ -10,13 +10,13 @@ from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, sums_microbatches, syncs_by_default
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, ModelSpec, layer_kinds
+from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockKind, layer_kinds
 from meshwright.simulator.step import message_between
 
 ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
 
 
-def block_kinds(model: ModelSpec) -> tuple[BlockKind, ...]:
+def block_kinds(model: AnyModel) -> tuple[BlockKind, ...]:
     """Return the kinds of blocks of *model* in the order of columns: layers, then its ends."""
     return (*layer_kinds(model), *ENDS)
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit, suggestion
 from meshwright.simulator import (
     SCHEDULES,
-    ModelSpec,
     ParallelPlan,
     PlanError,
     TrainingJob,
@@ -28,6 +27,7 @@ from meshwright.simulator.layout import (
     divides,
     model_stages,
 )
+from meshwright.simulator.model import AnyModel
 
 Column = NDArray[np.int64]
 
@@ -197,7 +197,7 @@ def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[d
 
 
 def _virtual_stages(
-    model: ModelSpec, pp: int, limits: SpaceLimits
+    model: AnyModel, pp: int, limits: SpaceLimits
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield each number of virtual stages with the schedules that can run it.
 

@@ -46,17 +46,11 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
 def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     if job.precision is Precision.FP32:
         return []
-    model, tp = job.model, plan.tp
     of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
-    sizes = (
-        ("head dim", model.head_dim, ALIGNED_ELEMENTS),
-        ("hidden_size / tp", model.hidden_size // tp, of_linear),
-        ("ffn_hidden_size / tp", model.ffn_hidden_size // tp, of_linear),
-    )
     return [
-        f"{name} = {size} is not a multiple of {aligned}: its matrix products run slowly"
-        for name, size, aligned in sizes
-        if size % aligned
+        f"{each.name} = {each.size} is not a multiple of {aligned}: its matrix products run slowly"
+        for each in job.model.product_sizes(plan.tp)
+        if each.size % (aligned := of_linear if each.is_linear else ALIGNED_ELEMENTS)
     ]
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp, Recompute
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
+from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
+from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
@@ -17,13 +19,22 @@ from meshwright.simulator.graph import (
     Lowering,
     Operator,
     Repetition,
+    Size,
     Tape,
     Tensor,
     Transfer,
     WeightGradients,
 )
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.model import (
+    EMBEDDING,
+    HEAD,
+    TRANSFORMER_LAYER,
+    BlockKind,
+    ChainModel,
+    ImageModel,
+    ModelSpec,
+)
 
 # The parts of a layer that each way of recomputation runs again.
 REPEATED_PARTS = {
@@ -124,7 +135,40 @@ def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) 
     sizes = columns or Columns(shape.tp, shape.microbatch_size)
     mesh = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
     block = Block(mesh, lowering_of(shape), shape.element_bytes)
-    return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))
+    if isinstance(shape.trained, ModelSpec):
+        return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))
+    return Written(block, _listed(block, shape.trained, kind, sizes.microbatch_size))
+
+
+def _listed(
+    block: Block, model: ImageModel | ChainModel, kind: BlockKind, num_samples: Size
+) -> Tensor:
+    """Write a block of a model that lists its layers; return what enters it."""
+    match model:
+        case ImageModel() if kind == EMBEDDING:
+            return stem(block, model, num_samples)
+        case ImageModel() if kind in {HEAD, OUTPUT}:
+            x = classifier(block, model, num_samples)
+            if kind == HEAD:
+                loss_of(block, block.operators[-1].outputs[0])
+            return x
+        case ImageModel():
+            return bottleneck(block, model.layer(kind), num_samples)
+        case ChainModel() if kind in {EMBEDDING, HEAD, OUTPUT}:
+            return end(block, model, num_samples, is_first=kind == EMBEDDING)
+        case ChainModel():
+            return linear_layer(block, model.layer(kind), num_samples)
+
+
+def keeps_output(shape: BlockShape, kind: BlockKind) -> bool:
+    """Return whether backward of a layer reads what the layer hands on."""
+    match shape.trained:
+        case ImageModel():
+            return True
+        case ChainModel() as model:
+            return model.layer(kind).activation
+        case _:
+            return False
 
 
 def walk(

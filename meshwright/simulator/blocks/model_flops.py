@@ -12,6 +12,7 @@ from math import ceil
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.simulator.blocks.recompute_policy import repeated_products
 from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.model import ModelSpec
 
 CONVENTION = (
     "matrix products of forward and backward, full attention (not halved for causality), "
@@ -22,7 +23,7 @@ BACKWARD_FACTOR = 2
 
 def layer_forward_flops(job: TrainingJob) -> int:
     """Return one layer's forward FLOPs for a whole step."""
-    model = job.model
+    model = job.transformer
     hidden, kv_width = model.hidden_size, model.kv_hidden_size
     matrices = 3 if model.gated_mlp else 2
     weights = 2 * hidden * (hidden + kv_width) + matrices * hidden * model.ffn_hidden_size
@@ -31,7 +32,7 @@ def layer_forward_flops(job: TrainingJob) -> int:
 
 def attention_forward_flops(job: TrainingJob) -> int:
     """Return one layer's attention-core FLOPs, forward, for a whole step."""
-    return 4 * job.tokens_per_step * job.seq_len * job.model.hidden_size
+    return 4 * job.tokens_per_step * job.seq_len * job.transformer.hidden_size
 
 
 def model_flops(job: TrainingJob) -> int:
@@ -45,6 +46,8 @@ def model_flops(job: TrainingJob) -> int:
     1.0
     """
     model = job.model
+    if not isinstance(model, ModelSpec):
+        return (1 + BACKWARD_FACTOR) * model.forward_flops * job.global_batch_size
     head_width = model.vocab_size + (model.hidden_size if model.mlm_head else 0)
     num_scored = ceil(job.tokens_per_step * model.scored_fraction)
     head = 2 * model.hidden_size * head_width * num_scored
@@ -54,6 +57,10 @@ def model_flops(job: TrainingJob) -> int:
 
 def hardware_flops(job: TrainingJob, plan: ParallelPlan) -> int:
     """Return the model FLOPs plus what recomputation repeats."""
+    model = job.model
+    if not isinstance(model, ModelSpec):
+        again = model.layers_forward_flops if plan.recompute is Recompute.FULL else 0
+        return model_flops(job) + again * job.global_batch_size
     match plan.recompute:
         case Recompute.NONE:
             repeated = 0
@@ -63,7 +70,7 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan) -> int:
             repeated = layer_forward_flops(job)
         case Recompute.SELECTIVE_OP:
             is_fp8 = job.precision is Precision.FP8
-            products = repeated_products(job.model, is_fp8=is_fp8)
+            products = repeated_products(model, is_fp8=is_fp8)
             weights = sum(each.inputs * each.outputs for each in products)
             repeated = 2 * weights * job.tokens_per_step
-    return model_flops(job) + job.model.num_layers * repeated
+    return model_flops(job) + model.num_layers * repeated

@@ -42,6 +42,29 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
+class ImplicitGemm:
+    """A convolution: the product ``[pixels, inputs x taps] x [inputs x taps, outputs]``.
+
+    No window is laid out in memory: its traffic are the *moved* elements of its three tensors.
+
+    >>> ImplicitGemm("3 x 3", pixels=56**2, inputs=64, outputs=64, taps=9, moved=438_272).flops
+    231211008
+    """
+
+    name: str
+    pixels: int
+    inputs: int
+    outputs: int
+    taps: int
+    moved: int
+
+    @property
+    def flops(self) -> int:
+        """Operations of the product."""
+        return 2 * self.pixels * self.inputs * self.outputs * self.taps
+
+
+@dataclass(frozen=True, slots=True)
 class FlashAttention:
     """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
@@ -101,7 +124,9 @@ class Collective:
     hides_under: Gemm | None = None
 
 
-Operator = Gemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+Operator = (
+    Gemm | ImplicitGemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +143,8 @@ class BlockOperators:
 
 def sum_flops(operators: tuple[Operator, ...]) -> int:
     """Return the FLOPs of all matrix products among *operators*."""
-    return sum(item.flops for item in operators if isinstance(item, Gemm | FlashAttention))
+    products = Gemm | ImplicitGemm | FlashAttention
+    return sum(item.flops for item in operators if isinstance(item, products))
 
 
 def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:

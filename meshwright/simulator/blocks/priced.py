@@ -15,6 +15,7 @@ from meshwright.simulator.blocks.operators import (
     FlashAttention,
     Gemm,
     HostPasses,
+    ImplicitGemm,
     KernelLaunches,
     MemoryBound,
     Operator,
@@ -23,6 +24,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     PARTIAL,
     Backward,
+    Convolution,
     FusedAttention,
     Kind,
     Phase,
@@ -35,7 +37,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
@@ -68,6 +70,8 @@ class PricedBlock(NamedTuple):
     def operators(self, row: int = 0) -> BlockOperators:
         """Return what one microbatch runs on one rank, for one *row* of the columns."""
         forward, again, backward = (self._phase(phase, row) for phase in Phase)
+        if not isinstance(self.shape.trained, ModelSpec):
+            return self._listed_operators(forward, again, (*backward, *self._accumulation(row)))
         linears = [each for each in forward if isinstance(each, Gemm) and each.is_fp8]
         extra = self._launches(forward, linears, backward=False)
         return BlockOperators(
@@ -79,6 +83,23 @@ class PricedBlock(NamedTuple):
                 *self._accumulation(row),
                 *self._sums(row),
             ),
+        )
+
+    def _listed_operators(
+        self,
+        forward: tuple[Operator, ...],
+        again: tuple[Operator, ...],
+        backward: tuple[Operator, ...],
+    ) -> BlockOperators:
+        """Return the operators with a launch for each kernel of the walk."""
+        starts = {
+            phase: KernelLaunches(f"{self.kind} {phase}", _num_kernels(self.found, phase))
+            for phase in Phase
+        }
+        return BlockOperators(
+            forward=(*forward, starts[Phase.FORWARD]),
+            recompute=(*again, starts[Phase.RECOMPUTE]) if again else (),
+            backward=(*backward, starts[Phase.BACKWARD]),
         )
 
     def _phase(self, phase: Phase, row: int) -> tuple[Operator, ...]:
@@ -100,7 +121,7 @@ class PricedBlock(NamedTuple):
         ]
         moved = sum(_at(step.work.nbytes, row) for step in steps if isinstance(step.work, Traffic))
         traffic = [MemoryBound("element-wise kernels", moved)] if moved else []
-        return (*products.values(), *flash, *traffic, *calls)
+        return (*products.values(), *_convolutions(steps, row), *flash, *traffic, *calls)
 
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
@@ -152,11 +173,11 @@ class PricedBlock(NamedTuple):
 
         Fused, it is part of the products; an embedding's is in the traffic of its table.
         """
-        stack = self.shape.stack
-        if stack.fused_gradient_accumulation or self.kind == EMBEDDING:
+        stack, listed = self.shape.stack, not isinstance(self.shape.trained, ModelSpec)
+        if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
         weights = self.found.places
-        if self.kind != TRANSFORMER_LAYER:
+        if self.kind != TRANSFORMER_LAYER and not listed:
             weights = {each: at for each, at in weights.items() if _is_matrix(each)}
         count = sum(_at(each.numel, row) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
@@ -225,6 +246,22 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
     if phase is not Phase.BACKWARD:
         return replace(one, n=one.n + n)
     return replace(one, k=one.k + k) if number == 0 else replace(one, m=one.m + m)
+
+
+def _convolutions(steps: Sequence[Step], row: int) -> list[ImplicitGemm]:
+    return [
+        ImplicitGemm(step.operator.name, *(_at(size, row) for size in step.work))
+        for step in steps
+        if isinstance(step.work, Convolution)
+    ]
+
+
+def _num_kernels(found: Backward, phase: Phase) -> int:
+    """Return the kernels of a phase: one for each piece of work, and for each copy both ways."""
+    steps = (step for step in found.tape.steps if step.phase is phase)
+    count = sum(not isinstance(step.work, Transfer) for step in steps)
+    copies = [op for op in found.tape.block.operators if not op.work and op.outputs[0].base is None]
+    return count + (len(copies) if phase is not Phase.RECOMPUTE else 0)
 
 
 def _collectives(

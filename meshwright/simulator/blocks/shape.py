@@ -7,15 +7,12 @@ from math import ceil
 from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
 from meshwright.simulator.model import (
+    AnyModel,
     BlockKind,
     ModelSpec,
     padded_vocab_size,
-    parameters_by_kind,
+    rank_parameters,
 )
-
-
-def _padded_parameters(model: ModelSpec, tp: int) -> dict[BlockKind, int]:
-    return parameters_by_kind(model, tp=tp, vocab_size=padded_vocab_size(model, tp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +24,7 @@ class BlockShape:
     ``parameters`` are a tensor-parallel rank's, padded vocabulary, of a block of each kind.
     """
 
-    model: ModelSpec
+    trained: AnyModel
     seq_len: int
     precision: Precision
     microbatch_size: int
@@ -44,7 +41,7 @@ class BlockShape:
     def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
         """Return the shape that *plan* gives every block of *job*."""
         return cls(
-            model=job.model,
+            trained=job.model,
             seq_len=job.seq_len,
             precision=job.precision,
             microbatch_size=plan.microbatch_size,
@@ -53,10 +50,16 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=_padded_parameters(job.model, plan.tp),
+            parameters=rank_parameters(job.model, plan.tp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )
+
+    @property
+    def model(self) -> ModelSpec:
+        """The transformer; blocks of others do not ask for it."""
+        assert isinstance(self.trained, ModelSpec)
+        return self.trained
 
     @property
     def num_tokens(self) -> int:
@@ -72,11 +75,6 @@ class BlockShape:
     def num_scored_tokens(self) -> int:
         """Tokens of a microbatch that reach the output matrix."""
         return ceil(self.num_tokens * self.model.scored_fraction)
-
-    @property
-    def num_local_scored_tokens(self) -> int:
-        """Of these, the tokens a rank keeps outside tensor-parallel regions."""
-        return ceil(self.num_local_tokens * self.model.scored_fraction)
 
     @property
     def element_bytes(self) -> int:
@@ -123,24 +121,6 @@ class BlockShape:
         return self.linear_input_bytes < self.element_bytes
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of an element in a tensor-parallel all-gather around linear layers."""
-        return 1 if self.fp8 and self.fp8.tp_gathers_fp8 else self.element_bytes
-
-    @property
-    def repeats_key_values(self) -> bool:
-        """Whether keys and values are copied for each query head of their group.
-
-        Unfused products need as many of them as of queries; a fused kernel reads each often.
-        """
-        return self.attention is Attention.UNFUSED and self.local_kv_width < self.local_width
-
-    @property
-    def num_local_heads(self) -> int:
-        """Query heads of one rank."""
-        return self.model.num_heads // self.tp
-
-    @property
     def local_kv_width(self) -> int:
         """Width of the keys, and of the values, of one rank; at least one head."""
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
@@ -164,6 +144,19 @@ class BlockShape:
     def local_vocab_size(self) -> int:
         """Rows of the padded vocabulary that one rank holds."""
         return padded_vocab_size(self.model, self.tp) // self.tp
+
+    @property
+    def num_logits(self) -> int:
+        """Numbers that a microbatch's loss is made of on one rank."""
+        if isinstance(self.trained, ModelSpec):
+            return self.num_scored_tokens * self.local_vocab_size
+        return self.microbatch_size * self.trained.num_outputs
+
+    @property
+    def tied_parameters(self) -> int:
+        """Parameters of a rank's table where it is the output matrix, too; else 0."""
+        is_tied = self.trained.tied_embeddings
+        return self.local_vocab_size * self.model.hidden_size if is_tied else 0
 
     @property
     def message_bytes(self) -> int:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.simulator.blocks.dense import Columns
-from meshwright.simulator.blocks.kinds import ADDED, Ending, walk
+from meshwright.simulator.blocks.kinds import ADDED, Ending, keeps_output, walk
 from meshwright.simulator.blocks.operators import BlockOperators
 from meshwright.simulator.blocks.priced import PricedBlock
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor
-from meshwright.simulator.model import BlockKind
+from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
 
 
 class BlockMemory(NamedTuple):
@@ -83,7 +83,7 @@ class BlockTable:
         if key not in self._memory:
             _, memory, row = self._row(shape, kind, ending)
             sizes = (size if isinstance(size, int) else int(size[row]) for size in memory)
-            self._memory[key] = BlockMemory(*sizes)
+            self._memory[key] = _without_output(BlockMemory(*sizes), shape, kind)
         return self._memory[key]
 
     def saved_tensors(
@@ -116,6 +116,28 @@ class BlockTable:
             self._rows[shape, kind, ending] = _Row(priced, memory, row)
 
 
+def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:
+    """Return what a block keeps and needs, its output counted with the block behind it.
+
+    Both keep one tensor where a block ends with an activation, whose output backward reads. What
+    the last block of a pipeline's stage hands on is left out so: it counts on the next rank alone.
+    """
+    model = shape.trained
+    if isinstance(model, ModelSpec) or kind == EMBEDDING:
+        return memory
+    layers = [run.kind for run in model.layer_runs]
+    is_layer = kind in layers
+    own = memory.sent if is_layer and keeps_output(shape, kind) else 0
+    before = memory.received if not is_layer and keeps_output(shape, layers[-1]) else 0
+    shift = own - before
+    return memory._replace(
+        saved=memory.saved - shift,
+        forward=memory.forward + shift,
+        backward=memory.backward + shift,
+        arrival=memory.arrival + shift,
+    )
+
+
 def _structure(shape: BlockShape) -> tuple[object, ...]:
     """Return what decides the walk of a shape: all but its sizes."""
     return (
@@ -125,7 +147,7 @@ def _structure(shape: BlockShape) -> tuple[object, ...]:
         shape.attention,
         shape.in_pipeline,
         shape.defers_sums,
-        shape.local_kv_width < shape.local_width,
+        isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
         shape.microbatch_size > 1 and not shape.stack.fused_qkv,
     )
 

@@ -3,7 +3,7 @@
 from math import ceil
 
 from meshwright.hwprofiles import Device, Precision, Source
-from meshwright.simulator.blocks import FlashAttention, Gemm, MemoryBound
+from meshwright.simulator.blocks import FlashAttention, Gemm, ImplicitGemm, MemoryBound
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.errors import PlanError
 
@@ -44,18 +44,49 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
     # In fp8 training only the linear layers multiply in 8 bits; scores and logits stay in bf16.
     precision = Precision.FP8 if gemm.is_fp8 else precision.storage
     facts = kernels.of(precision)
+    best_s = _tiled_s(gemm, device, precision)
+    if precision is not Precision.FP32 and _is_misaligned(gemm):
+        best_s /= kernels.misaligned_fraction
+    traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
+    return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
+
+
+def _tiled_s(gemm: Gemm, device: Device, precision: Precision) -> float:
+    """Return the seconds that the best tile takes."""
+    kernels = device.gemm
+    facts = kernels.of(precision)
     peak = peak_flops_per_s(device, precision) * facts.plateau_fraction
     peak /= _intensity_fraction(*REFERENCE_TILE, kernels.half_rate_intensity)
-    best_s = min(
+    return min(
         _waves(gemm, tile, device.num_sms, kernels.partial_wave_fraction)
         * (device.num_sms * 2 * tile[0] * tile[1] * (gemm.k + facts.prologue_k))
         / (peak * _intensity_fraction(*tile, kernels.half_rate_intensity))
         for tile in TILES
     )
-    if precision is not Precision.FP32 and _is_misaligned(gemm):
-        best_s /= kernels.misaligned_fraction
-    traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
-    return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
+
+
+def convolution_cost(operator: ImplicitGemm, device: Device, precision: Precision) -> Cost:
+    """Return the time of a convolution, or of one of its gradients, without its launch.
+
+    It runs as a product of its shape, at the device's share of that product's rate; in 16 bits
+    the library pads channels to whole loads. Never below the traffic of its tensors.
+
+    Raises:
+        PlanError: If the device says nothing of convolutions.
+    """
+    facts = device.convolution
+    if facts is None:
+        raise PlanError(f"device {device.name} has no table [convolution]; allowed: one that has")
+    precision = precision.storage
+    channels, fraction = operator.inputs, facts.fp32_fraction
+    if precision is not Precision.FP32:
+        channels = -(-channels // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+        fraction = facts.fp16_fraction
+    gemm = Gemm(operator.name, m=operator.pixels, n=operator.outputs, k=channels * operator.taps)
+    traffic_s = operator.moved * precision.num_bytes / memory_rate_bytes_per_s(device)
+    return Cost.from_seconds(
+        max(_tiled_s(gemm, device, precision) / fraction, traffic_s), facts.kind
+    )
 
 
 def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:

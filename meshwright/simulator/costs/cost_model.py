@@ -9,6 +9,7 @@ from meshwright.simulator.blocks import (
     FlashAttention,
     Gemm,
     HostPasses,
+    ImplicitGemm,
     KernelLaunches,
     MemoryBound,
     Operator,
@@ -21,6 +22,7 @@ from meshwright.simulator.costs.collectives import (
 )
 from meshwright.simulator.costs.compute import (
     constant_cost,
+    convolution_cost,
     flash_attention_cost,
     gemm_cost,
     memory_bound_cost,
@@ -52,7 +54,7 @@ class CostModel:
         self.stack = stack
         self.world_size = world_size
         self.blocks = BlockTable()
-        self._gemms: dict[tuple[Gemm, Precision], Cost] = {}
+        self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
         self._tp_spans: dict[int, GroupSpan] = {}
@@ -84,9 +86,10 @@ class CostModel:
     def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
         """Return what an operator costs and what kind of work it is."""
         match operator:
-            case Gemm():
-                category = Category.ATTENTION if operator.is_attention else Category.MATMUL
-                return category, self._gemm_cost(operator, shape.precision)
+            case Gemm() | ImplicitGemm():
+                is_attention = isinstance(operator, Gemm) and operator.is_attention
+                category = Category.ATTENTION if is_attention else Category.MATMUL
+                return category, self._product_cost(operator, shape.precision)
             case FlashAttention():
                 cost = flash_attention_cost(
                     operator, self.cluster.device, shape.precision, self.stack.flash_kernel
@@ -103,11 +106,16 @@ class CostModel:
             case Collective():
                 return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
 
-    def _gemm_cost(self, gemm: Gemm, precision: Precision) -> Cost:
-        key = (gemm, precision)
-        if key not in self._gemms:
-            self._gemms[key] = gemm_cost(gemm, self.cluster.device, precision)
-        return self._gemms[key]
+    def _product_cost(self, product: Gemm | ImplicitGemm, precision: Precision) -> Cost:
+        key = (product, precision)
+        if key not in self._products:
+            device = self.cluster.device
+            self._products[key] = (
+                gemm_cost(product, device, precision)
+                if isinstance(product, Gemm)
+                else convolution_cost(product, device, precision)
+            )
+        return self._products[key]
 
     def _exposed_tp_cost(self, operator: Collective, shape: BlockShape) -> Cost:
         """Return the part of a tensor-parallel collective that its product does not hide."""
@@ -116,7 +124,7 @@ class CostModel:
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost
         # No more can hide than the product lasts that runs beside it.
-        cover_ps = self._gemm_cost(operator.hides_under, shape.precision).time_ps
+        cover_ps = self._product_cost(operator.hides_under, shape.precision).time_ps
         hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
         return Cost(cost.time_ps - hidden_ps, cost.source)
 

@@ -5,6 +5,7 @@ from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
     Linear,
+    cast_operands,
     columns,
     place,
     product,
@@ -14,6 +15,7 @@ from meshwright.simulator.graph.linear import (
 from meshwright.simulator.graph.lowering import EightBits, Loss, Lowering, WeightGradients
 from meshwright.simulator.graph.memory import Memory
 from meshwright.simulator.graph.operators import (
+    Convolution,
     FusedAttention,
     Gradient,
     Kind,
@@ -25,6 +27,7 @@ from meshwright.simulator.graph.operators import (
 from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
     NUMBER_BYTES,
+    STATISTIC_BYTES,
     Reads,
     copy,
     counted,
@@ -53,8 +56,10 @@ from meshwright.simulator.graph.tensors import (
 __all__ = [
     "NUMBER_BYTES",
     "PARTIAL",
+    "STATISTIC_BYTES",
     "Backward",
     "Block",
+    "Convolution",
     "Dim",
     "EightBits",
     "FusedAttention",
@@ -79,6 +84,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "WeightGradients",
+    "cast_operands",
     "columns",
     "copy",
     "counted",

@@ -96,7 +96,7 @@ def product(
     # C++ evaluates a call's arguments from the last one: autocast casts a bias first.
     biases = [_bias(block, weight, out, counted=linear.counts_bias)] if linear.bias else []
     if weight.is_weight:
-        x, weight = _cast_operands(block, x, weight)
+        x, weight = cast_operands(block, x, weight)
     gradients = (*product_gradients(x, weight, out), *(each for _, each in biases))
     inputs = [x, weight, *(vector for vector, _ in biases)]
     work = product_work(x, weight, dims)
@@ -117,7 +117,7 @@ def _bias(block: Block, weight: Tensor, out: Tensor, *, counted: bool) -> tuple[
     return vector, Gradient(vector, (), (block.traffic(out),) if counted else (), at=place)
 
 
-def _cast_operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def cast_operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a product reads of both, cast where the stack casts: a weight once a pass."""
     if not block.lowering.casts:
         return x, weight

@@ -44,6 +44,29 @@ class Product(NamedTuple):
         return 2 * self.m * self.n * self.k * self.batch
 
 
+class Convolution(NamedTuple):
+    """A convolution as an implicit product: no window is laid out in memory.
+
+    Args:
+        pixels: Outputs of a channel, over all images.
+        inputs: Channels in.
+        outputs: Channels out.
+        taps: Pixels of a window.
+        moved: Elements of its three tensors.
+    """
+
+    pixels: Size
+    inputs: Size
+    outputs: Size
+    taps: Size
+    moved: Size
+
+    @property
+    def flops(self) -> Size:
+        """Operations, a multiply-add counting two."""
+        return 2 * self.pixels * self.inputs * self.outputs * self.taps
+
+
 class FusedAttention(NamedTuple):
     """A fused attention call: products of the whole square of scores, *widths* those of all."""
 
@@ -70,7 +93,7 @@ class Transfer(NamedTuple):
     nbytes: Size
 
 
-Work: TypeAlias = Product | FusedAttention | Traffic | Transfer
+Work: TypeAlias = Product | Convolution | FusedAttention | Traffic | Transfer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -43,15 +43,7 @@ class ParallelAxis:
 
 
 def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
-    model = job.model
-    for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
-        size = getattr(model, name)
-        if size % degree:
-            return f"{name}={size} is not divisible by tp={degree}"
-    # Ranks beyond the key-value heads hold copies of them, as many of each.
-    if model.num_kv_heads % degree and degree % model.num_kv_heads:
-        return f"num_kv_heads={model.num_kv_heads} and tp={degree}: one must divide the other"
-    return None
+    return job.model.split_refusal(degree)
 
 
 def _batch_refusal(job: TrainingJob, degree: int) -> str | None:

@@ -8,12 +8,13 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import StackProfile, Strategy
+from meshwright.hwprofiles import Precision, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+from meshwright.simulator.model import ModelSpec
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -118,8 +119,9 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
-    if job.precision not in stack.precisions:
-        return _not_offered("precision", job.precision, stack.precisions, plan, stack)
+    refusal = _job_refusal(job, plan, stack)
+    if refusal is not None:
+        return refusal
     for gap in stack_gaps(stack):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
@@ -130,6 +132,18 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
         kept = plan.reshard_after_forward
         return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
     return _gradient_refusal(job, plan, stack)
+
+
+def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot train such a model in such a format, or None when it can."""
+    if not isinstance(job.model, ModelSpec):
+        if stack.root_unit:
+            return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
+        if job.precision is Precision.FP8:
+            return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
+    if job.precision not in stack.precisions:
+        return _not_offered("precision", job.precision, stack.precisions, plan, stack)
+    return None
 
 
 def _not_offered(

@@ -9,7 +9,15 @@ from meshwright.hwprofiles import StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockRun, ModelSpec, cut_runs, join_runs
+from meshwright.simulator.model import (
+    EMBEDDING,
+    HEAD,
+    AnyModel,
+    BlockRun,
+    ModelSpec,
+    cut_runs,
+    join_runs,
+)
 
 
 class Stage(NamedTuple):
@@ -46,7 +54,7 @@ class Stage(NamedTuple):
         )
 
 
-def whole_model(model: ModelSpec) -> Stage:
+def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
     return Stage(model.layer_runs, has_embedding=True, has_head=True)
 
@@ -60,7 +68,7 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def model_stages(model: ModelSpec, layers: Sequence[int]) -> tuple[Stage, ...]:
+def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
     """Return *model* cut into stages with so many *layers* each, in model order.
 
     >>> from meshwright.simulator.model import load_model
@@ -74,7 +82,7 @@ def model_stages(model: ModelSpec, layers: Sequence[int]) -> tuple[Stage, ...]:
     )
 
 
-def rank_stages(model: ModelSpec, plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
     """Return the virtual stages of pipeline rank ``r``: number ``r, p + r, 2 p + r, ...``.
 
     >>> from meshwright.simulator.model import load_model
@@ -178,11 +186,11 @@ def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
 
 
 def resolve_stages(
-    model: ModelSpec, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
+    model: AnyModel, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
 ) -> tuple[int, ...]:
     """Return layer counts for a rule or pass explicit counts through."""
     if isinstance(wanted, StageSplit):
-        cost = head_cost_layers(model, seq_len)
+        cost = head_cost_layers(model, seq_len) if isinstance(model, ModelSpec) else 0.0
         return split_layers(model.num_layers, num_stages, wanted, head_cost=cost)
     return tuple(wanted)
 

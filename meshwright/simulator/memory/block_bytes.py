@@ -92,9 +92,9 @@ def waiting_table_bytes(shape: BlockShape) -> int:
 
     Autograd adds both up, in place, before it adds them to the gradient that is kept.
     """
-    if not shape.model.tied_embeddings or shape.stack.fused_gradient_accumulation:
+    if shape.stack.fused_gradient_accumulation:
         return 0
-    return shape.local_vocab_size * shape.model.hidden_size * shape.residual_bytes
+    return shape.tied_parameters * shape.residual_bytes
 
 
 def pass_workspace_bytes(

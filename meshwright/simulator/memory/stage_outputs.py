@@ -6,15 +6,15 @@ from meshwright.simulator.memory.sent_messages import SentBytes
 
 def kept_logits_bytes(shape: BlockShape) -> int:
     """Return the logits as the last stage's output, where that lives until backward."""
-    num_logits = shape.num_scored_tokens * shape.local_vocab_size
-    return num_logits * shape.element_bytes if shape.keeps_outputs else 0
+    return shape.num_logits * shape.element_bytes if shape.keeps_outputs else 0
 
 
 def kept_output_bytes(shape: BlockShape, messages: SentBytes) -> int:
-    """Return what a stage keeps beyond its blocks, where outputs live until backward.
+    """Return what a stage keeps beyond its blocks.
 
-    The output it hands on is one tensor more; the input of its first layer, as large as the
-    gradient that goes back, is a message's buffer, which counts as such (`message_buffer_bytes`).
+    Where outputs live until backward, the output it hands on is one tensor more; the input of its
+    first layer, as large as the gradient that goes back, is a message's buffer, which counts as
+    such (`message_buffer_bytes`).
     """
     return messages.output - messages.gradient if shape.keeps_outputs else 0
 

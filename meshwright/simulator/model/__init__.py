@@ -1,6 +1,9 @@
 """What is trained: a model's sizes and weights, built in or read from a file."""
 
-from meshwright.simulator.model.catalogue import list_models, load_model
+from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
+from meshwright.simulator.model.chain import ChainModel, LinearLayer
+from meshwright.simulator.model.described import ParameterTensor
+from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     HEAD,
@@ -12,14 +15,16 @@ from meshwright.simulator.model.kinds import (
 )
 from meshwright.simulator.model.parameters import (
     VOCABULARY_ALIGNMENT,
-    ParameterTensor,
     count_parameters,
     layer_kinds,
     local_shape,
     padded_vocab_size,
     parameter_tensors,
     parameters_by_kind,
+    rank_parameters,
+    rank_tensors,
 )
+from meshwright.simulator.model.registry import AnyModel, parse_any_model
 from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 __all__ = [
@@ -27,8 +32,14 @@ __all__ = [
     "HEAD",
     "TRANSFORMER_LAYER",
     "VOCABULARY_ALIGNMENT",
+    "AnyModel",
     "BlockKind",
     "BlockRun",
+    "Bottleneck",
+    "BottleneckRun",
+    "ChainModel",
+    "ImageModel",
+    "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
     "count_parameters",
@@ -37,9 +48,13 @@ __all__ = [
     "layer_kinds",
     "list_models",
     "load_model",
+    "load_transformer",
     "local_shape",
     "padded_vocab_size",
     "parameter_tensors",
     "parameters_by_kind",
+    "parse_any_model",
     "parse_model",
+    "rank_parameters",
+    "rank_tensors",
 ]

@@ -9,8 +9,10 @@ from types import MappingProxyType
 
 from meshwright.hwprofiles import nearest_names, shown_path
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.described import shorten
 from meshwright.simulator.model.huggingface import read_config
-from meshwright.simulator.model.spec import ModelSpec, parse_model, shorten
+from meshwright.simulator.model.registry import AnyModel, parse_any_model
+from meshwright.simulator.model.spec import ModelSpec
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -27,7 +29,7 @@ def list_models() -> tuple[str, ...]:
     return tuple(sorted(_built_in_models()))
 
 
-def load_model(name_or_path: str) -> ModelSpec:
+def load_model(name_or_path: str) -> AnyModel:
     """Return a built-in model, or the one a TOML or a Hugging Face config.json describes.
 
     A built-in name wins over a file of the same name; write ``./NAME`` for the file.
@@ -54,7 +56,19 @@ def load_model(name_or_path: str) -> ModelSpec:
     return next(iter(models.values()))
 
 
-def read_models(path: Path) -> dict[str, ModelSpec]:
+def load_transformer(name_or_path: str) -> ModelSpec:
+    """Return a transformer, as `load_model`.
+
+    Raises:
+        PlanError: If there is no such model, or it is one of another kind.
+    """
+    model = load_model(name_or_path)
+    if not isinstance(model, ModelSpec):
+        raise PlanError(f"model {shorten(name_or_path)} is no transformer; allowed: a transformer")
+    return model
+
+
+def read_models(path: Path) -> dict[str, AnyModel]:
     """Return the models of one TOML by name.
 
     A file holds one model as top-level keys, or several as ``[models.NAME]``
@@ -65,7 +79,7 @@ def read_models(path: Path) -> dict[str, ModelSpec]:
     """
     document = _read_toml(path)
     if "models" not in document:
-        model = parse_model(document, origin=shown_path(path))
+        model = parse_any_model(document, origin=shown_path(path))
         return {model.name: model}
     tables = document.pop("models")
     if not isinstance(tables, dict) or not tables:
@@ -79,13 +93,13 @@ def read_models(path: Path) -> dict[str, ModelSpec]:
             raise PlanError(f"{origin}: {shorten(table)} must be a table")
         if "name" in document or "name" in table:
             raise PlanError(f"{origin}: name must not be given; the table is the name")
-        models[name] = parse_model({**document, **table, "name": name}, origin=origin)
+        models[name] = parse_any_model({**document, **table, "name": name}, origin=origin)
     return models
 
 
 @cache
-def _built_in_models() -> Mapping[str, ModelSpec]:
-    models: dict[str, ModelSpec] = {}
+def _built_in_models() -> Mapping[str, AnyModel]:
+    models: dict[str, AnyModel] = {}
     for path in sorted(DATA_FOLDER.glob("*.toml")):
         found = read_models(path)
         twice = models.keys() & found.keys()

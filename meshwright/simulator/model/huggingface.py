@@ -10,7 +10,8 @@ from typing import NamedTuple, NoReturn
 
 from meshwright.hwprofiles import shown_path
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model.spec import ModelSpec, parse_model, shorten
+from meshwright.simulator.model.described import shorten
+from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 # Keys that any config.json may carry and that change neither shapes nor training cost.
 _HARMLESS_KEYS = """

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
 
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.kinds import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
 
 # Megatron-LM pads the vocabulary so that each rank's share is a multiple of 128
@@ -14,17 +15,8 @@ VOCABULARY_ALIGNMENT = 128
 NEXT_SENTENCE_CLASSES = 2
 
 
-class ParameterTensor(NamedTuple):
-    """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
-
-    name: str
-    shape: tuple[int, ...]
-    block: BlockKind
-    tp_dim: int | None
-
-
 def parameter_tensors(
-    model: ModelSpec, *, vocab_size: int | None = None
+    model: AnyModel, *, vocab_size: int | None = None
 ) -> tuple[ParameterTensor, ...]:
     """Return the tensors of the embedding, of ONE layer of each kind, and of the head, unsplit.
 
@@ -42,6 +34,8 @@ def parameter_tensors(
     >>> [t.name for t in parameter_tensors(load_model("gpt2")) if t.block == "head"]
     ['final_norm.weight', 'final_norm.bias']
     """
+    if not isinstance(model, ModelSpec):
+        return model.tensors
     vocab_size = model.vocab_size if vocab_size is None else vocab_size
     return (
         *_embedding_tensors(model, vocab_size),
@@ -50,7 +44,7 @@ def parameter_tensors(
     )
 
 
-def count_parameters(model: ModelSpec) -> int:
+def count_parameters(model: AnyModel) -> int:
     """Return the number of parameters with the unpadded vocabulary.
 
     >>> from meshwright.simulator.model.catalogue import load_model
@@ -63,7 +57,7 @@ def count_parameters(model: ModelSpec) -> int:
 
 
 def parameters_by_kind(
-    model: ModelSpec, *, tp: int = 1, vocab_size: int | None = None
+    model: AnyModel, *, tp: int = 1, vocab_size: int | None = None
 ) -> dict[BlockKind, int]:
     """Return the parameters one tp rank holds of a block of each kind.
 
@@ -87,7 +81,7 @@ def parameters_by_kind(
     return counts
 
 
-def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[int, ...]:
+def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[int, ...]:
     """Return the shape of one tp rank's part of a tensor.
 
     With fewer key-value heads than ranks each rank keeps one whole head, so
@@ -100,9 +94,11 @@ def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[
         raise PlanError(f"tp={tp} must be >= 1")
     if tensor.tp_dim is None or tp == 1:
         return tensor.shape
-    if tensor.name.startswith("qkv."):
+    if not isinstance(model, ModelSpec):
+        _check_divisible(tensor.name, tensor.shape[tensor.tp_dim], tp)
+    elif tensor.name.startswith("qkv."):
         return (_local_qkv_size(model, tp), *tensor.shape[1:])
-    if tensor.name.startswith("attention_output."):
+    elif tensor.name.startswith("attention_output."):
         _check_divisible("num_heads", model.num_heads, tp)
     elif tensor.block == TRANSFORMER_LAYER:
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
@@ -111,6 +107,19 @@ def local_shape(model: ModelSpec, tensor: ParameterTensor, *, tp: int) -> tuple[
     shape = list(tensor.shape)
     shape[tensor.tp_dim] //= tp
     return tuple(shape)
+
+
+def rank_tensors(model: AnyModel, tp: int) -> tuple[ParameterTensor, ...]:
+    """Return the tensors, unsplit, with the vocabulary padded for *tp* ranks."""
+    if not isinstance(model, ModelSpec):
+        return model.tensors
+    return parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+
+
+def rank_parameters(model: AnyModel, tp: int) -> dict[BlockKind, int]:
+    """Return the parameters one tp rank holds of a block of each kind, padded vocabulary."""
+    vocab_size = padded_vocab_size(model, tp) if isinstance(model, ModelSpec) else None
+    return parameters_by_kind(model, tp=tp, vocab_size=vocab_size)
 
 
 def padded_vocab_size(model: ModelSpec, tp: int) -> int:
@@ -124,7 +133,7 @@ def padded_vocab_size(model: ModelSpec, tp: int) -> int:
     return -(-model.vocab_size // multiple) * multiple
 
 
-def layer_kinds(model: ModelSpec) -> list[BlockKind]:
+def layer_kinds(model: AnyModel) -> list[BlockKind]:
     """Return each kind of layer of *model* once, in the order in which they come first."""
     return list(dict.fromkeys(kind for kind, _ in model.layer_runs))
 

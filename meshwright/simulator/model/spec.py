@@ -3,23 +3,17 @@
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, model_validator
 
-from meshwright.hwprofiles import nearest_names
-from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
 from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
 
-# Upper limits: some tenfold above any published model, and low enough that a
-# model's bytes fit a signed 64-bit integer with room for optimizer states.
-MAX_LAYERS = 10_000
-MAX_WIDTH = 262_144
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(Model):
     """A dense transformer of one kind of layer; defaults describe a GPT-2 style decoder.
 
     An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
@@ -40,15 +34,13 @@ class ModelSpec(BaseModel):
     (16, 4, 256, 32)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     name: str = Field(min_length=1, max_length=200)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     hidden_size: int = Field(ge=1, le=MAX_WIDTH)
     num_heads: int = Field(ge=1, le=MAX_WIDTH)
     vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
     seq_len: int = Field(ge=1, le=MAX_TOKENS)
-    # The validator below fills these four before their limits are checked.
+    # Validators fill these four before their limits are checked.
     title: str = Field(default="", min_length=1, max_length=200)
     num_kv_heads: int = Field(default=0, ge=1, le=MAX_WIDTH)
     ffn_hidden_size: int = Field(default=0, ge=1, le=MAX_FFN_WIDTH)
@@ -68,10 +60,6 @@ class ModelSpec(BaseModel):
     dropout: bool = True
     source: str = "not given"
 
-    def __repr__(self) -> str:
-        """Return the model's name."""
-        return f"ModelSpec({self.name!r})"
-
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
@@ -87,13 +75,31 @@ class ModelSpec(BaseModel):
         """Width of the keys, and of the values, over all their heads."""
         return self.num_kv_heads * self.head_dim
 
+    def split_refusal(self, tp: int) -> str | None:
+        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
+            size = getattr(self, name)
+            if size % tp:
+                return f"{name}={size} is not divisible by tp={tp}"
+        # Ranks beyond the key-value heads hold copies of them, as many of each.
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            return f"num_kv_heads={self.num_kv_heads} and tp={tp}: one must divide the other"
+        return None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
+        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        return (
+            ProductSize("head dim", self.head_dim, is_linear=False),
+            ProductSize("hidden_size / tp", self.hidden_size // tp),
+            ProductSize("ffn_hidden_size / tp", self.ffn_hidden_size // tp),
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_derived_sizes(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
         derived = {
-            "title": data.get("name"),
             "num_kv_heads": data.get("num_heads"),
             "max_positions": data.get("seq_len"),
         }
@@ -105,9 +111,6 @@ class ModelSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
-        for field, text in (("name", self.name), ("title", self.title)):
-            if not text.isprintable():
-                raise ValueError(f"{field}={shorten(text)} must be printable, on one line")
         if self.ffn_hidden_size == 0:
             raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
         if self.hidden_size % self.num_heads:
@@ -129,51 +132,16 @@ class ModelSpec(BaseModel):
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:
-    """Return the model that a mapping read from a file describes.
-
-    Args:
-        data: Field names of `ModelSpec` with their values.
-        origin: What to call the mapping in an error, normally the file name.
+    """Return the transformer that a mapping read from a file describes.
 
     Raises:
-        PlanError: If a key is missing, unknown or out of range, or if sizes
-            disagree; one line for the first fault found.
+        PlanError: If a key is missing, unknown or out of range, or if sizes disagree.
 
     >>> parse_model({"name": "tiny"}, origin="tiny.toml")
     Traceback (most recent call last):
     meshwright.simulator.errors.PlanError: tiny.toml: num_layers is missing
     """
-    try:
-        return ModelSpec.model_validate(dict(data))
-    except ValidationError as error:
-        faults = error.errors()
-        # A misspelt key is also a missing one; the misspelling is the better hint.
-        unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
-        raise PlanError(f"{origin}: {_describe((unknown or faults)[0])}") from None
-
-
-def _describe(fault: ErrorDetails) -> str:
-    """Return one line for one fault that pydantic found."""
-    key = ".".join(str(part) for part in fault["loc"])
-    match fault["type"]:
-        case "missing":
-            return f"{key} is missing"
-        case "extra_forbidden":
-            fields = list(ModelSpec.model_fields)
-            nearest = nearest_names(key, fields)
-            hint = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(fields)}"
-            return f"unknown key {shorten(key)}; {hint}"
-        case "value_error":
-            return str(fault["ctx"]["error"])
-        case _:
-            rule = fault["msg"][0].lower() + fault["msg"][1:]
-            return f"{key}={shorten(fault['input'])}: {rule}"
-
-
-def shorten(value: object) -> str:
-    """Return a value as it is shown in an error: one line of at most 60 characters."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return parse(ModelSpec, data, origin=origin)
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:

@@ -24,8 +24,7 @@ from meshwright.simulator.model import (
     BlockRun,
     ParameterTensor,
     local_shape,
-    padded_vocab_size,
-    parameter_tensors,
+    rank_tensors,
 )
 from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
 from meshwright.simulator.schedules import NO_REFETCHES, Refetches
@@ -114,15 +113,14 @@ def _shared_table(shape: BlockShape, stage: Stage) -> int:
     It has a bucket of its own, so that both copies are sharded alike (Megatron-Core,
     param_and_grad_buffer.py).
     """
-    is_shared = shape.model.tied_embeddings and stage.has_embedding != stage.has_head
-    return shape.local_vocab_size * shape.model.hidden_size if is_shared else 0
+    return shape.tied_parameters if stage.has_embedding != stage.has_head else 0
 
 
 def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, list[int]]]:
     """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
     sizes = _arriving_sizes(shape)
-    if shape.model.tied_embeddings and not stage.has_embedding:
-        sizes[HEAD].insert(0, shape.local_vocab_size * shape.model.hidden_size)
+    if shape.tied_parameters and not stage.has_embedding:
+        sizes[HEAD].insert(0, shape.tied_parameters)
     kinds = [kind for kind, count in stage.blocks for _ in range(count)]
     for place in reversed(range(stage.num_blocks)):
         yield place, sizes[kinds[place]]
@@ -135,10 +133,11 @@ def _arriving_sizes(shape: BlockShape) -> dict[BlockKind, list[int]]:
     order is that in which autograd finishes gradients: of each layer its bias first, of a norm
     its weight.
     """
-    model, tp = shape.model, shape.tp
+    model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
-    modules = [list(group) for _, group in groupby(tensors, key=_module_of)]
+    tensors = rank_tensors(model, tp)
+    by_module = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
+    modules = [list(group) for _, group in by_module]
     for module in reversed(modules):
         local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
         if not shape.stack.fused_qkv:
@@ -249,16 +248,16 @@ def unit_shards(
 
 def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
-    model, tp = shape.model, shape.tp
+    model, tp = shape.trained, shape.tp
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
-    for tensor in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp)):
+    for tensor in rank_tensors(model, tp):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
         yield from [(part, prod(rest)) for part in parts] * num_blocks[tensor.block]
-    if unit.has_head and not unit.has_embedding and model.tied_embeddings:
-        yield shape.local_vocab_size, model.hidden_size
+    if unit.has_head and not unit.has_embedding and shape.tied_parameters:
+        yield shape.local_vocab_size, shape.model.hidden_size
 
 
 def part_gathers(

@@ -169,8 +169,8 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     A tied output matrix away from its table is a copy.
     """
     total = sum(count * shape.parameters[kind] for kind, count in stage.blocks)
-    if shape.model.tied_embeddings and stage.has_head and not stage.has_embedding:
-        total += shape.local_vocab_size * shape.model.hidden_size
+    if stage.has_head and not stage.has_embedding:
+        total += shape.tied_parameters
     return total
 
 

@@ -165,7 +165,7 @@ def shared_embedding_ps(
         num_shards: Data-parallel ranks over which fully_shard splits the table.
     """
     last = mesh.degree(Axis.PP) - 1
-    if last == 0 or not shape.model.tied_embeddings:
+    if last == 0 or not shape.tied_parameters:
         return 0
     table_bytes = tied_table_bytes(shape, wire, num_shards)
     span = GroupSpan(2, 2, 1) if mesh.crosses_nodes(0, last) else GroupSpan(2, 1, 2)

@@ -26,7 +26,7 @@ from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import whole_model
 from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
-from meshwright.simulator.model import HEAD
+from meshwright.simulator.model import EMBEDDING, HEAD
 from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
     GraphDevice,
@@ -45,7 +45,6 @@ from meshwright.simulator.strategies.module_memory import (
 )
 
 HOST = "host"
-TOKEN_BYTES = 8
 
 
 class LaunchedBlock(NamedTuple):
@@ -100,9 +99,14 @@ class Replica:
         return self.num_parameters * self.wire.reduce_bytes
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes of a replica's samples: ids of tokens, or images."""
+        return self.case.costs.blocks.memory(self.shape, EMBEDDING).received
+
+    @property
     def num_logits(self) -> int:
         """Logits of a replica's microbatch."""
-        return self.shape.num_tokens * self.shape.local_vocab_size
+        return self.shape.num_logits
 
     @property
     def logit_bytes(self) -> int:
@@ -215,7 +219,7 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
             for index in others
         ]
 
-    ids = send(TaskKind.SCATTER, replica.shape.num_tokens * TOKEN_BYTES, before)
+    ids = send(TaskKind.SCATTER, replica.input_bytes, before)
     weights = send(TaskKind.BROADCAST, replica.weight_bytes, before)
     launched, forward = _add_chains(
         graph,
@@ -346,7 +350,11 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
         update_temporary_bytes=0,
         virtual_stages=(),
     )
-    tensors = case.costs.blocks.saved_tensors(replica.shape, "layer")
+    tensors = [
+        each
+        for kind, _ in case.job.model.layer_runs
+        for each in case.costs.blocks.saved_tensors(replica.shape, kind)
+    ]
     largest = max(tensors, key=lambda item: item.size_bytes)
     return GraphDevice(
         compute=_device(index),

@@ -6,7 +6,7 @@ reduction).
 """
 
 from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending, num_linear_weights
-from meshwright.simulator.model import EMBEDDING
+from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
 
 STAYS = Ending(keeps_gradients=True)
 
@@ -14,7 +14,7 @@ STAYS = Ending(keeps_gradients=True)
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
     ends = table.memory(shape, EMBEDDING).saved + table.memory(shape, OUTPUT).saved
-    layers = shape.model.layer_runs
+    layers = shape.trained.layer_runs
     return ends + sum(count * table.memory(shape, kind).saved for kind, count in layers)
 
 
@@ -22,7 +22,7 @@ def forward_workspace_bytes(table: BlockTable, shape: BlockShape) -> int:
     """Return what forward needs beside what it keeps: in the last layer, or for the logits."""
     output = table.memory(shape, OUTPUT)
     most, kept_behind = output.forward, output.saved
-    for kind, count in reversed(shape.model.layer_runs):
+    for kind, count in reversed(shape.trained.layer_runs):
         layer = table.memory(shape, kind)
         most = max(most, layer.forward - kept_behind)
         kept_behind += count * layer.saved
@@ -41,13 +41,21 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
     embedding = table.memory(shape, EMBEDDING, STAYS)
     level = output.left - output.saved
     most = output.backward
-    for kind, count in reversed(shape.model.layer_runs):
+    for kind, count in reversed(shape.trained.layer_runs):
         layer = table.memory(shape, kind, STAYS)
         # Biases and norms, whose gradients stay, too, do not count in a block.
-        vectors = (shape.parameters[kind] - num_linear_weights(shape)) * shape.residual_bytes
+        vectors = _num_vector_elements(shape, kind) * shape.residual_bytes
         for _ in range(count):
             # A block's own gradient that arrives is what the one behind it has left.
             level -= layer.sent
             most = max(most, level + layer.backward)
             level += layer.left - layer.saved + vectors
     return max(most, level - embedding.sent + embedding.backward)
+
+
+def _num_vector_elements(shape: BlockShape, kind: BlockKind) -> int:
+    """Return the elements of biases and of norms' weights in a layer."""
+    if isinstance(shape.trained, ModelSpec):
+        return shape.parameters[kind] - num_linear_weights(shape)
+    tensors = (each.shape for each in shape.trained.tensors if each.block == kind)
+    return sum(each[0] for each in tensors if len(each) == 1)

@@ -161,4 +161,4 @@ def is_tied(shape: BlockShape, stage: Stage) -> bool:
 
     Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
     """
-    return shape.model.tied_embeddings and stage.has_embedding and stage.has_head
+    return shape.trained.tied_embeddings and stage.has_embedding and stage.has_head

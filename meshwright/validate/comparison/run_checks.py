@@ -38,7 +38,7 @@ def loss_check(saved: SavedPlan, losses: Sequence[float], reference: Sequence[fl
     step, (ours, theirs) = max(enumerate(pairs), key=lambda each: abs(each[1][0] - each[1][1]))
     is_equal = isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
     is_near = isclose(ours, theirs, rel_tol=NEAR_TOLERANCE)
-    model, precision = saved.job.model, saved.job.precision
+    model, precision = saved.job.transformer, saved.job.precision
     here, alone = (padded_vocab_size(model, tp) for tp in (saved.plan.tp, 1))
     verdict, reason = CheckVerdict.REPORTED, ""
     if precision is not Precision.FP32:

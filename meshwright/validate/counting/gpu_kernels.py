@@ -1,17 +1,27 @@
 """What a GPU's kernels give out where a CPU's, and so those of fake tensors, differ in width."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
 
 
-def gpu_kernels() -> AbstractContextManager[object]:
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
     """Give fake tensors the outputs of a GPU's kernels where a CPU's are of another width."""
-    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu}
-    return patch.dict(op_implementations_dict, kernels)
+    # Fake tensors would take batch norm apart, into operators of a CPU.
+    names = torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit  # noqa: SLF001
+    batch_norm = {each.default: _batch_norm_of_a_gpu for each in names}
+    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu, **batch_norm}
+    with (
+        patch.dict(op_implementations_dict, kernels),
+        patch.dict(decomposition_table, batch_norm),
+    ):
+        yield
 
 
 def _layer_norm_of_a_gpu(
@@ -27,3 +37,10 @@ def _layer_norm_of_a_gpu(
         values.new_empty((*tokens, *(1 for _ in dims)), dtype=torch.float32) for _ in range(2)
     )
     return values.new_empty(values.shape), mean, deviation
+
+
+def _batch_norm_of_a_gpu(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised values and two numbers a channel, which a GPU keeps in fp32."""
+    values = next(each for each in arguments if isinstance(each, Tensor))
+    mean, deviation = (values.new_empty(values.shape[1], dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(values), mean, deviation

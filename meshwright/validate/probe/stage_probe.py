@@ -300,7 +300,7 @@ def _built_on_host_bytes(saved: SavedPlan, rank: int) -> int:
 
     if PROGRAMS.get(saved.stack.name) is not build_fully_sharded:
         return 0
-    model, fp32_bytes = saved.job.model, Precision.FP32.num_bytes
+    model, fp32_bytes = saved.job.transformer, Precision.FP32.num_bytes
     parameters = parameters_by_kind(model)
     if model.tied_embeddings:  # a copy, until both are tied
         parameters[HEAD] += model.vocab_size * model.hidden_size

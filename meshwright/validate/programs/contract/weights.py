@@ -38,10 +38,10 @@ def token_batch(
     Returns:
         Two ``[sequences, tokens]`` tensors of ids; a target is the token that follows.
     """
-    rows = []
+    rows, vocab_size = [], job.transformer.vocab_size
     for sequence in sequences:
         generator = torch.Generator().manual_seed(1_000_003 * step + sequence)
-        rows.append(torch.randint(job.model.vocab_size, (job.seq_len + 1,), generator=generator))
+        rows.append(torch.randint(vocab_size, (job.seq_len + 1,), generator=generator))
     ids = torch.stack(rows)
     if device.type == "cuda":  # from other memory a copy waits for all that the device has to do
         ids = ids.pin_memory()

@@ -85,7 +85,7 @@ class MegatronProgram:
             lambda logits, targets: loss(logits, targets.t().contiguous()),
         )
         self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
-        self._unsplit = _unsplit_weights(self.stages, job.model, self._groups)
+        self._unsplit = _unsplit_weights(self.stages, job.transformer, self._groups)
         self._table = _tied_table(self.stages, request)
 
     @property
@@ -154,7 +154,7 @@ class MegatronProgram:
 
 def check_megatron(request: ProgramRequest) -> None:
     """Raise PlanError for what this program does not express."""
-    plan, model = request.plan, request.job.model
+    plan, model = request.plan, request.job.transformer
     if model.num_kv_heads % plan.tp:
         raise PlanError(
             f"num_kv_heads={model.num_kv_heads} and tp={plan.tp}: the program does not copy "
@@ -175,7 +175,7 @@ def _virtual_stages(
     request: ProgramRequest, groups: MegatronGroups
 ) -> tuple[list[VirtualStage], list[StageBuffers]]:
     """Return the rank's virtual stages and their buffers."""
-    plan, model = request.plan, request.job.model
+    plan, model = request.plan, request.job.transformer
     index = groups.pipeline.index
     dropout = request.dropout if model.dropout else 0.0
     options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
@@ -218,7 +218,7 @@ def _duplicates(
     stage: VirtualStage, request: ProgramRequest, groups: MegatronGroups
 ) -> Callable[[nn.Parameter], bool]:
     """Return which weights another rank counts in the gradient norm."""
-    model = request.job.model
+    model = request.job.transformer
     copies = set()
     for part in weight_parts(stage, model, request.plan.tp):
         if part.whole.tp_dim is None and groups.tp.rank > 0:
@@ -243,7 +243,7 @@ def _unsplit_weights(
 
 def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
     """Return the table that first and last stage share, on these."""
-    if request.plan.pp == 1 or not request.job.model.tied_embeddings:
+    if request.plan.pp == 1 or not request.job.transformer.tied_embeddings:
         return None
     tables = [table for stage in stages for table in _tables(stage, request)]
     return tables[0] if tables else None
@@ -253,7 +253,7 @@ def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
     """Return the word table of *stage* if it has one."""
     return [
         part.parameter
-        for part in weight_parts(stage, request.job.model, request.plan.tp)
+        for part in weight_parts(stage, request.job.transformer, request.plan.tp)
         if part.whole.name == "word_embedding.weight"
     ]
 
@@ -266,5 +266,5 @@ def _stage_messages(
     tokens = job.seq_len // plan.tp if splits else job.seq_len
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
     like = next(iter(stage.parameters()))
-    shape = (tokens, plan.microbatch_size, job.model.hidden_size)
+    shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)
     return ActivationMessages(messages, shape, like, groups.tp if in_parts else None)

@@ -92,7 +92,7 @@ def build_stage(
     request: ProgramRequest, index: int, parts: PlainParts, device: torch.device
 ) -> VirtualStage:
     """Return one virtual stage, whole and in fp32, on *device*; initialised if it is asked for."""
-    plan, model = request.plan, request.job.model
+    plan, model = request.plan, request.job.transformer
     first = [0, *accumulate(plan.stages)]
     options = LayerOptions(
         attention=plan.attention, recompute=plan.recompute, dropout=parts.dropout
@@ -136,7 +136,7 @@ def _different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
 
 
 def _ends(request: ProgramRequest, pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    is_copied = request.job.model.tied_embeddings and len(pipeline) > 1
+    is_copied = request.job.transformer.tied_embeddings and len(pipeline) > 1
     ends = (pipeline[0], pipeline[-1])
     return ends if is_copied and request.rank in ends else ()
 

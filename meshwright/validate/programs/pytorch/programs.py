@@ -69,7 +69,7 @@ def build_fully_sharded(request: ProgramRequest) -> "FullyShardedProgram":
 
 def refuse_unsupported(request: ProgramRequest) -> None:
     """Raise PlanError for what the PyTorch programs cannot express, by its name."""
-    model, plan = request.job.model, request.plan
+    model, plan = request.job.transformer, request.plan
     refuse_offload(plan, Offload.PARAMETERS)
     formats = f"allowed: {', '.join(DTYPES)}"
     refusals = [
@@ -115,7 +115,7 @@ class DdpProgram:
         self._layout = make_layout(request)
         device = request.device
         stage = _whole_stage(request, 0, device)
-        if request.job.model.tied_embeddings:
+        if request.job.transformer.tied_embeddings:
             tie_embeddings(stage)
         bucket_bytes = request.stack.gradient_bucket_parameters * GRADIENT_BYTES
         self._model = DistributedDataParallel(
@@ -262,7 +262,7 @@ def _compression(
 
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
-    parts = plain_parts(request.job.model, tp=request.plan.tp, dropout=request.dropout)
+    parts = plain_parts(request.job.transformer, tp=request.plan.tp, dropout=request.dropout)
     return build_stage(request, index, parts, device)
 
 
@@ -273,7 +273,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
     stage = _whole_stage(request, index, first)
     if plan.tp > 1:
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
-    if request.job.model.tied_embeddings:
+    if request.job.transformer.tied_embeddings:
         tie_embeddings(stage)
     policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
     shard_stage(

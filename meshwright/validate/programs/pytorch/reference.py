@@ -27,7 +27,7 @@ def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> 
         num_steps: How many steps.
         dropout: Probability, where the model has dropout.
     """
-    model = job.model
+    model = job.transformer
     parts = plain_parts(model, tp=1, dropout=dropout)
     options = LayerOptions(
         attention=Attention.FLASH, recompute=Recompute.NONE, dropout=parts.dropout

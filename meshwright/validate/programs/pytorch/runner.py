@@ -114,8 +114,8 @@ def _pipeline_stage(
     size, tokens = plan.microbatch_size, job.seq_len
     dtype = DTYPES[job.precision]
     local_tokens = tokens // plan.tp if plan.sequence_parallel else tokens
-    vocabulary = padded_vocab_size(job.model, plan.tp) // (plan.tp if CHECKS_PARTS else 1)
-    hidden = _example((size, local_tokens, job.model.hidden_size), dtype)
+    vocabulary = padded_vocab_size(job.transformer, plan.tp) // (plan.tp if CHECKS_PARTS else 1)
+    hidden = _example((size, local_tokens, job.transformer.hidden_size), dtype)
     ids = torch.empty((size, tokens), dtype=torch.long, device="meta")
     logits = _example((size, tokens, vocabulary), dtype)
     return PipelineStage(

@@ -274,8 +274,8 @@ class CopiedReplicas:
 
 def whole_stage(request: ProgramRequest) -> VirtualStage:
     """Return the whole model in fp32."""
-    parts = plain_parts(request.job.model, tp=1, dropout=request.dropout)
+    parts = plain_parts(request.job.transformer, tp=1, dropout=request.dropout)
     stage = build_stage(request, 0, parts, request.device)
-    if request.job.model.tied_embeddings:
+    if request.job.transformer.tied_embeddings:
         tie_embeddings(stage)
     return stage

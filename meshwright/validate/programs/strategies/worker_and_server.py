@@ -39,7 +39,7 @@ def whole_model(request: ProgramRequest) -> VirtualStage:
         PlanError: If Megatron's layers cannot express it.
     """
     check_megatron(request)
-    model, plan = request.job.model, request.plan
+    model, plan = request.job.transformer, request.plan
     dropout = request.dropout if model.dropout else 0.0
     options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
     parts = MegatronParts(ALONE, _ReturnedGradient(), dropout=dropout)

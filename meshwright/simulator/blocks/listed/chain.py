@@ -1,0 +1,49 @@
+"""Linear layers one after the other: a block for each kind that a chain lists."""
+
+from meshwright.simulator.graph import (
+    Block,
+    Dim,
+    Linear,
+    Reads,
+    Size,
+    Tensor,
+    columns,
+    pointwise,
+    row,
+    view,
+    whole_product,
+)
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import ChainModel, LinearLayer
+
+
+def end(block: Block, model: ChainModel, num_rows: Size, *, is_first: bool) -> Tensor:
+    """Write an end of a chain down, where nothing happens: rows go in and come out."""
+    width = model.layers[0].inputs if is_first else model.layers[-1].outputs
+    x = block.tensor("rows", Dim("rows", num_rows), Dim("width", width))
+    view(block, x, *x.dims)
+    return x
+
+
+def linear_layer(block: Block, kind: LinearLayer, num_rows: Size) -> Tensor:
+    """Write a layer of *kind* for a batch of rows down; return what goes into it."""
+    inputs, outputs = Dim("inputs", kind.inputs), Dim("outputs", kind.outputs)
+    at = {Axis.TP: inputs} if kind.split == "rows" else {}
+    x = block.tensor("rows", Dim("rows", num_rows), inputs, at=at)
+    with block.part("layer"), block.module(x):
+        y = _multiplied(block, x, outputs, kind)
+        if kind.activation:
+            pointwise(block, "activation", y, reads=Reads.OUTPUT)
+    return x
+
+
+def _multiplied(block: Block, x: Tensor, outputs: Dim, kind: LinearLayer) -> Tensor:
+    """Return *x* times weights: those of two layers are split by columns, then by rows."""
+    match kind.split:
+        case "columns":
+            (y,) = columns(block, x, outputs, linear=Linear(bias=kind.bias))
+            return y
+        case "rows":
+            return row(block, x, outputs, "outputs", {}, Linear(bias=kind.bias))
+        case "none":
+            return whole_product(block, x, outputs, "outputs", bias=kind.bias)

@@ -1,0 +1,164 @@
+"""What a chain is: linear layers one after the other, listed with their shapes."""
+
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, Strict, model_validator
+
+from meshwright.simulator.model.described import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    Model,
+    ParameterTensor,
+    ProductSize,
+)
+from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+
+
+class LinearRun(Fields):
+    """Linear layers of one shape: ``rows x inputs`` times ``inputs x outputs``."""
+
+    inputs: int = Field(ge=1, le=MAX_WIDTH)
+    outputs: int = Field(ge=1, le=MAX_WIDTH)
+    count: int = Field(default=1, ge=1, le=MAX_LAYERS)
+    bias: bool = False
+    activation: bool = False
+
+
+class LinearLayer(NamedTuple):
+    """A kind of layer: a matrix of weights, perhaps with a bias, and ReLU after it.
+
+    ``split`` is what tensor parallelism splits: columns, then rows, in turn; the last of an odd
+    number of layers is whole.
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: bool
+    split: Literal["columns", "rows", "none"]
+
+    @property
+    def name(self) -> BlockKind:
+        """What it is called."""
+        bias, activation = " + bias" * self.bias, ", relu" * self.activation
+        return f"linear {self.inputs} x {self.outputs}{bias}{activation} ({self.split})"
+
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Its weights, as PyTorch stores them."""
+        shape = (self.outputs, self.inputs)
+        split = {"columns": 0, "rows": 1, "none": None}[self.split]
+        weight = ParameterTensor("weight", shape, self.name, split)
+        of_bias = 0 if self.split == "columns" else None
+        bias = ParameterTensor("bias", shape[:1], self.name, of_bias)
+        return (weight, bias) if self.bias else (weight,)
+
+
+class ChainModel(Model):
+    """Linear layers; a sample is a row of the first one's inputs.
+
+    The loss is no part of it: the gradient of what the last layer makes arrives.
+
+    >>> layers = [LinearRun(inputs=5, outputs=8), LinearRun(inputs=8, outputs=3)]
+    >>> ChainModel(name="textbook", kind="chain", linear=layers).num_layers
+    2
+    """
+
+    sample: ClassVar[str] = "rows"
+    tied_embeddings: ClassVar[bool] = False
+
+    name: str = Field(min_length=1, max_length=200)
+    kind: Literal["chain"]
+    title: str = Field(default="", min_length=1, max_length=200)
+    linear: Annotated[tuple[LinearRun, ...], Strict(strict=False)] = Field(min_length=1)
+    source: str = "not given"
+
+    @property
+    def layers(self) -> tuple[LinearLayer, ...]:
+        """The kind of each layer, in the order in which they run."""
+        flat = [run for run in self.linear for _ in range(run.count)]
+        pairs = len(flat) // 2 * 2
+        return tuple(
+            LinearLayer(
+                run.inputs,
+                run.outputs,
+                run.bias,
+                run.activation,
+                "none" if index >= pairs else ("rows" if index % 2 else "columns"),
+            )
+            for index, run in enumerate(flat)
+        )
+
+    def layer(self, name: BlockKind) -> LinearLayer:
+        """Return the kind of layer of a name."""
+        return next(kind for kind in self.layers if kind.name == name)
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """The layers as runs of equal ones."""
+        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Weights of a layer of each kind."""
+        return tuple(each for kind in dict.fromkeys(self.layers) for each in kind.tensors)
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of a row, forward; a multiply-add counts two."""
+        return sum(2 * each.inputs * each.outputs for each in self.layers)
+
+    @property
+    def layers_forward_flops(self) -> int:
+        """The same: there is nothing but layers."""
+        return self.forward_flops
+
+    @property
+    def num_outputs(self) -> int:
+        """What the last layer makes of a row."""
+        return self.layers[-1].outputs
+
+    @property
+    def num_layers(self) -> int:
+        """Linear layers."""
+        return sum(run.count for run in self.linear)
+
+    @property
+    def seq_len(self) -> int:
+        """A row is a sequence of length 1."""
+        return 1
+
+    def split_refusal(self, tp: int) -> str | None:
+        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        for index, layer in enumerate(self.layers):
+            if layer.split != "rows" and layer.outputs % tp:
+                return f"layer {index} has {layer.outputs} outputs, which tp={tp} does not divide"
+        return None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
+        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        widths = dict.fromkeys(
+            size // (tp if each.split == split else 1)
+            for each in self.layers
+            for size, split in ((each.inputs, "rows"), (each.outputs, "columns"))
+        )
+        return tuple(ProductSize("width of a layer", size) for size in widths)
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> Self:
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"linear lists {self.num_layers} layers; allowed: {MAX_LAYERS}")
+        for index, run in enumerate(self.linear):
+            if run.count > 1 and run.inputs != run.outputs:
+                raise ValueError(
+                    f"linear.{index}.count={run.count} repeats {run.inputs} x {run.outputs}; "
+                    "allowed: 1, or outputs that equal inputs"
+                )
+            wanted = self.linear[index - 1].outputs if index else run.inputs
+            if run.inputs != wanted:
+                raise ValueError(
+                    f"linear.{index}.inputs={run.inputs} does not follow the outputs of the layer "
+                    f"before; allowed: {wanted}"
+                )
+        return self

@@ -1,0 +1,129 @@
+"""What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from meshwright.hwprofiles import nearest_names
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.kinds import BlockKind
+
+# Upper limits: some tenfold above any published model, and low enough that a
+# model's bytes fit a signed 64-bit integer with room for optimizer states.
+MAX_LAYERS = 10_000
+MAX_WIDTH = 262_144
+
+
+class Fields(BaseModel):
+    """A table that a person wrote."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Fields):
+    """What is trained; ``title`` equals ``name`` where it is not given.
+
+    ``sample`` is what a batch counts and a rate is of: tokens of a sequence, or whole samples,
+    which are sequences of length 1.
+    """
+
+    sample: ClassVar[str] = "tokens"
+
+    if TYPE_CHECKING:  # each kind declares both in the order in which its fields are shown
+        name: str
+        title: str
+
+    def __repr__(self) -> str:
+        """Return the model's name."""
+        return f"{type(self).__name__}({self.name!r})"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_title(cls, data: object) -> object:
+        if not isinstance(data, Mapping) or data.get("name") is None:
+            return data
+        return {"title": data["name"], **data}
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for field, text in (("name", self.name), ("title", self.title)):
+            if not text.isprintable():
+                raise ValueError(f"{field}={shorten(text)} must be printable, on one line")
+        return self
+
+
+class ProductSize(NamedTuple):
+    """A size on a rank that tensor cores load in whole lines; *is_linear* in those of fp8, too."""
+
+    name: str
+    size: int
+    is_linear: bool = True
+
+
+class ParameterTensor(NamedTuple):
+    """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: BlockKind
+    tp_dim: int | None
+
+
+T = TypeVar("T", bound=Model)
+
+
+def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
+    """Return the model of one kind that a mapping read from a file describes.
+
+    Args:
+        kind: What it is.
+        data: Names of its fields with their values.
+        origin: What to call the mapping in an error, normally the file name.
+
+    Raises:
+        PlanError: If a key is missing, unknown or out of range, or if sizes
+            disagree; one line for the first fault found.
+    """
+    try:
+        return kind.model_validate(dict(data))
+    except ValidationError as error:
+        faults = error.errors()
+        # A misspelt key is also a missing one; the misspelling is the better hint.
+        unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
+        raise PlanError(f"{origin}: {_describe(kind, (unknown or faults)[0])}") from None
+
+
+def _describe(kind: type[Model], fault: ErrorDetails) -> str:
+    """Return one line for one fault that pydantic found."""
+    loc = fault["loc"]
+    key = ".".join(str(part) for part in loc)
+    match fault["type"]:
+        case "missing":
+            return f"{key} is missing"
+        case "extra_forbidden":
+            fields = list(_table(kind, loc).model_fields)
+            nearest = nearest_names(str(loc[-1]), fields)
+            hint = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(fields)}"
+            return f"unknown key {shorten(key)}; {hint}"
+        case "value_error":
+            where = f"{key}: " if key else ""
+            return f"{where}{fault['ctx']['error']}"
+        case _:
+            rule = fault["msg"][0].lower() + fault["msg"][1:]
+            return f"{key}={shorten(fault['input'])}: {rule}"
+
+
+def _table(kind: type[Model], loc: tuple[int | str, ...]) -> type[Fields]:
+    """Return the table in which *loc* is: the model's own, or one of a list of tables."""
+    if len(loc) == 1:
+        return kind
+    item: type[Fields] = get_args(kind.model_fields[str(loc[0])].annotation)[0]
+    return item
+
+
+def shorten(value: object) -> str:
+    """Return a value as it is shown in an error: one line of at most 60 characters."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,207 @@
+"""What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
+
+from pydantic import Field, Strict, model_validator
+
+from meshwright.simulator.model.described import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Fields,
+    Model,
+    ParameterTensor,
+    ProductSize,
+)
+from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind, BlockRun, join_runs
+
+MAX_SIDE = 65_536
+
+Weight: TypeAlias = tuple[str, tuple[int, ...]]
+
+
+class BottleneckRun(Fields):
+    """Blocks of one width one after the other; the first has the stride, in its 3 x 3 convolution.
+
+    ``inner_channels`` are those of the 3 x 3 convolution.
+    """
+
+    count: int = Field(ge=1, le=MAX_LAYERS)
+    inner_channels: int = Field(ge=1, le=MAX_WIDTH)
+    out_channels: int = Field(ge=1, le=MAX_WIDTH)
+    stride: int = Field(default=1, ge=1, le=16)
+
+
+class Bottleneck(NamedTuple):
+    """A kind of layer: a bottleneck block of images with *side* rows and columns."""
+
+    side: int
+    in_channels: int
+    inner_channels: int
+    out_channels: int
+    stride: int
+
+    @property
+    def name(self) -> BlockKind:
+        """What it is called."""
+        channels = f"{self.in_channels}-{self.inner_channels}-{self.out_channels}"
+        return f"bottleneck {channels} of {self.side} x {self.side} to {self.out_side}"
+
+    @property
+    def kernel(self) -> int:
+        """Rows and columns of the windows of the convolution in the middle."""
+        return 3
+
+    @property
+    def out_side(self) -> int:
+        """Rows and columns of what it makes."""
+        return -(-self.side // self.stride)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Names and shapes of its weights."""
+        inner, outputs = self.inner_channels, self.out_channels
+        projection = _normalised("projection ", outputs, self.in_channels, 1)
+        return (
+            *_normalised("first ", inner, self.in_channels, 1),
+            *_normalised("middle ", inner, inner, self.kernel),
+            *_normalised("last ", outputs, inner, 1),
+            *(projection if self.projects else ()),
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of an image, forward."""
+        inner, outputs = self.inner_channels, self.out_channels
+        wide = self.side**2 * self.in_channels * inner
+        projection = self.in_channels * outputs if self.projects else 0
+        narrow = self.out_side**2 * (inner**2 * self.kernel**2 + inner * outputs + projection)
+        return 2 * (wide + narrow)
+
+    @property
+    def projects(self) -> bool:
+        """Whether a convolution of its input is added, which has another shape."""
+        return self.stride != 1 or self.in_channels != self.out_channels
+
+
+class ImageModel(Model):
+    """A residual network such as ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385).
+
+    The stem is a 7 x 7 convolution with stride 2 and a pooling with stride 2, the last end the
+    mean over pixels and a linear layer.
+
+    >>> run = BottleneckRun(count=2, inner_channels=8, out_channels=32, stride=2)
+    >>> stem = {"image_size": 32, "stem_channels": 16}
+    >>> tiny = ImageModel(name="tiny", kind="images", **stem, blocks=[run], num_classes=10)
+    >>> [tuple(each) for each in tiny.layers]
+    [(8, 16, 8, 32, 2), (4, 32, 8, 32, 1)]
+    """
+
+    sample: ClassVar[str] = "images"
+    tied_embeddings: ClassVar[bool] = False
+    stem_kernel: ClassVar[int] = 7
+    stem_stride: ClassVar[int] = 2
+    pool_stride: ClassVar[int] = 2
+
+    name: str = Field(min_length=1, max_length=200)
+    kind: Literal["images"]
+    title: str = Field(default="", min_length=1, max_length=200)
+    image_size: int = Field(ge=1, le=MAX_SIDE)
+    channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
+    stem_channels: int = Field(ge=1, le=MAX_WIDTH)
+    num_classes: int = Field(ge=1, le=MAX_WIDTH)
+    blocks: Annotated[tuple[BottleneckRun, ...], Strict(strict=False)] = Field(min_length=1)
+    source: str = "not given"
+
+    @property
+    def stem_side(self) -> int:
+        """Rows and columns after the first convolution."""
+        return -(-self.image_size // self.stem_stride)
+
+    @property
+    def layers(self) -> tuple[Bottleneck, ...]:
+        """The kind of each layer, in the order in which they run."""
+        return tuple(self._layers())
+
+    def _layers(self) -> Iterator[Bottleneck]:
+        side, channels = -(-self.stem_side // self.pool_stride), self.stem_channels
+        for run in self.blocks:
+            for index in range(run.count):
+                stride = 1 if index else run.stride
+                kind = Bottleneck(side, channels, run.inner_channels, run.out_channels, stride)
+                yield kind
+                side, channels = kind.out_side, kind.out_channels
+
+    def layer(self, name: BlockKind) -> Bottleneck:
+        """Return the kind of layer of a name."""
+        return next(kind for kind in self.layers if kind.name == name)
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """The layers as runs of equal ones."""
+        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
+
+    @property
+    def tensors(self) -> tuple[ParameterTensor, ...]:
+        """Weights of the stem, of one block of each kind, and of the classifier."""
+        shape = (self.num_classes, self.layers[-1].out_channels)
+        weights = {
+            EMBEDDING: _normalised("", self.stem_channels, self.channels, self.stem_kernel),
+            **{kind.name: kind.weights for kind in self.layers},
+            HEAD: (("logits.weight", shape), ("logits.bias", shape[:1])),
+        }
+        return tuple(
+            ParameterTensor(name, shape, kind, None)
+            for kind, named in weights.items()
+            for name, shape in named
+        )
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of an image, forward; a multiply-add counts two."""
+        stem = self.stem_side**2 * self.stem_channels * self.channels * self.stem_kernel**2
+        logits = self.num_classes * self.layers[-1].out_channels
+        return 2 * (stem + logits) + self.layers_forward_flops
+
+    @property
+    def layers_forward_flops(self) -> int:
+        """Those of the blocks alone."""
+        return sum(each.forward_flops for each in self.layers)
+
+    @property
+    def num_outputs(self) -> int:
+        """Logits of an image."""
+        return self.num_classes
+
+    @property
+    def num_layers(self) -> int:
+        """Bottleneck blocks."""
+        return sum(run.count for run in self.blocks)
+
+    @property
+    def seq_len(self) -> int:
+        """An image is a sequence of length 1."""
+        return 1
+
+    def split_refusal(self, tp: int) -> str | None:
+        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        return f"tp={tp} does not go with {self.name}: convolutions are whole" if tp > 1 else None
+
+    def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:  # noqa: ARG002
+        """Return none: libraries pad the channels of convolutions."""
+        return ()
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"blocks hold {self.num_layers} in all; allowed: {MAX_LAYERS}")
+        return self
+
+
+def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:
+    """Return the weights of a convolution and of the batch norm after it."""
+    return (
+        (f"{name}convolution.weight", (outputs, inputs, kernel, kernel)),
+        (f"{name}norm.weight", (outputs,)),
+        (f"{name}norm.bias", (outputs,)),
+    )

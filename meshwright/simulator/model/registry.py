@@ -1,0 +1,37 @@
+"""Kinds of models, and how a file says which it describes."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.model.chain import ChainModel
+from meshwright.simulator.model.described import parse, shorten
+from meshwright.simulator.model.images import ImageModel
+from meshwright.simulator.model.spec import ModelSpec
+
+AnyModel: TypeAlias = ModelSpec | ImageModel | ChainModel
+
+TRANSFORMER = "transformer"
+KINDS: dict[str, type[AnyModel]] = {
+    TRANSFORMER: ModelSpec,
+    "images": ImageModel,
+    "chain": ChainModel,
+}
+
+
+def parse_any_model(data: Mapping[str, object], *, origin: str) -> AnyModel:
+    """Return the model that a mapping read from a file describes; its ``kind`` says what it is.
+
+    Raises:
+        PlanError: If there is no such kind, or a key is missing, unknown or out of range.
+
+    >>> parse_any_model({"kind": "image"}, origin="a.toml")
+    Traceback (most recent call last):
+    meshwright.simulator.errors.PlanError: a.toml: kind='image'; allowed: transformer, images, chain
+    """
+    kind = data.get("kind", TRANSFORMER)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PlanError(f"{origin}: kind={shorten(kind)}; allowed: {', '.join(KINDS)}")
+    if kind == TRANSFORMER:
+        data = {key: value for key, value in data.items() if key != "kind"}
+    return parse(KINDS[kind], data, origin=origin)
