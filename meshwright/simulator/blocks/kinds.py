@@ -162,6 +162,8 @@ def _listed(
 
 def keeps_output(shape: BlockShape, kind: BlockKind) -> bool:
     """Return whether backward of a layer reads what the layer hands on."""
+    if shape.recompute is Recompute.FULL:
+        return False
     match shape.trained:
         case ImageModel():
             return True

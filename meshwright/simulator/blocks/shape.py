@@ -72,11 +72,6 @@ class BlockShape:
         return self.num_tokens // self.tp if self.sequence_parallel else self.num_tokens
 
     @property
-    def num_scored_tokens(self) -> int:
-        """Tokens of a microbatch that reach the output matrix."""
-        return ceil(self.num_tokens * self.model.scored_fraction)
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of an activation."""
         return self.precision.num_bytes
@@ -149,7 +144,8 @@ class BlockShape:
     def num_logits(self) -> int:
         """Numbers that a microbatch's loss is made of on one rank."""
         if isinstance(self.trained, ModelSpec):
-            return self.num_scored_tokens * self.local_vocab_size
+            num_scored = ceil(self.num_tokens * self.model.scored_fraction)
+            return num_scored * self.local_vocab_size
         return self.microbatch_size * self.trained.num_outputs
 
     @property
