@@ -14,6 +14,7 @@ from meshwright.simulator import ParallelPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import model_stages
 from meshwright.simulator.memory import BlockBytes, block_bytes, stage_messages
+from meshwright.simulator.model import parameter_tensors
 
 NODES = "--cluster dgx-a100 --gpus 32"
 PIPELINES = (2, 4, 8)
@@ -130,7 +131,7 @@ def textbook_stages() -> str:
     rows = []
     for number, stage in enumerate(model_stages(model, chain.layers)):
         kind = stage.layers[0].kind
-        (weight,) = [each for each in model.tensors if each.block == kind]
+        (weight,) = [each for each in parameter_tensors(model) if each.block == kind]
         outputs, inputs = weight.shape
         sent = stage_messages(chain.blocks, stage)
         shapes = (f"4 x {inputs}", f"{inputs} x {outputs}", f"4 x {outputs}")
