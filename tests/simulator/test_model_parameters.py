@@ -106,9 +106,8 @@ def test_blocks_add_up_to_the_whole_model() -> None:
     for name in list_models():
         model = load_model(name)
         counts = parameters_by_kind(model)
-        assert counts["embedding"] + model.num_layers * counts["layer"] + counts[
-            "head"
-        ] == count_parameters(model)
+        layers = sum(count * counts[kind] for kind, count in model.layer_runs)
+        assert counts["embedding"] + layers + counts["head"] == count_parameters(model)
 
 
 def test_a_tied_output_matrix_is_listed_in_the_embedding_only() -> None:
