@@ -228,6 +228,12 @@ def test_only_the_engine_knows_simpy(path: Path) -> None:
 
 
 @every_source()
+def test_in_the_simulator_only_the_graph_knows_numpy(path: Path) -> None:
+    elsewhere = layer_of(path) != "simulator" or path.is_relative_to(HOUSE / "simulator" / "graph")
+    assert elsewhere or "numpy" not in imported_packages(path)
+
+
+@every_source()
 def test_only_validate_knows_torch(path: Path) -> None:
     assert layer_of(path) == "validate" or "torch" not in imported_packages(path)
 

@@ -4,14 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, keeps_output, walk
 from meshwright.simulator.blocks.operators import BlockOperators
 from meshwright.simulator.blocks.priced import PricedBlock
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.graph import Backward, Memory, Tensor
+from meshwright.simulator.graph import Backward, Memory, Tensor, column
 from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
 
 
@@ -63,8 +61,8 @@ class BlockTable:
             alike[_structure(shape)].append(shape)
         for group in alike.values():
             columns = Columns(
-                np.array([shape.tp for shape in group], np.int64),
-                np.array([shape.microbatch_size for shape in group], np.int64),
+                column(shape.tp for shape in group),
+                column(shape.microbatch_size for shape in group),
             )
             for kind in group[0].parameters:
                 self._add(group, kind, walk(group[0], kind, columns), ADDED)

@@ -124,6 +124,11 @@ def rounded_up(size: Size, multiple: Size) -> Size:
     return -(-size // multiple) * multiple
 
 
+def column(sizes: Iterable[int]) -> Size:
+    """Return a column of whole numbers: what is derived from it is as exact, up to 2 ** 63."""
+    return np.array(list(sizes), np.int64)
+
+
 def several(size: Size) -> Size:
     """Return 1 where a size is more than 1, else 0."""
     return min(size - 1, 1) if isinstance(size, int) else np.minimum(size - 1, 1)
