@@ -5,8 +5,8 @@ Gradients of a replica are those of copies of the weights: they stay until all o
 reduction).
 """
 
-from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending, num_linear_weights
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
+from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending
+from meshwright.simulator.model import EMBEDDING
 
 STAYS = Ending(keeps_gradients=True)
 
@@ -43,19 +43,9 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
     most = output.backward
     for kind, count in reversed(shape.trained.layer_runs):
         layer = table.memory(shape, kind, STAYS)
-        # Biases and norms, whose gradients stay, too, do not count in a block.
-        vectors = _num_vector_elements(shape, kind) * shape.residual_bytes
         for _ in range(count):
             # A block's own gradient that arrives is what the one behind it has left.
             level -= layer.sent
             most = max(most, level + layer.backward)
-            level += layer.left - layer.saved + vectors
+            level += layer.left - layer.saved
     return max(most, level - embedding.sent + embedding.backward)
-
-
-def _num_vector_elements(shape: BlockShape, kind: BlockKind) -> int:
-    """Return the elements of biases and of norms' weights in a layer."""
-    if isinstance(shape.trained, ModelSpec):
-        return shape.parameters[kind] - num_linear_weights(shape)
-    tensors = (each.shape for each in shape.trained.tensors if each.block == kind)
-    return sum(each[0] for each in tensors if len(each) == 1)

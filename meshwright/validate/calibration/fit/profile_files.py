@@ -60,6 +60,8 @@ def device_toml(device: Device) -> str:
     ]
     for kernel, facts in sorted(device.flash.items()):
         lines += ["", f"[flash.{kernel}]", *_kernels(facts)]
+    if device.convolution is not None:
+        lines += ["", "[convolution]", *_kernels(device.convolution)]
     return "\n".join(lines) + "\n"
 
 
