@@ -66,15 +66,15 @@ def step(
 
 
 @cache
+def fastest_first() -> list[StepResult]:
+    modes = load_stack("megatron-core").recompute_modes
+    steps = (step(pp=pp, recompute=recompute) for pp in (1, 2, 4) for recompute in modes)
+    return sorted(steps, key=lambda each: each.step_ps)
+
+
+@cache
 def search_result() -> SearchResult:
-    steps = sorted(
-        (
-            step(pp=pp, recompute=recompute)
-            for pp in (1, 2, 4)
-            for recompute in load_stack("megatron-core").recompute_modes
-        ),
-        key=lambda each: each.step_ps,
-    )
+    steps = fastest_first()
     evaluated = [
         SimulatedPlan(
             plan=each.plan,
