@@ -37,11 +37,11 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
-    num_linear_weights,
     step_cast_bytes,
     walk,
     weight_copy_bytes,
 )
+from meshwright.simulator.blocks.fp8_casts import num_linear_weights
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
 from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes

@@ -5,6 +5,7 @@ All tensors are integers, so every comparison is exact.
 
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +15,29 @@ from hypothesis import strategies as st
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.graph import (
+    PARTIAL,
+    Backward,
+    Block,
+    Dim,
+    Loss,
+    Lowering,
+    Phase,
+    Tape,
+    Transfer,
+    WeightGradients,
+    columns,
+    row,
+)
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.layout.placement import (
     MatmulSignature,
-    PairCommunication,
     Partial,
     Placement,
     Redistribution,
     Replicate,
     Split,
     dual,
-    linear_pair_communication,
     local_shape,
     matmul_signatures,
     redistribute,
@@ -336,6 +350,60 @@ def test_the_textbook_4x5_by_5x8_matmul_on_two_devices() -> None:
 # --- layers -----------------------------------------------------------------------------------
 
 
+class PairCommunication(NamedTuple):
+    """What a column-parallel and a row-parallel product behind it communicate; None where free."""
+
+    forward_in: Redistribution | None = None
+    forward_out: Redistribution | None = None
+    backward_out: Redistribution | None = None
+    backward_in: Redistribution | None = None
+    weight_gradient_regather: Redistribution | None = None
+
+
+MEGATRON = Lowering(
+    fuses_products=True,
+    fuses_places=True,
+    fuses_residual=True,
+    saves_first=False,
+    weight_gradients=WeightGradients.FUSED,
+    loss=Loss.FUSED,
+)
+
+
+def walked_pair(activations: Placement) -> PairCommunication:
+    """Return what the layer graph derives for a pair of products between *activations*."""
+    tokens, hidden, ffn = Dim("tokens", 8), Dim("hidden", 8), Dim("ffn", 8)
+    dims = {Split(0): tokens, Split(1): hidden, Partial(): PARTIAL}
+    outside = {Axis.TP: dims[activations]} if activations in dims else {}
+    moves = {
+        CollectiveOp.ALL_GATHER: redistribute(activations, Replicate()),
+        CollectiveOp.REDUCE_SCATTER: redistribute(Partial(), activations),
+        CollectiveOp.ALL_REDUCE: redistribute(Partial(), Replicate()),
+    }
+    block = Block({Axis.TP: 2}, MEGATRON)
+    x = block.tensor("x", tokens, hidden, at=outside)
+    (inner,) = columns(block, x, ffn)
+    row(block, inner, hidden, "out", outside)
+    tape = Tape(block)
+    tape.run_forward(x)
+    Backward(tape, WeightGradients.FUSED).run()
+    first = block.operators[0]
+    found: dict[str, Redistribution | None] = {}
+    for phase, operator, work in tape.steps:
+        if not isinstance(work, Transfer):
+            continue
+        if phase is Phase.FORWARD:
+            name = "forward_in" if operator is first else "forward_out"
+        elif operator is not first:
+            name = "backward_out"
+        else:
+            gathers = work.op is CollectiveOp.ALL_GATHER
+            name = "weight_gradient_regather" if gathers else "backward_in"
+        assert name not in found
+        found[name] = moves[work.op]
+    return PairCommunication(**found)
+
+
 def ops(*changes: Redistribution | None) -> list[str]:
     return [change.op.value for change in changes if change is not None and change.op is not None]
 
@@ -348,12 +416,12 @@ def layer_ops(pair: PairCommunication) -> tuple[list[str], list[str]]:
 
 
 def test_tensor_parallelism_needs_two_all_reduces_forward_and_two_backward_per_layer() -> None:
-    pair = linear_pair_communication(activations=Replicate())
+    pair = walked_pair(Replicate())
     assert layer_ops(pair) == (["all_reduce"] * 2, ["all_reduce"] * 2)
 
 
 def test_sequence_parallelism_needs_four_collectives_forward_and_six_backward_per_layer() -> None:
-    forward, backward = layer_ops(linear_pair_communication(activations=Split(0)))
+    forward, backward = layer_ops(walked_pair(Split(0)))
     assert forward == ["all_gather", "reduce_scatter"] * 2
     assert backward == ["all_gather", "all_gather", "reduce_scatter"] * 2
 
@@ -364,7 +432,7 @@ def test_sequence_parallelism_sends_forward_what_tensor_parallelism_does(
     size_bytes: int, num_ranks: int
 ) -> None:
     def forward_bytes(activations: Placement) -> Fraction:
-        pair = linear_pair_communication(activations=activations)
+        pair = walked_pair(activations)
         changes = [each for each in (pair.forward_in, pair.forward_out) if each is not None]
         return sum((each.sent_bytes(size_bytes, num_ranks) for each in changes), start=Fraction(0))
 
@@ -384,10 +452,13 @@ def test_a_linear_pair_gives_the_output_and_the_gradients_of_one_device(
     # One device: y = (x w1)^2 w2, the square standing in for the activation function.
     dh = (dy @ w2.T) * 2 * (x @ w1)
 
-    pair, wire = linear_pair_communication(activations=activations), WireBytes(num_ranks)
+    pair, wire = walked_pair(activations), WireBytes(num_ranks)
     w1s, w2s = np.split(w1, num_ranks, axis=1), np.split(w2, num_ranks, axis=0)
     saved = scatter(x, activations, num_ranks, rng)
-    hs = [xr @ w for xr, w in zip(wire.change(saved, pair.forward_in), w1s, strict=True)]
+    gathered = wire.change(saved, pair.forward_in)
+    if activations == Partial():
+        saved = gathered  # a sum takes the place of its parts
+    hs = [xr @ w for xr, w in zip(gathered, w1s, strict=True)]
     outs = [h**2 @ w for h, w in zip(hs, w2s, strict=True)]
     y = assemble(wire.change(outs, pair.forward_out), activations)
     assert np.array_equal(y, (x @ w1) ** 2 @ w2)
@@ -395,7 +466,9 @@ def test_a_linear_pair_gives_the_output_and_the_gradients_of_one_device(
     dys = wire.change(scatter(dy, activations, num_ranks, rng), pair.backward_out)
     dhs = [(d @ w.T) * 2 * h for d, w, h in zip(dys, w2s, hs, strict=True)]
     dxs = [d @ w.T for d, w in zip(dhs, w1s, strict=True)]
-    dx = assemble(wire.change(dxs, pair.backward_in), activations)
+    # Each part of a sum has the whole gradient of the sum.
+    at = Replicate() if activations == Partial() else activations
+    dx = assemble(wire.change(dxs, pair.backward_in), at)
     assert np.array_equal(dx, dh @ w1.T)
     xs = wire.change(saved, pair.weight_gradient_regather)
     dw1s = [xr.T @ d for xr, d in zip(xs, dhs, strict=True)]

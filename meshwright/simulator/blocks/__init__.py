@@ -1,7 +1,6 @@
 """What one microbatch runs and keeps in a layer and at the ends of a model."""
 
 from meshwright.simulator.blocks.fp8_casts import (
-    num_linear_weights,
     step_cast_bytes,
     weight_copy_bytes,
 )
@@ -20,7 +19,6 @@ from meshwright.simulator.blocks.operators import (
     Operator,
     sum_flops,
 )
-from meshwright.simulator.blocks.priced import partial_weights
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
@@ -44,8 +42,6 @@ __all__ = [
     "Operator",
     "hardware_flops",
     "model_flops",
-    "num_linear_weights",
-    "partial_weights",
     "step_cast_bytes",
     "sum_flops",
     "walk",

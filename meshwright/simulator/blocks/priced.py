@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Recompute
-from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
-from meshwright.simulator.blocks.kinds import walk
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,
@@ -60,13 +58,6 @@ class PricedBlock(NamedTuple):
     kind: BlockKind
     found: Backward
 
-    @classmethod
-    def of(
-        cls, shape: BlockShape, kind: BlockKind, columns: Columns | None = None
-    ) -> "PricedBlock":
-        """Return one block, with the sizes of *columns* in the place of the shape's own."""
-        return cls(shape, kind, walk(shape, kind, columns))
-
     def operators(self, row: int = 0) -> BlockOperators:
         """Return what one microbatch runs on one rank, for one *row* of the columns."""
         forward, again, backward = (self._phase(phase, row) for phase in Phase)
@@ -76,7 +67,7 @@ class PricedBlock(NamedTuple):
         extra = self._launches(forward, linears, backward=False)
         return BlockOperators(
             forward=(*forward, *extra),
-            recompute=self._recompute(again, (*forward, *extra)) if again else (),
+            recompute=self._recompute(again, forward, extra) if again else (),
             backward=(
                 *backward,
                 *self._launches(backward, linears, backward=True),
@@ -146,23 +137,27 @@ class PricedBlock(NamedTuple):
         )
 
     def _recompute(
-        self, again: tuple[Operator, ...], forward: tuple[Operator, ...]
+        self,
+        again: tuple[Operator, ...],
+        forward: tuple[Operator, ...],
+        extra: tuple[Operator, ...],
     ) -> tuple[Operator, ...]:
         """Return what runs again; of a layer, with the traffic and the launches of all of it.
 
         Stacks are fitted so: what recomputation that stops early leaves out is not their traffic.
         """
-        products = [each for each in again if isinstance(each, Gemm)]
         if self.shape.recompute is Recompute.SELECTIVE:
             return (*again, KernelLaunches("attention again", len(again)))
-        work = [each for each in again if not isinstance(each, MemoryBound)]
+        work = (
+            *(each for each in again if not isinstance(each, MemoryBound)),
+            *(each for each in forward if isinstance(each, MemoryBound)),
+        )
         if self.shape.recompute is Recompute.FULL:
-            whole = MemoryBound | KernelLaunches | HostPasses
-            return (*work, *(each for each in forward if isinstance(each, whole)))
+            return (*work, *extra)
+        products = [each for each in again if isinstance(each, Gemm)]
         kernels = self.shape.stack.forward_kernels_per_layer + len(products)
         return (
             *work,
-            *(each for each in forward if isinstance(each, MemoryBound) and not _is_cast(each)),
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
             HostPasses("layer again", 1),
@@ -194,11 +189,11 @@ class PricedBlock(NamedTuple):
             Collective(
                 "tp norm reduce", CollectiveOp.ALL_REDUCE, _at(each.numel, row) * width, Axis.TP
             )
-            for each in partial_weights(self.found)
+            for each in _partial_weights(self.found)
         )
 
 
-def partial_weights(found: Backward) -> list[Tensor]:
+def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
 
@@ -206,10 +201,6 @@ def partial_weights(found: Backward) -> list[Tensor]:
 def _is_matrix(weight: Tensor) -> bool:
     # Those of a classifier of two classes do not count.
     return len(weight.dims) > 1 and weight.name != "next_sentence.weight"
-
-
-def _is_cast(operator: MemoryBound) -> bool:
-    return operator.name.startswith("fp8")
 
 
 def _at(size: Size, row: int) -> int:

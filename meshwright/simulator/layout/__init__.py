@@ -14,14 +14,12 @@ from meshwright.simulator.layout.formats import (
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, strided_span
 from meshwright.simulator.layout.placement import (
-    PairCommunication,
     Partial,
     Placement,
     Placements,
     Redistribution,
     Replicate,
     Split,
-    linear_pair_communication,
     matmul_signatures,
     redistribute,
     shard_shape,
@@ -66,7 +64,6 @@ __all__ = [
     "Formats",
     "GroupSpan",
     "Mesh",
-    "PairCommunication",
     "ParallelPlan",
     "ParameterServer",
     "Partial",
@@ -85,7 +82,6 @@ __all__ = [
     "gradient_bytes",
     "in_option_order",
     "join_stages",
-    "linear_pair_communication",
     "main_gradient_bytes",
     "matmul_signatures",
     "model_stages",

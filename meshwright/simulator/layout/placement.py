@@ -144,21 +144,6 @@ class MatmulSignature(NamedTuple):
     out: Placement
 
 
-class PairCommunication(NamedTuple):
-    """What a column-parallel and a row-parallel linear layer communicate, None where free.
-
-    ``forward_in`` and ``forward_out`` run before and after the pair. In backward ``backward_out``
-    runs first, on the gradient of the pair's output, ``weight_gradient_regather`` restores the
-    column layer's input, and ``backward_in`` runs last, on the gradient of the pair's input.
-    """
-
-    forward_in: Redistribution | None
-    forward_out: Redistribution | None
-    backward_out: Redistribution | None
-    backward_in: Redistribution | None
-    weight_gradient_regather: Redistribution | None
-
-
 class ZeroCommunication(NamedTuple):
     """What data parallelism communicates a step: gradients, and parameters after the update."""
 
@@ -270,39 +255,6 @@ def shard_shape(
     for placement, num_ranks in zip(placements, sizes, strict=True):
         shape = local_shape(shape, placement, num_ranks=num_ranks)
     return shape
-
-
-def linear_pair_communication(*, activations: Placement) -> PairCommunication:
-    """Return what a column-parallel layer and a row-parallel layer after it communicate.
-
-    The column layer's weight is split by columns and the row layer's by rows, so elementwise
-    work between them needs nothing. Plain tensor parallelism keeps the activations outside
-    replicated: one all_reduce forward and one backward (Shoeybi 2019, arXiv:1909.08053).
-    Sequence parallelism splits them by tokens and saves only the slice of the column layer's
-    input, so backward gathers it once more (Korthikanti 2022, arXiv:2205.05198).
-
-    Backward is a pair again, transposed: the row layer's input gradient is a product with a
-    column-split weight, the column layer's one with a row-split weight that leaves a partial sum.
-    Gradients outside the pair have the placement of their activations, as in Megatron-LM.
-
-    Args:
-        activations: Placement of the ``[tokens, hidden]`` activations outside the pair:
-            ``Replicate()``, or ``Split(0)`` with sequence parallelism.
-
-    >>> pair = linear_pair_communication(activations=Split(0))
-    >>> pair.forward_in.op.value, pair.forward_out.op.value
-    ('all_gather', 'reduce_scatter')
-    """
-    signatures = matmul_signatures()
-    column = next(each for each in signatures if each.b == Split(1))
-    row = next(each for each in signatures if (each.a, each.b) == (column.out, Split(0)))
-    return PairCommunication(
-        forward_in=redistribute(activations, column.a),
-        forward_out=redistribute(row.out, activations),
-        backward_out=redistribute(activations, column.a),
-        backward_in=redistribute(row.out, activations),
-        weight_gradient_regather=redistribute(activations, column.a),
-    )
 
 
 def zero_communication(zero_stage: int) -> ZeroCommunication:
