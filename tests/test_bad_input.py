@@ -116,6 +116,19 @@ MISTAKES = {
         [*SEARCH, "--stack", "megatron-lm-2021", "--recompute", "selective"],
         ["recompute=selective", "megatron-lm-2021"],
     ),
+    **{
+        f"{option} {value} of {command} without attention": (
+            [command, "resnet50", *JOB[1:], "--gpus", "8", option, value],
+            [f"{option[2:]}={value} does not go with resnet50", allowed],
+        )
+        for command in ("simulate", "search")
+        for option, value, allowed in (
+            ("--attention", "flash", "leave it out"),
+            ("--attention", "unfused", "leave it out"),
+            ("--recompute", "selective", "none, full"),
+            ("--recompute", "selective-op", "none, full"),
+        )
+    },
     "sequence": ([*STEP, "--seq-len", "2048"], ["seq_len=2048", "1024"]),
     "memory without unit": ([*STEP, "--memory-limit", "72"], ["--memory-limit", "'72'", "GiB"]),
     "memory unit": ([*STEP, "--memory-limit", "72 GB/s"], ["'GB/s'", "GiB"]),

@@ -1,9 +1,11 @@
-"""A mode of recomputation that one framework has alone, in the space of others."""
+"""Modes of recomputation that a space leaves out: of one framework alone, of attention."""
+
+import pytest
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.search import search
-from meshwright.simulator import TrainingJob, load_model
+from meshwright.simulator import PlanError, TrainingJob, load_model
 
 JOB = TrainingJob(
     model=load_model("gpt2"), global_batch_size=8, seq_len=512, precision=Precision.BF16
@@ -29,3 +31,13 @@ def test_where_it_is_asked_for_its_rejection_has_a_name() -> None:
     assert found.rejections == {
         "megatron-core lacks recompute=selective-op": found.space_size,
     }
+
+
+def test_a_model_without_attention_has_no_mode_that_picks_some_of_its_operators() -> None:
+    job = TrainingJob(model=load_model("resnet50"), global_batch_size=8, seq_len=1)
+    stack = load_stack("megatron-core")
+    space = enumerate_space(job, stack, 4, SpaceLimits())
+    plans = [space.plan(index) for index in range(len(space))]
+    assert {plan.recompute for plan in plans} == {Recompute.NONE, Recompute.FULL}
+    with pytest.raises(PlanError, match="recompute=selective does not go with resnet50"):
+        enumerate_space(job, stack, 4, SpaceLimits(recompute=(Recompute.SELECTIVE,)))

@@ -9,6 +9,7 @@ from meshwright.hwprofiles import (
     Attention,
     Cluster,
     Precision,
+    Recompute,
     load_cluster,
     load_device,
     load_stack,
@@ -155,6 +156,7 @@ def test_a_chain_splits_over_tensor_ranks_with_one_sum_a_pair_of_layers() -> Non
         ("megatron-core", {"tp": 2}, "tp=2 does not go with resnet50: convolutions are whole"),
         ("torchtitan", {}, "stack torchtitan shards layers of transformers; resnet50 has none"),
         ("deepspeed", {"pp": 17}, "17 stages are more than the model's 16 layers"),
+        ("ddp", {"recompute": Recompute.SELECTIVE}, "no attention; allowed: none, full"),
     ],
 )
 def test_what_a_residual_network_cannot_have_is_refused(

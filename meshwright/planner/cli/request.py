@@ -38,7 +38,7 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.layout import AXES, PLAN_FIELDS
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, model_refusal
 
 DEFAULT_STACK = "megatron-core"
 # Published 16-bit training runs used fp16 before this year, bf16 from it on.
@@ -176,7 +176,7 @@ def resolve_plan(setting: Setting, given: Given) -> ParallelPlan:
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
     """
-    check_given(given)
+    check_fields(setting.job, given)
     draft = Draft(setting, given, {})
     for name, field in PLAN_FIELDS.items():
         resolve = RESOLVERS.get(name)
@@ -184,6 +184,15 @@ def resolve_plan(setting: Setting, given: Given) -> ParallelPlan:
     plan = ParallelPlan.of(draft.known)
     _check_passes(setting.job, plan)
     return plan
+
+
+def check_fields(job: TrainingJob, given: Given) -> None:
+    """Raise PlanError when a field that was given is out of range or says nothing of the model."""
+    check_given(given)
+    for name, field in PLAN_FIELDS.items():
+        refusal = model_refusal(field, given[name], job.model) if name in given else None
+        if refusal is not None:
+            raise PlanError(refusal)
 
 
 def _dp(draft: Draft) -> int:

@@ -5,8 +5,8 @@ from math import prod
 from typing import Any, cast
 
 from meshwright.hwprofiles import Attention, StackProfile, StageSplit
-from meshwright.planner.cli.request import Setting, default_attention
-from meshwright.planner.options import Given, check_given, option_of
+from meshwright.planner.cli.request import Setting, check_fields, default_attention
+from meshwright.planner.options import Given, option_of
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
 from meshwright.simulator.costs import peak_flops_per_s
@@ -19,7 +19,7 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
     Raises:
         PlanError: If pins contradict each other, the model or the number of devices.
     """
-    check_given(given)
+    check_fields(setting.job, given)
     check_pins(setting, given)
     schedule, attention = given.get("schedule"), given.get("attention")
     pins = {each.name: (given[each.name],) for each in SEARCHED_FIELDS if each.name in given}

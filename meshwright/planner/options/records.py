@@ -68,7 +68,8 @@ class MoneyOptions:
     """A whole training run, to tell its days and its cost."""
 
     tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens of the whole run, such as 300e9.")
+        float | None,
+        typer.Option(metavar="N", help="Tokens, images or rows of the run, as 300e9."),
     ] = None
     price: Annotated[
         str | None,

@@ -21,7 +21,7 @@ from meshwright.planner.reports.step import (
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, SearchResult
-from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.simulator import ModelSpec, ParallelPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS
 
 MAX_FRONTIER_LINES = 8
@@ -67,12 +67,12 @@ def proof_text(result: SearchResult) -> str:
     return f"within {result.bound_gap_fraction:.1%} of the optimum over {over}"
 
 
-def layout_text(plan: ParallelPlan) -> str:
+def layout_text(plan: ParallelPlan, job: TrainingJob) -> str:
     """Return a plan in one line, for people."""
     servers = plan.parameter_server
     return (
         f"{degrees_text(plan)} vpp={plan.num_virtual_stages} "
-        f"mb={plan.microbatch_size} {plan.schedule} {switches_text(plan)}"
+        f"mb={plan.microbatch_size} {plan.schedule} {switches_text(plan, job)}"
         f"{'' if servers is None else f' servers={servers.servers}'}"
     )
 
@@ -85,9 +85,10 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "rejected", f"{result.rejections[reason]:,} {reason}"
     if result.plans:
         best = result.plans[0].plan
-        yield "best", f"attention={best.attention}, stages of {format_stages(best.stages)} layers"
+        kernel = f"attention={best.attention}, " if isinstance(result.job.model, ModelSpec) else ""
+        yield "best", f"{kernel}stages of {format_stages(best.stages)} layers"
     if result.nearest is not None:
-        yield "nearest", layout_text(result.nearest.plan)
+        yield "nearest", layout_text(result.nearest.plan, result.job)
         yield "lacks", format_bytes(result.nearest.lacks_bytes)
         yield from (("change", change) for change in result.nearest.changes)
 

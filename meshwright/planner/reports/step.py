@@ -30,7 +30,7 @@ from meshwright.simulator import (
     TrainingJob,
     count_parameters,
 )
-from meshwright.simulator.layout import PLAN_FIELDS, Axis
+from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values
 
 WIDTH = 100
 BAR_WIDTH = 14
@@ -133,7 +133,7 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         ("layout", f"{degrees_text(plan)}, {batches}"),
         ("pipeline", f"schedule={plan.schedule} vpp={plan.num_virtual_stages}"),
         ("stages", f"{format_stages(plan.stages)} layers"),
-        ("switches", switches_text(plan)),
+        ("switches", switches_text(plan, result.job)),
     ]
     if plan.dp_shard is not None:
         sets = plan.dp // plan.dp_shard
@@ -185,12 +185,13 @@ def value_text(value: object) -> str:
     return yes_no(value) if isinstance(value, bool) else str(value)
 
 
-def switches_text(plan: ParallelPlan) -> str:
+def switches_text(plan: ParallelPlan, job: TrainingJob) -> str:
     """Return the switches of a plan, and what else of it is not as usual and has no line."""
     shown = (
         each
         for each in PLAN_FIELDS.values()
         if each.name not in FIELDS_WITH_LINES
+        and known_values(each, job.model) != ()
         and (each.declaration.is_basic or getattr(plan, each.name) != each.default)
     )
     return " ".join(f"{each.name}={value_text(getattr(plan, each.name))}" for each in shown)

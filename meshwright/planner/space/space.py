@@ -25,6 +25,8 @@ from meshwright.simulator.layout import (
     PlanField,
     Stage,
     divides,
+    known_values,
+    model_refusal,
     model_stages,
 )
 from meshwright.simulator.model import AnyModel
@@ -148,8 +150,16 @@ class Space:
 def enumerate_space(
     job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> Space:
-    """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow."""
-    limits = _with_recomputes(limits, stack)
+    """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow.
+
+    Raises:
+        PlanError: If *limits* ask for a value that says nothing of the model.
+    """
+    for field in SEARCHED_FIELDS:
+        for value in limits.values(field.name) or ():
+            refusal = model_refusal(field, value, job.model)
+            if refusal is not None:
+                raise PlanError(refusal)
     blocks = [
         _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
         for degrees in _degrees(job, num_gpus, limits)
@@ -164,18 +174,6 @@ def enumerate_space(
         stages=limits.stages or stack.stage_split,
         rows=rows,
     )
-
-
-def _with_recomputes(limits: SpaceLimits, stack: StackProfile) -> SpaceLimits:
-    """Return *limits* without a mode of one framework alone where *stack* is another.
-
-    It is there where it is asked for, and then a rule rejects it by its name.
-    """
-    asked = limits.values("recompute") is not None
-    if asked or Recompute.SELECTIVE_OP in stack.recompute_modes:
-        return limits
-    others = tuple(mode for mode in Recompute if mode is not Recompute.SELECTIVE_OP)
-    return limits.pinned(recompute=others)
 
 
 def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[dict[str, int]]:
@@ -276,18 +274,27 @@ def _switches(
 
     On an axis of degree 1 it has no effect, one value is enough.
     """
-    every: tuple[object, ...] = field.choices
-    if field.name == "zero_stage":
-        every = tuple(sorted({0, 1, *stack.zero_stages}))
     wanted = limits.values(field.name)
-    values = every if wanted is None else wanted
+    values = _usual_values(job, stack, field) if wanted is None else wanted
     acts_on = field.declaration.acts_on
     if acts_on is not None and fixed[acts_on] == 1:
         values = values[:1]
     if field.name == "sequence_parallel" and job.seq_len % fixed["tp"]:
         values = tuple(value for value in values if not value)
-    in_order = values if acts_on is not None else [value for value in every if value in values]
-    return [field.code(value) for value in in_order]
+    codes = [field.code(value) for value in values]
+    return codes if acts_on is not None else sorted(codes)
+
+
+def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:
+    """Return the values of a switch that are searched where none is asked for.
+
+    A mode of one framework alone is searched on its stacks; asked for, a rule rejects it by name.
+    """
+    if field.name == "zero_stage":
+        return tuple(sorted({0, 1, *stack.zero_stages}))
+    known = known_values(field, job.model)
+    alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
+    return tuple(each for each in (known or field.choices) if each not in alone)
 
 
 def divisors(number: int) -> list[int]:

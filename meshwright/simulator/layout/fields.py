@@ -32,6 +32,8 @@ class Declaration:
         choices: Values of a text, by name.
         offered_by: Trait of the stacks that offer it, or that lists which values they offer.
         acts_on: Axis without which it has no effect.
+        without_attention: Values that a model without attention may have; None for all, empty where
+            the field says nothing of such a model.
         axis: The axis whose degree it is.
     """
 
@@ -46,6 +48,7 @@ class Declaration:
     choices: Callable[[], tuple[str, ...]] | None = None
     offered_by: str | None = None
     acts_on: Axis | None = None
+    without_attention: tuple[object, ...] | None = None
     axis: Axis | None = None
 
     def field(self, default: T) -> T:

@@ -93,10 +93,14 @@ class PlanFields:
         heading="recompute",
         is_basic=True,
         offered_by="recompute_modes",
+        without_attention=(Recompute.NONE, Recompute.FULL),
     ).field(Recompute.NONE)
 
     attention: Attention = Declaration(
-        help="Attention kernel [the stack's].", is_basic=True, offered_by="attention_kernels"
+        help="Attention kernel [the stack's].",
+        is_basic=True,
+        offered_by="attention_kernels",
+        without_attention=(),
     ).field(Attention.UNFUSED)
 
     schedule: str = Declaration(

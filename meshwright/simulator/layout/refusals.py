@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 from meshwright.hwprofiles import Precision, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES
+from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.model import AnyModel, ModelSpec
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -115,6 +116,23 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
         )
 
 
+def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
+    """Return the values of *field* that *model* may have, None for all."""
+    return None if isinstance(model, ModelSpec) else field.declaration.without_attention
+
+
+def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | None:
+    """Return why *value* of *field* cannot be asked for with *model*, or None when it can."""
+    known = known_values(field, model)
+    if known is None or value in known:
+        return None
+    allowed = ", ".join(str(each) for each in known) or "leave it out"
+    return (
+        f"{field.name}={value} does not go with {model.name}, which has no attention; "
+        f"allowed: {allowed}"
+    )
+
+
 def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
@@ -141,6 +159,10 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
         if job.precision is Precision.FP8:
             return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
+        for field in PLAN_FIELDS.values():
+            refusal = model_refusal(field, getattr(plan, field.name), job.model)
+            if refusal is not None and known_values(field, job.model):
+                return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None
