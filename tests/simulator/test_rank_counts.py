@@ -97,7 +97,7 @@ def test_flops_of_all_ranks_are_the_hardware_flops(
     ranks = sum(
         rank_flops(job, plan, CORE, pp_rank, microbatches=microbatches) for pp_rank in range(pp)
     )
-    assert ranks * tp * dp == hardware_flops(job, plan)
+    assert ranks * tp * dp == hardware_flops(job, plan, CORE)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "bert-large"])
@@ -114,12 +114,13 @@ def test_recomputation_that_stops_early_skips_the_last_product(name: str, *, ski
     """The mask of GPT-2's last dropout is kept, and made after that product."""
     job = job_of(name, 2)
     plan = plan_of(attention=Attention.FLASH, recompute=Recompute.FULL)
-    early, whole = (
-        rank_flops(job, plan, stack, 0, microbatches=2)
-        for stack in (FSDP, FSDP.model_copy(update={"recompute_stops_early": False}))
-    )
+    stacks = FSDP, FSDP.model_copy(update={"recompute_stops_early": False})
+    early, whole = (rank_flops(job, plan, stack, 0, microbatches=2) for stack in stacks)
     product = 2 * 512 * job.model.hidden_size * job.model.ffn_hidden_size
     assert whole - early == (2 * 8 * product if skips else 0)
+    assert whole - early == hardware_flops(job, plan, stacks[1]) - hardware_flops(
+        job, plan, stacks[0]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

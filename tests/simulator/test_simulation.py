@@ -292,7 +292,7 @@ def test_rates_follow_from_the_step_time() -> None:
     assert result.tokens_per_s == 64 * 1024 / seconds
     assert result.tokens_per_s_per_gpu == 64 * 1024 / seconds / 8
     assert result.mfu_fraction == pytest.approx(model_flops(job) / (seconds * 8 * 312e12))
-    ratio = hardware_flops(job, plan) / model_flops(job)
+    ratio = hardware_flops(job, plan, CORE) / model_flops(job)
     assert result.hfu_fraction / result.mfu_fraction == pytest.approx(ratio)
     assert 0 < result.mfu_fraction < result.hfu_fraction < 1
 
@@ -307,9 +307,9 @@ def test_model_flops_are_the_published_formula() -> None:
     plan = make_plan(gpt3, recompute=Recompute.FULL)
     # 96 B s l h^2 (1 + s / 6h + V / 16 l h) (Narayanan et al. 2021).
     full = 96 * b * s * layers * h * h + 16 * b * s * s * layers * h + 6 * b * s * h * v
-    assert hardware_flops(job, plan) == full
+    assert hardware_flops(job, plan, CORE) == full
     selective = replace(plan, recompute=Recompute.SELECTIVE)
-    assert hardware_flops(job, selective) == expected + 4 * b * s * s * layers * h
+    assert hardware_flops(job, selective, CORE) == expected + 4 * b * s * s * layers * h
 
 
 def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:

@@ -127,7 +127,7 @@ def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
 @given(case=flops_cases())
 def test_operators_add_up_to_the_hardware_flops(case: tuple[TrainingJob, ParallelPlan]) -> None:
     job, plan = case
-    assert step_flops(job, plan) == hardware_flops(job, plan)
+    assert step_flops(job, plan) == hardware_flops(job, plan, CORE)
     assert step_flops(job, replace(plan, recompute=Recompute.NONE)) == model_flops(job)
 
 

@@ -177,7 +177,8 @@ class StepResult:
     @property
     def hardware_flops_per_s_per_gpu(self) -> float:
         """FLOPs a second and rank with recomputation counted."""
-        return hardware_flops(self.job, self.plan) / self.step_time_s / self.plan.world_size
+        flops = hardware_flops(self.job, self.plan, self.stack)
+        return flops / self.step_time_s / self.plan.world_size
 
     @property
     def mfu_fraction(self) -> float:

@@ -137,10 +137,10 @@ def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) 
     block = Block(mesh, lowering_of(shape), shape.element_bytes)
     if isinstance(shape.trained, ModelSpec):
         return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))
-    return Written(block, _listed(block, shape.trained, kind, sizes.microbatch_size))
+    return Written(block, listed(block, shape.trained, kind, sizes.microbatch_size))
 
 
-def _listed(
+def listed(
     block: Block, model: ImageModel | ChainModel, kind: BlockKind, num_samples: Size
 ) -> Tensor:
     """Write a block of a model that lists its layers; return what enters it."""

@@ -5,34 +5,42 @@ attention over all s keys (not halved for causality), ``2 h V`` for the head and
 for that of BERT, whose pooler (one token a sequence) is left out, both of scored positions only;
 backward is twice that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et
 al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 
-from meshwright.hwprofiles import Precision, Recompute
-from meshwright.simulator.blocks.recompute_policy import repeated_products
+from meshwright.hwprofiles import StackProfile
+from meshwright.simulator.blocks.kinds import OUTPUT, listed, walk
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.graph import (
+    Block,
+    Convolution,
+    FusedAttention,
+    Loss,
+    Lowering,
+    Phase,
+    Product,
+    WeightGradients,
+    Work,
+)
 from meshwright.simulator.layout import ParallelPlan, TrainingJob
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.model import (
+    EMBEDDING,
+    BlockKind,
+    BlockRun,
+    ChainModel,
+    ImageModel,
+    ModelSpec,
+)
 
 CONVENTION = (
     "matrix products of forward and backward, full attention (not halved for causality), "
     "no recomputation; hardware FLOPs add recomputation"
 )
 BACKWARD_FACTOR = 2
-
-
-def layer_forward_flops(job: TrainingJob) -> int:
-    """Return one layer's forward FLOPs for a whole step."""
-    model = job.transformer
-    hidden, kv_width = model.hidden_size, model.kv_hidden_size
-    matrices = 3 if model.gated_mlp else 2
-    weights = 2 * hidden * (hidden + kv_width) + matrices * hidden * model.ffn_hidden_size
-    return 2 * weights * job.tokens_per_step + attention_forward_flops(job)
-
-
-def attention_forward_flops(job: TrainingJob) -> int:
-    """Return one layer's attention-core FLOPs, forward, for a whole step."""
-    return 4 * job.tokens_per_step * job.seq_len * job.transformer.hidden_size
 
 
 def model_flops(job: TrainingJob) -> int:
@@ -45,32 +53,57 @@ def model_flops(job: TrainingJob) -> int:
     >>> round(model_flops(job) / published, 9)
     1.0
     """
-    model = job.model
-    if not isinstance(model, ModelSpec):
-        return (1 + BACKWARD_FACTOR) * model.forward_flops * job.global_batch_size
-    head_width = model.vocab_size + (model.hidden_size if model.mlm_head else 0)
-    num_scored = ceil(job.tokens_per_step * model.scored_fraction)
-    head = 2 * model.hidden_size * head_width * num_scored
-    forward = model.num_layers * layer_forward_flops(job) + head
+    if isinstance(job.model, ModelSpec):
+        forward = _transformer_flops(job, job.model)
+    else:
+        forward = _listed_flops(job.model) * job.global_batch_size
     return (1 + BACKWARD_FACTOR) * forward
 
 
-def hardware_flops(job: TrainingJob, plan: ParallelPlan) -> int:
-    """Return the model FLOPs plus what recomputation repeats."""
-    model = job.model
-    if not isinstance(model, ModelSpec):
-        again = model.layers_forward_flops if plan.recompute is Recompute.FULL else 0
-        return model_flops(job) + again * job.global_batch_size
-    match plan.recompute:
-        case Recompute.NONE:
-            repeated = 0
-        case Recompute.SELECTIVE:
-            repeated = attention_forward_flops(job)
-        case Recompute.FULL:
-            repeated = layer_forward_flops(job)
-        case Recompute.SELECTIVE_OP:
-            is_fp8 = job.precision is Precision.FP8
-            products = repeated_products(model, is_fp8=is_fp8)
-            weights = sum(each.inputs * each.outputs for each in products)
-            repeated = 2 * weights * job.tokens_per_step
-    return model_flops(job) + model.num_layers * repeated
+def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:
+    """Return the model FLOPs plus what recomputation repeats of the layers on *stack*."""
+    alone = BlockShape.of(job, replace(plan, tp=1, microbatch_size=1), stack)
+
+    def repeated(kind: BlockKind) -> int:
+        steps = walk(alone, kind).tape.steps
+        return _flops(each.work for each in steps if each.phase is Phase.RECOMPUTE)
+
+    again = sum(count * repeated(kind) for kind, count in job.model.layer_runs)
+    return model_flops(job) + again * job.global_batch_size
+
+
+def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
+    """Return the FLOPs of a step's forward passes."""
+    hidden = model.hidden_size
+    matrices = 3 if model.gated_mlp else 2
+    weights = 2 * hidden * (hidden + model.kv_hidden_size)
+    weights += matrices * hidden * model.ffn_hidden_size
+    layer = (2 * weights + 4 * job.seq_len * hidden) * job.tokens_per_step
+    head_width = model.vocab_size + (hidden if model.mlm_head else 0)
+    num_scored = ceil(job.tokens_per_step * model.scored_fraction)
+    return model.num_layers * layer + 2 * hidden * head_width * num_scored
+
+
+def _listed_flops(model: ImageModel | ChainModel) -> int:
+    """Return the FLOPs of a sample's forward pass; how a stack runs it changes none."""
+    eager = Lowering(
+        fuses_products=False,
+        fuses_places=False,
+        fuses_residual=False,
+        saves_first=True,
+        weight_gradients=WeightGradients.ADDED,
+        loss=Loss.EAGER,
+    )
+
+    def forward(kind: BlockKind) -> int:
+        block = Block({}, eager)
+        listed(block, model, kind, 1)
+        return _flops(work for each in block.operators for work in each.work)
+
+    runs = (BlockRun(EMBEDDING, 1), *model.layer_runs, BlockRun(OUTPUT, 1))
+    return sum(count * forward(kind) for kind, count in runs)
+
+
+def _flops(works: Iterable[Work]) -> int:
+    products = Product | Convolution | FusedAttention
+    return sum(int(work.flops) for work in works if isinstance(work, products))

@@ -171,9 +171,9 @@ class PricedBlock(NamedTuple):
         stack, listed = self.shape.stack, not isinstance(self.shape.trained, ModelSpec)
         if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
-        weights = self.found.places
+        weights = list(self.found.places)
         if self.kind != TRANSFORMER_LAYER and not listed:
-            weights = {each: at for each, at in weights.items() if _is_matrix(each)}
+            weights = [each for each in weights if len(each.dims) > 1]
         count = sum(_at(each.numel, row) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
 
@@ -196,11 +196,6 @@ class PricedBlock(NamedTuple):
 def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
-
-
-def _is_matrix(weight: Tensor) -> bool:
-    # Those of a classifier of two classes do not count.
-    return len(weight.dims) > 1 and weight.name != "next_sentence.weight"
 
 
 def _at(size: Size, row: int) -> int:

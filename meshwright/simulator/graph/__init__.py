@@ -23,6 +23,7 @@ from meshwright.simulator.graph.operators import (
     Product,
     Traffic,
     Transfer,
+    Work,
 )
 from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
@@ -85,6 +86,7 @@ __all__ = [
     "Traffic",
     "Transfer",
     "WeightGradients",
+    "Work",
     "cast_operands",
     "column",
     "columns",

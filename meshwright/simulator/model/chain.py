@@ -8,11 +8,11 @@ from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
     Fields,
-    Model,
     ParameterTensor,
     ProductSize,
 )
-from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+from meshwright.simulator.model.kinds import BlockKind
+from meshwright.simulator.model.listed import ListedModel
 
 
 class LinearRun(Fields):
@@ -55,7 +55,7 @@ class LinearLayer(NamedTuple):
         return (weight, bias) if self.bias else (weight,)
 
 
-class ChainModel(Model):
+class ChainModel(ListedModel[LinearLayer]):
     """Linear layers; a sample is a row of the first one's inputs.
 
     The loss is no part of it: the gradient of what the last layer makes arrives.
@@ -66,7 +66,6 @@ class ChainModel(Model):
     """
 
     sample: ClassVar[str] = "rows"
-    tied_embeddings: ClassVar[bool] = False
 
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
@@ -90,29 +89,10 @@ class ChainModel(Model):
             for index, run in enumerate(flat)
         )
 
-    def layer(self, name: BlockKind) -> LinearLayer:
-        """Return the kind of layer of a name."""
-        return next(kind for kind in self.layers if kind.name == name)
-
-    @property
-    def layer_runs(self) -> tuple[BlockRun, ...]:
-        """The layers as runs of equal ones."""
-        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
-
     @property
     def tensors(self) -> tuple[ParameterTensor, ...]:
         """Weights of a layer of each kind."""
         return tuple(each for kind in dict.fromkeys(self.layers) for each in kind.tensors)
-
-    @property
-    def forward_flops(self) -> int:
-        """Operations of a row, forward; a multiply-add counts two."""
-        return sum(2 * each.inputs * each.outputs for each in self.layers)
-
-    @property
-    def layers_forward_flops(self) -> int:
-        """The same: there is nothing but layers."""
-        return self.forward_flops
 
     @property
     def num_outputs(self) -> int:
@@ -123,11 +103,6 @@ class ChainModel(Model):
     def num_layers(self) -> int:
         """Linear layers."""
         return sum(run.count for run in self.linear)
-
-    @property
-    def seq_len(self) -> int:
-        """A row is a sequence of length 1."""
-        return 1
 
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""

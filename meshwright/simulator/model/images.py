@@ -9,11 +9,11 @@ from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
     Fields,
-    Model,
     ParameterTensor,
     ProductSize,
 )
-from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind, BlockRun, join_runs
+from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind
+from meshwright.simulator.model.listed import ListedModel
 
 MAX_SIDE = 65_536
 
@@ -70,21 +70,12 @@ class Bottleneck(NamedTuple):
         )
 
     @property
-    def forward_flops(self) -> int:
-        """Operations of an image, forward."""
-        inner, outputs = self.inner_channels, self.out_channels
-        wide = self.side**2 * self.in_channels * inner
-        projection = self.in_channels * outputs if self.projects else 0
-        narrow = self.out_side**2 * (inner**2 * self.kernel**2 + inner * outputs + projection)
-        return 2 * (wide + narrow)
-
-    @property
     def projects(self) -> bool:
         """Whether a convolution of its input is added, which has another shape."""
         return self.stride != 1 or self.in_channels != self.out_channels
 
 
-class ImageModel(Model):
+class ImageModel(ListedModel[Bottleneck]):
     """A residual network such as ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385).
 
     The stem is a 7 x 7 convolution with stride 2 and a pooling with stride 2, the last end the
@@ -98,7 +89,6 @@ class ImageModel(Model):
     """
 
     sample: ClassVar[str] = "images"
-    tied_embeddings: ClassVar[bool] = False
     stem_kernel: ClassVar[int] = 7
     stem_stride: ClassVar[int] = 2
     pool_stride: ClassVar[int] = 2
@@ -132,15 +122,6 @@ class ImageModel(Model):
                 yield kind
                 side, channels = kind.out_side, kind.out_channels
 
-    def layer(self, name: BlockKind) -> Bottleneck:
-        """Return the kind of layer of a name."""
-        return next(kind for kind in self.layers if kind.name == name)
-
-    @property
-    def layer_runs(self) -> tuple[BlockRun, ...]:
-        """The layers as runs of equal ones."""
-        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
-
     @property
     def tensors(self) -> tuple[ParameterTensor, ...]:
         """Weights of the stem, of one block of each kind, and of the classifier."""
@@ -157,18 +138,6 @@ class ImageModel(Model):
         )
 
     @property
-    def forward_flops(self) -> int:
-        """Operations of an image, forward; a multiply-add counts two."""
-        stem = self.stem_side**2 * self.stem_channels * self.channels * self.stem_kernel**2
-        logits = self.num_classes * self.layers[-1].out_channels
-        return 2 * (stem + logits) + self.layers_forward_flops
-
-    @property
-    def layers_forward_flops(self) -> int:
-        """Those of the blocks alone."""
-        return sum(each.forward_flops for each in self.layers)
-
-    @property
     def num_outputs(self) -> int:
         """Logits of an image."""
         return self.num_classes
@@ -177,11 +146,6 @@ class ImageModel(Model):
     def num_layers(self) -> int:
         """Bottleneck blocks."""
         return sum(run.count for run in self.blocks)
-
-    @property
-    def seq_len(self) -> int:
-        """An image is a sequence of length 1."""
-        return 1
 
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""
