@@ -83,15 +83,22 @@ class UnitBytes:
 
     Args:
         layer: Gathered weights of one layer.
-        buffer: In which they are gathered, before they are copied out; none on a mesh of one rank.
         root: Gathered weights of embedding, final norm and head.
+        gathers: Whether weights are gathered in buffers before they are copied out. Alone, a rank
+            copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
         layer_wire: A layer's gradients as they are reduced.
-        root_wire: The root's.
+        layer_share: A reduced share of a layer's gradients as the all-reduce over replicas had it,
+            which stays until backward is over beside one in the format in which it is kept.
+        root_wire: The root's, as they are reduced.
+        root_reduced: What comes out of their reduction, also in the format in which it is kept.
         root_gradient: Its gradients as a backward pass makes them, beside the first copy of the
             largest in the format in which they are summed.
         positions: Whole gradient of the position table, which is there before the words'.
         layer_kept: What this rank keeps of a layer's gradients.
         head_gradient: Whole gradient of the head's weights.
+        last: Of the last weight, which the loop that fills the root's buffer still has.
+        cut_table: A table's gradient that every tensor rank makes whole, and its own rows, which
+            DTensor copies out of it.
         gradients: What it keeps of all gradients, which counts as held throughout. What leaves
             for the host when it is reduced is not kept.
         surplus: What a table's gradient that every tensor rank makes whole takes beyond its part,
@@ -100,14 +107,18 @@ class UnitBytes:
     """
 
     layer: int
-    buffer: int
     root: int
+    gathers: bool
     layer_wire: int
+    layer_share: int
     root_wire: int
+    root_reduced: int
     root_gradient: int
     positions: int
     layer_kept: int
     head_gradient: int
+    last: int
+    cut_table: int
     gradients: int
     surplus: int
     shard: int
@@ -122,13 +133,15 @@ class UnitBytes:
         total = stage_parameters(shape, stage)
         root = total - stage.num_layers * layer
         matrix = shape.local_vocab_size * shape.model.hidden_size
-        makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
-        stays_whole = (
-            replication.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
-        )
+        makes_whole = shape.tp > 1 and stage.has_embedding and shape.stack.whole_table_gradient
+        ranks, tied = replication.span.num_ranks, is_tied(shape, stage)
+        is_cast = reduce_bytes != state.sharded_parameter
+        gathers, has_replicas = ranks > 1, replication.replica_span is not None
+        stays_whole = replication.keeps_whole_gradients and makes_whole and not tied
         on_host = replication.offload is Offload.PARAMETERS
         kept = 0 if on_host and replication.reduces_each_microbatch else state.gradient
         others = (shape.tp - 1) * matrix if stays_whole else 0  # rows of the other tensor ranks
+        one_table = matrix * shape.element_bytes
         has_end = stage.has_embedding or stage.has_head
         is_copied = reduce_bytes != state.gathered_parameter
         # Positions follow the table: their first copy in the other format is made later.
@@ -136,24 +149,28 @@ class UnitBytes:
         positions *= stage.has_embedding * state.gathered_parameter
         return cls(
             layer=layer * state.gathered_parameter,
-            # Alone, a rank copies its shard into the weight and gathers nothing (PyTorch's
-            # FSDPParamGroup, `wait_for_unshard`).
-            buffer=layer * state.gathered_parameter if replication.span.num_ranks > 1 else 0,
             root=root * state.gathered_parameter,
+            gathers=gathers,
             layer_wire=layer * reduce_bytes,
+            layer_share=-(-layer // ranks) * reduce_bytes * (is_cast and has_replicas),
             root_wire=root * reduce_bytes,
+            root_reduced=-(-root // ranks) * (reduce_bytes + is_cast * state.sharded_parameter),
             positions=positions,
-            root_gradient=(matrix * has_end + others) * shape.element_bytes - positions
-            if is_copied
-            else 0,
+            root_gradient=is_copied
+            * ((matrix * has_end + others) * shape.element_bytes - positions),
             layer_kept=-(-layer // replication.shards.gradients) * kept,
-            head_gradient=matrix * shape.element_bytes if stage.has_head else 0,
+            head_gradient=one_table * stage.has_head,
+            last=one_table * (stage.has_head and gathers and not tied),
+            cut_table=one_table * (shape.tp + 1) * makes_whole,
             gradients=-(-total // replication.shards.gradients) * kept,
             surplus=others * state.gradient,
-            shard=0
-            if on_host
-            else -(-total // replication.span.num_ranks) * state.sharded_parameter,
+            shard=0 if on_host else -(-total // ranks) * state.sharded_parameter,
         )
+
+    @property
+    def buffer(self) -> int:
+        """In which the weights of a layer are gathered."""
+        return self.layer * self.gathers
 
 
 def is_tied(shape: BlockShape, stage: Stage) -> bool:

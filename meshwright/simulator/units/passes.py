@@ -62,7 +62,12 @@ class StagePass(NamedTuple):
             counted = passes.saved_head * stage.has_head + passes.message * self.sends_output
             work = passes.layer[0] - counted + units.root
             moments.append(work + (stay or units.layer) + (0 if whole else units.buffer))
-            if whole:
+            if not whole:
+                # The root's buffer stays until the first layer's weights are copied out of its own.
+                gathered = (units.root + units.layer) * (1 + units.gathers)
+                saved = layers * passes.saved_layer + passes.saved_head * stage.has_head
+                moments.append(gathered + passes.message - saved)
+            else:
                 # It frees them one by one: at the first layer all are there, and little is saved.
                 moments.append(work - (layers - 1) * passes.saved_layer + layers * units.layer)
         if stage.has_head:
@@ -120,7 +125,7 @@ class StagePass(NamedTuple):
         # The layer behind has left the input of its reduction: FSDP2 holds on to one such buffer
         # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
         if done and not replication.keeps_units:
-            others += units.layer_wire
+            others += units.layer_wire + done * units.layer_share
         arrives = self.sends_output and not done
         work = passes.sent_layer if arrives else passes.layer[1]
         here = work + self.gathered_layers(done, whole=whole)
@@ -149,6 +154,9 @@ class StagePass(NamedTuple):
         table = passes.table + units.positions if stage.has_embedding else 0
         if replication.keeps_units:
             return table + self.gathered_bytes
+        table = max(table, units.cut_table + units.positions)
         embedding = table + units.root + units.head_gradient + units.layer_wire
-        reduction = units.root + units.root_wire + units.root_wire // replication.span.num_ranks
-        return max(embedding, reduction)
+        # All gradients and the buffer of the wire; then that and its share.
+        filled = units.root + units.root_wire
+        reduced = units.last + units.root_wire + units.root_reduced
+        return max(embedding, filled, reduced) + stage.num_layers * units.layer_share

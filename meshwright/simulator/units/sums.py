@@ -26,7 +26,6 @@ class SumBytes:
         shard: What it keeps of all gradients then.
         root: Sums of the root.
         last: Of these, that of the last weight.
-        reduced: What comes out of their reduction, also in the format in which it is kept.
         copying: The root's gradients and their first copies as sums, at most, while they are
             copied one by one.
         positions: Gradient of a table of positions, as a pass makes it.
@@ -39,7 +38,6 @@ class SumBytes:
     shard: int
     root: int
     last: int
-    reduced: int
     copying: int
     positions: int
     waits: int
@@ -59,7 +57,7 @@ class SumBytes:
         on_device = replication.offload is not Offload.PARAMETERS
         root, surplus = units.root_wire // wire_bytes, units.surplus // wire_bytes
         last = 0 if tied else matrix  # those of a norm do not count
-        apart, is_cast = made_bytes != wire_bytes, wire_bytes != state.sharded_parameter
+        apart = made_bytes != wire_bytes
         first_copied = (root + surplus) * made_bytes + (matrix + surplus) * wire_bytes
         last_copied = last * made_bytes + (root + surplus) * wire_bytes
         return cls(
@@ -68,7 +66,6 @@ class SumBytes:
             shard=-(-units.gradients // wire_bytes // ranks) * kept_bytes * on_device,
             root=(root + surplus) * wire_bytes,
             last=last * wire_bytes,
-            reduced=-(-root // ranks) * (wire_bytes + is_cast * kept_bytes),
             copying=max(first_copied, last_copied),
             positions=positions * made_bytes,
             waits=units.head_gradient * (apart or tied),
@@ -151,6 +148,8 @@ class _SummingPass(NamedTuple):
         yield PassPeak(passes.table + made + wire + units.root - freed, absent)
         if self.is_last:
             yield PassPeak(units.root_wire - freed, absent)
-            yield PassPeak(units.root_wire + sums.last + sums.reduced - freed, absent + sums.root)
+            yield PassPeak(
+                units.root_wire + sums.last + units.root_reduced - freed, absent + sums.root
+            )
         elif self.is_first and sums.apart:
             yield PassPeak(sums.copying - freed, absent)
