@@ -3,7 +3,6 @@
 from meshwright.hwprofiles import Source
 from meshwright.simulator.costs import Category, PhaseCost
 from meshwright.simulator.engine import RankTimes, RankWork, StepTimes
-from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step import BuiltStep
 
 
@@ -32,7 +31,7 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     for cost in built.virtual_stage_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
     if built.work.blocking_messages:
-        sent_ps = _port_ps(built, pp_rank)
+        sent_ps = sum(end_ps - start_ps for start_ps, end_ps in rank.sent_ps)
         total += _communication(Category.PP_COMM, sent_ps, built.evidence.messages)
     return total
 
@@ -45,20 +44,6 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
     waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
     waited += _communication(Category.TP_COMM, work.sums_ps, built.evidence.sums)
     return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
-
-
-def _port_ps(built: BuiltStep, pp_rank: int) -> int:
-    """Return the time a rank's messages kept it from computing."""
-    last_stage = built.plan.num_stages - 1
-    total = 0
-    for action in built.work.actions[pp_rank]:
-        stage = action.virtual_stage * built.work.pp + pp_rank
-        virtual_stage = built.work.ranks[pp_rank].virtual_stages[action.virtual_stage]
-        if action.phase is Phase.FORWARD and stage < last_stage:
-            total += virtual_stage.forward_message.occupy_ps
-        elif action.phase is Phase.BACKWARD and stage > 0:
-            total += virtual_stage.backward_message.occupy_ps
-    return total
 
 
 def _communication(category: Category, time_ps: int, source: Source) -> PhaseCost:
