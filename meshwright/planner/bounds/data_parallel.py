@@ -7,26 +7,29 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space import Role, Space
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
-from meshwright.simulator.costs import Cost
 from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.ledger import (
+    Exchange,
+    gradient_reductions,
+    leaves_sums,
+    parameter_gathers,
+    price,
+    sums_first,
+    tensor_sums,
+    tied_table,
+)
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
     bucket_parts,
     buffer_copies,
-    gather_cost,
-    leaves_sums,
-    reduce_cost,
     reduced_parts,
     stage_bucket_limit,
     sum_layers,
     sum_parameters,
-    sums_first,
-    tensor_sums_cost,
     update_cost,
 )
-from meshwright.simulator.step import shared_embedding_ps
 
 
 class DataParallelTimes(NamedTuple):
@@ -65,13 +68,13 @@ class DataParallelTimes(NamedTuple):
     sums_last: int = 0
 
 
-Pricing = Callable[[int], Cost]
+Pricing = Callable[[int], int]
 
 
 def _bucket_times(pricing: Pricing, parts: Sequence[StagePart]) -> list[int]:
     """Return the time of each part's collectives, one bucket after the other."""
     sizes = dict.fromkeys(count for part in parts for count in part.buckets)
-    times = {count: pricing(count).time_ps for count in sizes}
+    times = {count: pricing(count) for count in sizes}
     return [sum(times[count] for count in part.buckets) for part in parts]
 
 
@@ -110,7 +113,8 @@ class DataParallelCosts:
 
     def shared_embedding_ps(self, shape: BlockShape, mesh: Mesh) -> int:
         """Return the all-reduce of a tied table between first and last rank."""
-        return shared_embedding_ps(self._costs, shape, mesh, self._wire, mesh.degree(Axis.DP))
+        table = tied_table(shape, self._wire, mesh, mesh.degree(Axis.DP))
+        return price(self._costs, table).time_ps
 
     def times(self, shape: BlockShape, role: Role, replication: Replication) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
@@ -129,7 +133,7 @@ class DataParallelCosts:
         if replication.in_units:
             return self._sharded_times(shape, role, replication, update)
         if not self._stack.overlap_parameter_gather:
-            update += gather_cost(self._costs, parameters, self._wire, replication).time_ps
+            update += self._pricing(parameter_gathers, replication)(parameters)
         parts = {
             stage: self._parts.of_buckets(shape, stage, replication.dp)
             for stage in dict.fromkeys(role.stages)
@@ -139,13 +143,13 @@ class DataParallelCosts:
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: _bucket_times(self._pricing(reduce_cost, replication), parts[stage])
+                stage: _bucket_times(self._pricing(gradient_reductions, replication), parts[stage])
                 for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
-            exposed = reduce_cost(self._costs, parameters, self._wire, replication).time_ps
+            exposed = self._pricing(gradient_reductions, replication)(parameters)
         return DataParallelTimes(
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
@@ -170,7 +174,7 @@ class DataParallelCosts:
         each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
-            update += gather_cost(self._costs, whole, self._wire, replication).time_ps
+            update += self._pricing(parameter_gathers, replication)(whole)
         times = DataParallelTimes(
             update=update,
             # Freed units are gathered in forward and in backward, or once a microbatch where they
@@ -207,7 +211,7 @@ class DataParallelCosts:
         """Return the time of each part's gather, or of its reduction, in model order."""
         if gathers and not replication.gathers_units:
             return [0]
-        cost = gather_cost if gathers else reduce_cost
+        cost = parameter_gathers if gathers else gradient_reductions
         return _bucket_times(
             self._pricing(cost, replication), reduced_parts(shape, stage, replication)
         )
@@ -217,20 +221,16 @@ class DataParallelCosts:
         if not replication.gathers_units:
             return 0
         freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
-        return sum(_bucket_times(self._pricing(gather_cost, replication), freed))
+        return sum(_bucket_times(self._pricing(parameter_gathers, replication), freed))
 
-    def _pricing(
-        self,
-        cost: Callable[[CostModel, int, WireBytes, Replication], Cost],
-        replication: Replication,
-    ) -> Pricing:
-        return lambda count: cost(self._costs, count, self._wire, replication)
+    def _pricing(self, exchange: Exchange, replication: Replication) -> Pricing:
+        return lambda count: price(self._costs, exchange(count, self._wire, replication)).time_ps
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
         key = (shape.tp, leaves_sums(shape), stages)
         if key not in self._sums_ps:
-            cost = tensor_sums_cost(self._costs, shape, stages, self._wire)
-            self._sums_ps[key] = cost.time_ps
+            sums = tensor_sums(shape, stages, self._wire, self._costs.tp_span(shape.tp))
+            self._sums_ps[key] = price(self._costs, sums).time_ps
         return self._sums_ps[key]
 
     def _gathers(self, parts: tuple[StagePart, ...], replication: Replication) -> list[int]:
@@ -240,7 +240,7 @@ class DataParallelCosts:
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return _bucket_times(self._pricing(gather_cost, replication), parts)
+        return _bucket_times(self._pricing(parameter_gathers, replication), parts)
 
 
 class _StageCopies(NamedTuple):
