@@ -1,6 +1,7 @@
 """Times of data-parallel collectives and updates of a rank, for the bounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile
@@ -10,6 +11,7 @@ from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     Exchange,
+    bucket_exchanges,
     gradient_reductions,
     leaves_sums,
     parameter_gathers,
@@ -68,16 +70,6 @@ class DataParallelTimes(NamedTuple):
     sums_last: int = 0
 
 
-Pricing = Callable[[int], int]
-
-
-def _bucket_times(pricing: Pricing, parts: Sequence[StagePart]) -> list[int]:
-    """Return the time of each part's collectives, one bucket after the other."""
-    sizes = dict.fromkeys(count for part in parts for count in part.buckets)
-    times = {count: pricing(count) for count in sizes}
-    return [sum(times[count] for count in part.buckets) for part in parts]
-
-
 class StageParts:
     """What stages are made of, each counted once."""
 
@@ -133,7 +125,7 @@ class DataParallelCosts:
         if replication.in_units:
             return self._sharded_times(shape, role, replication, update)
         if not self._stack.overlap_parameter_gather:
-            update += self._pricing(parameter_gathers, replication)(parameters)
+            update += self._whole_ps(parameter_gathers, parameters, replication)
         parts = {
             stage: self._parts.of_buckets(shape, stage, replication.dp)
             for stage in dict.fromkeys(role.stages)
@@ -143,13 +135,13 @@ class DataParallelCosts:
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: _bucket_times(self._pricing(gradient_reductions, replication), parts[stage])
+                stage: self._times(gradient_reductions, parts[stage], replication)
                 for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
-            exposed = self._pricing(gradient_reductions, replication)(parameters)
+            exposed = self._whole_ps(gradient_reductions, parameters, replication)
         return DataParallelTimes(
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
@@ -165,16 +157,19 @@ class DataParallelCosts:
         self, shape: BlockShape, role: Role, replication: Replication, update: int
     ) -> DataParallelTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
-        gathers, reduces = (
-            [self._part_times(shape, stage, replication, gathers=gathers) for stage in role.stages]
-            for gathers in (True, False)
-        )
-        port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
-        port_again = sum(self._again(shape, stage, replication) for stage in role.stages)
+        parts = [reduced_parts(shape, stage, replication) for stage in role.stages]
+        reduces = [self._times(gradient_reductions, each, replication) for each in parts]
+        gathers = [[0] * len(each) for each in parts]
+        if replication.gathers_units:
+            gathers = [self._times(parameter_gathers, each, replication) for each in parts]
+        port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
+        # For a backward pass what does not stay is gathered again.
+        every = zip(chain(*parts), chain(*gathers), strict=True)
+        port_again = sum(time_ps for part, time_ps in every if not part.stays)
         each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
-            update += self._pricing(parameter_gathers, replication)(whole)
+            update += self._whole_ps(parameter_gathers, whole, replication)
         times = DataParallelTimes(
             update=update,
             # Freed units are gathered in forward and in backward, or once a microbatch where they
@@ -197,34 +192,24 @@ class DataParallelCosts:
             times = times._replace(
                 forward_wait=port_gather, backward_wait=port_again + port_reduce * each
             )
-        copies = [
-            _StageCopies.of(
-                self._costs, reduced_parts(shape, stage, replication), self._wire, replication
-            )
-            for stage in role.stages
-        ]
+        copies = [_StageCopies.of(self._costs, each, self._wire, replication) for each in parts]
         return _with_copies(times, copies, replication)
 
-    def _part_times(
-        self, shape: BlockShape, stage: Stage, replication: Replication, *, gathers: bool
+    def _times(
+        self, exchange: Exchange, parts: Sequence[StagePart], replication: Replication
     ) -> list[int]:
-        """Return the time of each part's gather, or of its reduction, in model order."""
-        if gathers and not replication.gathers_units:
-            return [0]
-        cost = parameter_gathers if gathers else gradient_reductions
-        return _bucket_times(
-            self._pricing(cost, replication), reduced_parts(shape, stage, replication)
-        )
+        """Return the time of the *exchange* of each of *parts*, in their order."""
+        known = {
+            buckets: price(
+                self._costs, bucket_exchanges(exchange, buckets, self._wire, replication)
+            ).time_ps
+            for buckets in dict.fromkeys(part.buckets for part in parts)
+        }
+        return [known[part.buckets] for part in parts]
 
-    def _again(self, shape: BlockShape, stage: Stage, replication: Replication) -> int:
-        """Return the time of gathering again for a backward pass what does not stay."""
-        if not replication.gathers_units:
-            return 0
-        freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
-        return sum(_bucket_times(self._pricing(parameter_gathers, replication), freed))
-
-    def _pricing(self, exchange: Exchange, replication: Replication) -> Pricing:
-        return lambda count: price(self._costs, exchange(count, self._wire, replication)).time_ps
+    def _whole_ps(self, exchange: Exchange, parameters: int, replication: Replication) -> int:
+        """Return the time of the *exchange* of a rank's *parameters* as one."""
+        return price(self._costs, exchange(parameters, self._wire, replication)).time_ps
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
         key = (shape.tp, leaves_sums(shape), stages)
@@ -240,7 +225,7 @@ class DataParallelCosts:
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return _bucket_times(self._pricing(parameter_gathers, replication), parts)
+        return self._times(parameter_gathers, parts, replication)
 
 
 class _StageCopies(NamedTuple):
