@@ -7,7 +7,7 @@ what closes a step, and the FLOPs.
 from collections import Counter
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
-from meshwright.simulator.account.traffic import Traffic, stage_blocks
+from meshwright.simulator.account.traffic import Traffic
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
@@ -36,9 +36,9 @@ def rank_flops(
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
-        _counted_flops(operators) * count
+        _counted_flops(blocks.operators(shape, kind)) * count
         for stage in rank_stages(job.model, plan, pp_rank)
-        for operators, count in stage_blocks(blocks, shape, stage)
+        for kind, count in stage.blocks
     )
     return microbatches * flops
 

@@ -1,18 +1,19 @@
 """What a rank puts on the wire in a step: every collective with its axis, size and count."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
-from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, Collective
+from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.costs import sent_ratio
-from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob
-from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, rank_ledger
+from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
 
-REPLICAS = (Moment.GATHER, Moment.REDUCE, Moment.PASSES_DONE, Moment.UPDATED)
-OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)  # who takes part in the norm is `norm_ranks`
+OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
+# Who takes part in the norm is `norm_ranks`.
+REPEATED = tuple(moment for moment in Moment if moment not in (*OTHER_SUMS, Moment.NORM))
 
 
 class Traffic(NamedTuple):
@@ -46,15 +47,9 @@ def rank_traffic(
         pp_rank: Whose collectives; messages between stages are not among them, nor what
             `closing_traffic` returns.
     """
-    setting, blocks = StepSetting.of(job, plan, stack), BlockTable()
-    traffic = [
-        Traffic(Axis.TP, each.op, each.size_bytes, plan.tp, count * setting.num_microbatches)
-        for stage in setting.rank_stages(pp_rank)
-        for each, count in _stage_collectives(blocks, setting.shape, stage)
-    ]
-    entries = rank_ledger(setting, pp_rank).entries
-    exchanged = _entries_traffic(entry for entry in entries if entry.moment in REPLICAS)
-    return _counted([*traffic, *exchanged])
+    setting = StepSetting.of(job, plan, stack)
+    passes = pass_entries(setting, BlockTable(), pp_rank)
+    return _traffic([*passes, *rank_ledger(setting, pp_rank).entries], REPEATED)
 
 
 def closing_traffic(
@@ -66,48 +61,23 @@ def closing_traffic(
     ranks, a tied table's over both ends of the pipeline; then the gradient norm.
     """
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
-    return _counted(_entries_traffic(entry for entry in entries if entry.moment in OTHER_SUMS))
+    return _traffic(entries, OTHER_SUMS)
 
 
-def _entries_traffic(entries: Iterable[LedgerEntry]) -> Iterator[Traffic]:
-    """Yield what is sent in each of *entries*, with what fills it up."""
+def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tuple[Traffic, ...]:
+    """Return what is sent at *moments*, with what fills it up; a rank alone sends nothing."""
+    counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
     for entry in entries:
-        for each in entry.collectives:
+        for each in entry.collectives if entry.moment in moments else ():
             size_bytes = each.size_bytes + each.padding_bytes
-            calls = each.num_calls * entry.num_times
-            yield Traffic(each.axis, each.op, size_bytes, each.span.num_ranks, calls)
-
-
-def _counted(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Return *traffic* with equal collectives as one; a rank alone has none."""
-    counted: Counter[Traffic] = Counter()
-    for each in traffic:
-        counted[each._replace(num_calls=0)] += each.num_calls
-    called = (call._replace(num_calls=count) for call, count in counted.items() if count)
-    return tuple(call for call in called if call.num_ranks > 1)
+            call = each.axis, each.op, size_bytes, each.span.num_ranks
+            counted[call] += each.num_calls * entry.num_times * (each.span.num_ranks > 1)
+    return tuple(Traffic(*call, count) for call, count in counted.items() if count)
 
 
 def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
     """Return what a rank sends over *axis* in a step."""
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
-
-
-def stage_blocks(
-    blocks: BlockTable, shape: BlockShape, stage: Stage
-) -> Iterator[tuple[BlockOperators, int]]:
-    """Yield the operators of each run of blocks of a virtual stage, and how many it has."""
-    for kind, count in stage.blocks:
-        yield blocks.operators(shape, kind), count
-
-
-def _stage_collectives(
-    blocks: BlockTable, shape: BlockShape, stage: Stage
-) -> Iterator[tuple[Collective, int]]:
-    """Yield the tensor-parallel collectives of one microbatch and how often each runs."""
-    for operators, count in stage_blocks(blocks, shape, stage):
-        for operator in (*operators.forward, *operators.recompute, *operators.backward):
-            if isinstance(operator, Collective):
-                yield operator, count
 
 
 def module_link_bytes(size_bytes: int, num_devices: int, num_passes: int = 1) -> int:

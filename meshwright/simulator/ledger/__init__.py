@@ -11,9 +11,8 @@ from meshwright.simulator.ledger.closing import (
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
 from meshwright.simulator.ledger.rank import (
     RankLedger,
-    closing_entries,
+    pass_entries,
     rank_ledger,
-    stage_entries,
 )
 from meshwright.simulator.ledger.replicas import (
     Exchange,
@@ -32,14 +31,13 @@ __all__ = [
     "StepCollective",
     "StepSetting",
     "bucket_exchanges",
-    "closing_entries",
     "gradient_norm",
     "gradient_reductions",
     "leaves_sums",
     "parameter_gathers",
+    "pass_entries",
     "price",
     "rank_ledger",
-    "stage_entries",
     "sums_first",
     "tensor_sums",
     "tied_table",

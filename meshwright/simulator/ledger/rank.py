@@ -1,13 +1,11 @@
-"""The ledger of a pipeline rank: what its replicas exchange in passes, and what closes its step.
-
-Collectives between the operators of a pass are those of the blocks' walk.
-"""
+"""The ledger of a pipeline rank: what its passes and its replicas exchange, and its step's end."""
 
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.layout import Axis, Stage, join_stages
 from meshwright.simulator.ledger.closing import gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
@@ -51,6 +49,25 @@ def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
         tuple(stage_entries(setting, stage, again) for stage, again in passes),
         tuple(closing_entries(setting, stages)),
     )
+
+
+def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iterator[LedgerEntry]:
+    """Yield what the blocks of a pipeline rank exchange between their operators, in all passes.
+
+    Their time is in that of the passes, which comes of the same walk through each block.
+    """
+    span = setting.mesh.span(Axis.TP)
+    for stage in setting.rank_stages(pp_rank):
+        for kind, count in stage.blocks:
+            operators = blocks.operators(setting.shape, kind)
+            calls = tuple(
+                StepCollective(Axis.TP, each.op, each.size_bytes, span, count)
+                for each in (*operators.forward, *operators.recompute, *operators.backward)
+                if isinstance(each, Collective)
+            )
+            yield LedgerEntry(
+                Moment.OPERATORS, StagePart(stage, ()), calls, setting.num_microbatches
+            )
 
 
 def stage_entries(
