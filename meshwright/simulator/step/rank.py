@@ -42,12 +42,13 @@ class StepContext:
 
 
 class PricedRank(NamedTuple):
-    """A rank's work, and the price of what closes its step by when it comes.
+    """A rank's work, the price of its update, and of what closes its step by when it comes.
 
     ``replicas`` is what the times of its gradients' reductions rest on.
     """
 
     work: RankWork
+    update: PhaseCost
     closing: Mapping[Moment, Cost]
     replicas: Source
 
@@ -79,13 +80,6 @@ def message_between(
     return Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
 
 
-def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
-    """Return the time of the optimizer of a rank that holds *stages*, casts of weights included."""
-    parameters = sum_parameters(context.setting.shape, stages)
-    cast_bytes = step_cast_bytes(context.setting.shape, sum_layers(stages))
-    return rank_update_cost(context.host, parameters, cast_bytes)
-
-
 def price_ranks(
     context: StepContext, passes: dict[Stage, VirtualStageCost]
 ) -> tuple[PricedRank, ...]:
@@ -111,18 +105,20 @@ def _priced_rank(
     first = reductions[0] if reductions else ledger.at(Moment.PASSES_DONE)
     virtual_stages = {
         stage: _virtual_stage_work(context, stage, entries, hops, passes[stage])
-        for stage, entries in zip(stages, ledger.virtual_stages, strict=True)
+        for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
-    back_ps = copy_back_ps(context.host, sum_parameters(setting.shape, stages))
+    parameters = sum_parameters(setting.shape, stages)
+    cast_bytes = step_cast_bytes(setting.shape, sum_layers(stages))
+    update = rank_update_cost(context.host, parameters, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,
         sums_ps=closing[Moment.SUMS].time_ps,
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
-        optimizer_ps=rank_update(context, stages).time_ps,
-        gather_ps=back_ps + closing[Moment.UPDATED].time_ps,
+        optimizer_ps=update.time_ps,
+        gather_ps=copy_back_ps(context.host, parameters) + closing[Moment.UPDATED].time_ps,
     )
-    return PricedRank(work, closing, price(costs, first.collectives).source)
+    return PricedRank(work, update, closing, price(costs, first.collectives).source)
 
 
 def _virtual_stage_work(
