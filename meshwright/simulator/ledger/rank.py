@@ -9,12 +9,14 @@ from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.layout import Axis, Stage, join_stages
 from meshwright.simulator.ledger.closing import gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
+from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
     bucket_exchanges,
     gradient_reductions,
     parameter_gathers,
 )
 from meshwright.simulator.ledger.setting import StepSetting
+from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import (
     StagePart,
     bucket_parts,
@@ -52,22 +54,28 @@ def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
 
 
 def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iterator[LedgerEntry]:
-    """Yield what the blocks of a pipeline rank exchange between their operators, in all passes.
+    """Yield what the passes of a pipeline rank exchange between operators, and send to others.
 
-    Their time is in that of the passes, which comes of the same walk through each block.
+    The time of the one is in that of the passes, which comes of the same walk through each block;
+    of the messages it receives as many of each size.
     """
-    span = setting.mesh.span(Axis.TP)
+    shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
+    span, sizes = mesh.span(Axis.TP), block_bytes(blocks, shape)
+    crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
-        for kind, count in stage.blocks:
-            operators = blocks.operators(setting.shape, kind)
+        part = StagePart(stage, ())
+        for kind, num_blocks in stage.blocks:
+            operators = blocks.operators(shape, kind)
             calls = tuple(
-                StepCollective(Axis.TP, each.op, each.size_bytes, span, count)
+                StepCollective(Axis.TP, each.op, each.size_bytes, span, num_blocks)
                 for each in (*operators.forward, *operators.recompute, *operators.backward)
                 if isinstance(each, Collective)
             )
-            yield LedgerEntry(
-                Moment.OPERATORS, StagePart(stage, ()), calls, setting.num_microbatches
-            )
+            yield LedgerEntry(Moment.OPERATORS, part, calls, count)
+        # A stage sends forward unless it is the last, and backward unless it is the first.
+        for size_bytes in filter(None, stage_messages(sizes, stage)):
+            calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses)
+            yield LedgerEntry(Moment.MESSAGE, part, calls, count)
 
 
 def stage_entries(

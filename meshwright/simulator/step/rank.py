@@ -4,12 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Source
+from meshwright.hwprofiles import Source
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
-from meshwright.simulator.layout import Axis, Stage
-from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, price, rank_ledger
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.ledger import (
+    LedgerEntry,
+    Moment,
+    StepSetting,
+    message_collectives,
+    price,
+    rank_ledger,
+)
 from meshwright.simulator.memory import BlockBytes, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import buffer_copies, sum_layers, sum_parameters
@@ -65,19 +72,12 @@ def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> Vir
 def message_between(
     costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
 ) -> Message:
-    """Return the message of one microbatch between two stages.
-
-    With scatter/gather each rank of a tensor-parallel group sends its part, which the
-    receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
-    """
-    delay_ps = 0
-    if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
-        span = costs.tp_span(shape.tp)
-        gather = costs.collective(CollectiveOp.ALL_GATHER, size_bytes, span, Axis.TP)
-        delay_ps = gather.time_ps
-        size_bytes = -(-size_bytes // shape.tp)
-    cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
-    return Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
+    """Return the message of one microbatch between two stages, gathered by the receivers."""
+    span = costs.tp_span(shape.tp)
+    sent, *gathers = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
+    cost = costs.message(sent.size_bytes, crosses_nodes=sent.span.crosses_nodes)
+    delay_ps = cost.latency.time_ps + price(costs, gathers).time_ps
+    return Message(cost.transfer.time_ps, delay_ps)
 
 
 def price_ranks(
