@@ -24,7 +24,7 @@ from meshwright.simulator.replication import (
     sum_parameters,
     used_map_bytes,
 )
-from meshwright.simulator.schedules import NO_REFETCHES, Refetches
+from meshwright.simulator.schedules import Refetches
 
 
 class RankLedger(NamedTuple):
@@ -79,7 +79,7 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
 
 
 def stage_entries(
-    setting: StepSetting, stage: Stage, refetches: Refetches = NO_REFETCHES
+    setting: StepSetting, stage: Stage, refetches: Refetches
 ) -> tuple[LedgerEntry, ...]:
     """Return what replicas exchange in the passes of *stage*: all gathers, then all reductions."""
     replication, parts = setting.replication, setting.parts[stage]
@@ -89,26 +89,20 @@ def stage_entries(
         gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
     elif setting.gathers_in_pass:
         gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
-    wire = setting.wire
-    gathers = (
+    reduced = [(part, setting.num_reductions) for part in parts]
+    return tuple(
         LedgerEntry(
-            Moment.GATHER,
+            moment,
             part,
-            bucket_exchanges(parameter_gathers, part.buckets, wire, replication),
+            bucket_exchanges(exchange, part.buckets, setting.wire, replication),
             num_times,
         )
-        for part, num_times in gathered
-    )
-    reductions = (
-        LedgerEntry(
-            Moment.REDUCE,
-            part,
-            bucket_exchanges(gradient_reductions, part.buckets, wire, replication),
-            setting.num_reductions,
+        for moment, exchange, exchanged in (
+            (Moment.GATHER, parameter_gathers, gathered),
+            (Moment.REDUCE, gradient_reductions, reduced),
         )
-        for part in parts
+        for part, num_times in exchanged
     )
-    return (*gathers, *reductions)
 
 
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
@@ -116,14 +110,14 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
     shape, wire, replication = setting.shape, setting.wire, setting.replication
     whole = sum_parameters(shape, stages)
     closing = {
-        Moment.PASSES_DONE: []
-        if setting.parts[stages[0]]
-        else gradient_reductions(whole, wire, replication),
+        Moment.PASSES_DONE: [],
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
         Moment.NORM: [gradient_norm(setting.mesh.world_size, setting.mesh.node_size)],
         Moment.UPDATED: [],
     }
+    if not setting.parts[stages[0]]:
+        closing[Moment.PASSES_DONE] += gradient_reductions(whole, wire, replication)
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
