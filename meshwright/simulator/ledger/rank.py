@@ -1,0 +1,131 @@
+"""The ledger of a pipeline rank: what its passes and its replicas exchange, and its step's end."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks import BlockTable, Collective
+from meshwright.simulator.layout import Axis, Stage, join_stages
+from meshwright.simulator.ledger.closing import gradient_norm, tensor_sums, tied_table
+from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
+from meshwright.simulator.ledger.messages import message_collectives
+from meshwright.simulator.ledger.replicas import (
+    bucket_exchanges,
+    gradient_reductions,
+    parameter_gathers,
+)
+from meshwright.simulator.ledger.setting import StepSetting
+from meshwright.simulator.memory import block_bytes, stage_messages
+from meshwright.simulator.replication import (
+    StagePart,
+    bucket_parts,
+    part_gathers,
+    sum_parameters,
+    used_map_bytes,
+)
+from meshwright.simulator.schedules import Refetches
+
+
+class RankLedger(NamedTuple):
+    """The entries of each virtual stage's passes, parts in model order, and of the step's end."""
+
+    virtual_stages: tuple[tuple[LedgerEntry, ...], ...]
+    closing: tuple[LedgerEntry, ...]
+
+    def at(self, moment: Moment) -> LedgerEntry:
+        """Return the entry of a *moment* that closes the step."""
+        return next(entry for entry in self.closing if entry.moment is moment)
+
+    @property
+    def entries(self) -> Iterator[LedgerEntry]:
+        """All of them."""
+        return chain(*self.virtual_stages, self.closing)
+
+
+def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
+    """Return the ledger of a pipeline rank."""
+    stages = setting.rank_stages(pp_rank)
+    passes = zip(stages, setting.refetches(pp_rank), strict=True)
+    return RankLedger(
+        tuple(stage_entries(setting, stage, again) for stage, again in passes),
+        tuple(closing_entries(setting, stages)),
+    )
+
+
+def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iterator[LedgerEntry]:
+    """Yield what the passes of a pipeline rank exchange between operators, and send to others.
+
+    The time of the one is in that of the passes, which comes of the same walk through each block;
+    of the messages it receives as many of each size.
+    """
+    shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
+    span, sizes = mesh.span(Axis.TP), block_bytes(blocks, shape)
+    crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
+    for stage in setting.rank_stages(pp_rank):
+        part = StagePart(stage, ())
+        for kind, num_blocks in stage.blocks:
+            operators = blocks.operators(shape, kind)
+            calls = tuple(
+                StepCollective(Axis.TP, each.op, each.size_bytes, span, num_blocks)
+                for each in (*operators.forward, *operators.recompute, *operators.backward)
+                if isinstance(each, Collective)
+            )
+            yield LedgerEntry(Moment.OPERATORS, part, calls, count)
+        # A stage sends forward unless it is the last, and backward unless it is the first.
+        for size_bytes in filter(None, stage_messages(sizes, stage)):
+            calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses)
+            yield LedgerEntry(Moment.MESSAGE, part, calls, count)
+
+
+def stage_entries(
+    setting: StepSetting, stage: Stage, refetches: Refetches
+) -> tuple[LedgerEntry, ...]:
+    """Return what replicas exchange in the passes of *stage*: all gathers, then all reductions."""
+    replication, parts = setting.replication, setting.parts[stage]
+    gathered: list[tuple[StagePart, int]] = []
+    if replication.gathers_units:
+        count = setting.num_microbatches
+        gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
+    elif setting.gathers_in_pass:
+        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
+    reduced = [(part, setting.num_reductions) for part in parts]
+    return tuple(
+        LedgerEntry(
+            moment,
+            part,
+            bucket_exchanges(exchange, part.buckets, setting.wire, replication),
+            num_times,
+        )
+        for moment, exchange, exchanged in (
+            (Moment.GATHER, parameter_gathers, gathered),
+            (Moment.REDUCE, gradient_reductions, reduced),
+        )
+        for part, num_times in exchanged
+    )
+
+
+def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
+    """Yield what closes the step of a rank with *stages*, in the order of `Moment`."""
+    shape, wire, replication = setting.shape, setting.wire, setting.replication
+    whole = sum_parameters(shape, stages)
+    closing = {
+        Moment.PASSES_DONE: [],
+        Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
+        Moment.TIED_TABLE: [],
+        Moment.NORM: [gradient_norm(setting.mesh.world_size, setting.mesh.node_size)],
+        Moment.UPDATED: [],
+    }
+    if not setting.parts[stages[0]]:
+        closing[Moment.PASSES_DONE] += gradient_reductions(whole, wire, replication)
+    if setting.plan.find_unused:
+        # After all buckets (DDP's reducer), so that nothing hides it.
+        used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
+        closing[Moment.PASSES_DONE].append(StepCollective(Axis.DP, *used))
+    if stages[0].has_embedding or stages[-1].has_head:
+        closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan.num_shards)
+    if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
+        closing[Moment.UPDATED] = parameter_gathers(whole, wire, replication)
+    part = StagePart(join_stages(stages), (whole,))
+    for moment, collectives in closing.items():
+        yield LedgerEntry(moment, part, tuple(collectives))
