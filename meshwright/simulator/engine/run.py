@@ -148,7 +148,7 @@ class StepRun:
                 arrival_ps = inbox.arrivals_ps.pop(microbatch, None)
                 if arrival_ps is None:
                     arrival_ps = yield inbox.message(self.env, microbatch)
-                if arrival_ps > now:  # faster than `max` where a search spends its time
+                if arrival_ps > now:  # noqa: PLR1730 -- a search spends its time here
                     now = arrival_ps
             if tp_group is not None:
                 now = yield tp_group.arrive(now)
@@ -159,7 +159,7 @@ class StepRun:
                 now += instruction.compute_ps
             ended(now)
             if outbox is not None:
-                sent_ps = now if now > port_free_ps else port_free_ps
+                sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
                 port_free_ps = sent_ps + occupy_ps
                 if work.shared_port and occupy_ps:
                     state.messages.append((sent_ps, port_free_ps))  # in order, for `busy_end_ps`
