@@ -97,6 +97,7 @@ class Lane(NamedTuple):
     outbox: Inbox | None
     occupy_ps: int
     delay_ps: int
+    compute_ps: int
     instruction: Instruction
     special: range
 
@@ -143,7 +144,7 @@ class StepRun:
         for action in work.actions[place.pp_rank]:
             phase, stage, microbatch = action
             lane = lanes[stage if phase is FORWARD else num_stages + stage]
-            inbox, outbox, occupy_ps, delay_ps, instruction, special = lane
+            inbox, outbox, occupy_ps, delay_ps, compute_ps, instruction, special = lane
             if inbox is not None:
                 arrival_ps = inbox.arrivals_ps.pop(microbatch, None)
                 if arrival_ps is None:
@@ -156,7 +157,7 @@ class StepRun:
             if microbatch in special:
                 now = yield from self._special_pass(place, instruction, action, now)
             else:
-                now += instruction.compute_ps
+                now += compute_ps
             ended(now)
             if outbox is not None:
                 sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
@@ -283,8 +284,8 @@ def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
             target = run.states[place.index + instruction.target_step * place.stride]
             outbox = target.inboxes[instruction.target_slot]
         special = _special_microbatches(instruction, run.work.num_microbatches)
-        lane = Lane(inbox, outbox, message.occupy_ps, message.delay_ps, instruction, special)
-        lanes.append(lane)
+        times = message.occupy_ps, message.delay_ps, instruction.compute_ps
+        lanes.append(Lane(inbox, outbox, *times, instruction, special))
     return lanes
 
 
