@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = _run(words)
         sys.stdout.flush()
+        if arguments is None:
+            gc.freeze()  # what is left ends with the process: no need to look for garbage in it
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -129,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _hasten_start() -> None:
     """Leave out of this process, which runs no other, what takes time for nothing."""
     # Imports make many objects and hardly any garbage, and so does a search.
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(1_000_000, 20, 20)
     # Threads for products of matrices, which are none of ours; plug-ins of any package there is.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

@@ -123,7 +123,7 @@ def test_an_fp8_product_costs_its_waves_with_constants_of_its_own(m: int, n: int
     facts = DEVICE.gemm.fp8
     assert facts is not None
     as_bf16 = Gemm("product", m=m, n=n, k=k)
-    cost = gemm_cost(replace(as_bf16, is_fp8=True), DEVICE, FP8)
+    cost = gemm_cost(as_bf16._replace(is_fp8=True), DEVICE, FP8)
     floor_s = (m * k + k * n + 2 * m * n) / memory_rate_bytes_per_s(DEVICE)
     # The same tiles with the constants and the peak of fp8 in the place of those of bf16.
     swapped = DEVICE.gemm.model_copy(

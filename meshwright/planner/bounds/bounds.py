@@ -13,7 +13,7 @@ over tensor-parallel ranks come before or after what is reduced last.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +49,7 @@ class _GroupColumns:
     """Layouts with the same pipeline, their times as columns.
 
     ``blocks`` are those of passes through a block of each of ``kinds``; ``occupied`` and
-    ``travelled`` those of what such a block sends.
+    ``travelled`` those of what such a block sends; ``passes`` keeps those through a stage.
     """
 
     pp: int
@@ -62,18 +62,21 @@ class _GroupColumns:
     occupied: NDArray[np.int64]
     travelled: NDArray[np.int64]
     replicas: _Replicas
+    passes: dict[Stage, tuple[Column, Column]] = field(default_factory=dict)
 
     def forward(self, stage: Stage) -> Column:
         """Return the time of one forward pass through *stage*."""
-        return self._times(stage, 0)
+        return self._times(stage)[0]
 
     def backward(self, stage: Stage) -> Column:
         """Return the time of one backward pass through *stage*."""
-        return self._times(stage, 1)
+        return self._times(stage)[1]
 
-    def _times(self, stage: Stage, phase: int) -> Column:
-        counts = np.array(block_counts(self.kinds, [stage]), np.int64)
-        return np.asarray(self.blocks[:, phase::2] @ counts, np.int64)
+    def _times(self, stage: Stage) -> tuple[Column, Column]:
+        if stage not in self.passes:
+            counts = np.array(block_counts(self.kinds, [stage]), np.int64)
+            self.passes[stage] = self.blocks[:, 0::2] @ counts, self.blocks[:, 1::2] @ counts
+        return self.passes[stage]
 
     def ahead(self, role: Role) -> tuple[Stage, ...]:
         """Return the stages ahead of the first one of the role's last rank."""

@@ -10,7 +10,14 @@ from meshwright.planner.space.space import Column, Space
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, sums_microbatches, syncs_by_default
-from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockKind, layer_kinds
+from meshwright.simulator.model import (
+    EMBEDDING,
+    HEAD,
+    AnyModel,
+    BlockKind,
+    layer_kinds,
+    rank_parameters,
+)
 from meshwright.simulator.step import message_between
 
 ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
@@ -59,8 +66,10 @@ def _defers_sums(space: Space) -> Column:
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
+    degrees = np.unique(space.column("tp")[rows]).tolist()
+    parameters = {tp: rank_parameters(space.job.model, tp) for tp in degrees}
     plans = (space.plan_without_stages(row) for row in rows.tolist())
-    return tuple(BlockShape.of(space.job, plan, space.stack) for plan in plans)
+    return tuple(BlockShape.of(space.job, plan, space.stack, parameters[plan.tp]) for plan in plans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,12 @@
 """The operators a training step is made of: shapes, FLOPs and bytes, without times."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import Axis
 
 
-@dataclass(frozen=True, slots=True)
-class Gemm:
+class Gemm(NamedTuple):
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
 
     ``is_attention`` marks the products of the attention core, which hold no weights; ``is_fp8``
@@ -41,8 +40,7 @@ class Gemm:
         return self.batch * self.m * self.n
 
 
-@dataclass(frozen=True, slots=True)
-class ImplicitGemm:
+class ImplicitGemm(NamedTuple):
     """A convolution: the product ``[pixels, inputs x taps] x [inputs x taps, outputs]``.
 
     No window is laid out in memory: its traffic are the *moved* elements of its three tensors.
@@ -64,8 +62,7 @@ class ImplicitGemm:
         return 2 * self.pixels * self.inputs * self.outputs * self.taps
 
 
-@dataclass(frozen=True, slots=True)
-class FlashAttention:
+class FlashAttention(NamedTuple):
     """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
     Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
@@ -86,32 +83,28 @@ class FlashAttention:
         return halves * self.batch_heads * self.seq_len**2 * self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBound:
+class MemoryBound(NamedTuple):
     """Kernels whose time is their traffic: *size_bytes* read and written."""
 
     name: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class KernelLaunches:
-    """Start and tail of *count* kernels, in which the device does no useful work."""
+class KernelLaunches(NamedTuple):
+    """Start and tail of kernels, in which the device does no useful work."""
 
     name: str
-    count: int
+    num_kernels: int
 
 
-@dataclass(frozen=True, slots=True)
-class HostPasses:
-    """Host time of *count* passes through a layer that the device waits for."""
+class HostPasses(NamedTuple):
+    """Host time of passes through a layer that the device waits for."""
 
     name: str
-    count: int
+    num_passes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective over *axis*; ``size_bytes`` is the larger of a rank's two buffers.
 
     ``hides_under`` is the product that may run at the same time.
@@ -129,8 +122,7 @@ Operator = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOperators:
+class BlockOperators(NamedTuple):
     """What one microbatch runs in one block: an embedding, a layer or a head.
 
     ``recompute`` runs in backward before ``backward``.
@@ -156,6 +148,6 @@ def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:
     """
     name, m, n, k = forward.name, forward.m, forward.n, forward.k
     return (
-        replace(forward, name=f"{name} input gradient", n=k, k=n),
-        replace(forward, name=f"{name} weight gradient", m=k, n=n, k=m),
+        forward._replace(name=f"{name} input gradient", n=k, k=n),
+        forward._replace(name=f"{name} weight gradient", m=k, n=n, k=m),
     )

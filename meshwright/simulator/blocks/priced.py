@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Recompute
@@ -230,8 +229,8 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
     """Return two products of one input as one: their outputs add up."""
     m, n, k = sizes
     if phase is not Phase.BACKWARD:
-        return replace(one, n=one.n + n)
-    return replace(one, k=one.k + k) if number == 0 else replace(one, m=one.m + m)
+        return one._replace(n=one.n + n)
+    return one._replace(k=one.k + k) if number == 0 else one._replace(m=one.m + m)
 
 
 def _convolutions(steps: Sequence[Step], row: int) -> list[ImplicitGemm]:

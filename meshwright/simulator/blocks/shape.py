@@ -24,7 +24,7 @@ class BlockShape:
     ``parameters`` are a tensor-parallel rank's, padded vocabulary, of a block of each kind.
     """
 
-    trained: AnyModel
+    trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
     seq_len: int
     precision: Precision
     microbatch_size: int
@@ -32,14 +32,20 @@ class BlockShape:
     sequence_parallel: bool
     recompute: Recompute
     attention: Attention
-    stack: StackProfile
+    stack: StackProfile = field(hash=False)
     parameters: Mapping[BlockKind, int] = field(compare=False)  # the model and tp decide them
     in_pipeline: bool = False
     defers_sums: bool = False
 
     @classmethod
-    def of(cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> "BlockShape":
-        """Return the shape that *plan* gives every block of *job*."""
+    def of(
+        cls,
+        job: TrainingJob,
+        plan: ParallelPlan,
+        stack: StackProfile,
+        parameters: Mapping[BlockKind, int] | None = None,
+    ) -> "BlockShape":
+        """Return the shape of *job*'s blocks by *plan*; *parameters* where they are known."""
         return cls(
             trained=job.model,
             seq_len=job.seq_len,
@@ -50,7 +56,7 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=rank_parameters(job.model, plan.tp),
+            parameters=parameters or rank_parameters(job.model, plan.tp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from meshwright.simulator.blocks.dense import Columns
@@ -34,10 +35,10 @@ class NamedBytes(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A walk, and which row of its columns is meant."""
+    """A walk, which row of its columns is meant, and what the block of that row holds."""
 
     found: PricedBlock
-    memory: Memory
+    memory: BlockMemory
     row: int
 
 
@@ -79,9 +80,8 @@ class BlockTable:
         """Return what a block keeps and needs."""
         key = (shape, kind, ending)
         if key not in self._memory:
-            _, memory, row = self._row(shape, kind, ending)
-            sizes = (size if isinstance(size, int) else int(size[row]) for size in memory)
-            self._memory[key] = _without_output(BlockMemory(*sizes), shape, kind)
+            memory = self._row(shape, kind, ending).memory
+            self._memory[key] = _without_output(memory, shape, kind)
         return self._memory[key]
 
     def saved_tensors(
@@ -108,10 +108,13 @@ class BlockTable:
     def _add(
         self, shapes: Sequence[BlockShape], kind: BlockKind, found: Backward, ending: Ending
     ) -> None:
-        memory = Memory.of(found)
-        for row, shape in enumerate(shapes):
+        columns = (
+            repeat(size, len(shapes)) if isinstance(size, int) else size.tolist()
+            for size in Memory.of(found)
+        )
+        for row, (shape, sizes) in enumerate(zip(shapes, zip(*columns, strict=True), strict=True)):
             priced = PricedBlock(shape, kind, found)
-            self._rows[shape, kind, ending] = _Row(priced, memory, row)
+            self._rows[shape, kind, ending] = _Row(priced, BlockMemory(*sizes), row)
 
 
 def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, to_ps
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Time of one operator in whole picoseconds, and the kind of evidence behind it."""
 
     time_ps: int

@@ -99,10 +99,10 @@ class CostModel:
                 return Category.ELEMENTWISE, memory_bound_cost(operator, self.cluster.device)
             case KernelLaunches():
                 gap_s = self.stack.kernel_gap_s
-                return Category.KERNEL_LAUNCH, constant_cost(operator.count, gap_s)
+                return Category.KERNEL_LAUNCH, constant_cost(operator.num_kernels, gap_s)
             case HostPasses():
                 pass_s = self.stack.host_per_layer_pass_s
-                return Category.HOST, constant_cost(operator.count, pass_s)
+                return Category.HOST, constant_cost(operator.num_passes, pass_s)
             case Collective():
                 return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
 

@@ -25,6 +25,7 @@ from meshwright.simulator.schedules import Action, Phase, refetched
 
 Process = Generator[Event, int, None]
 NO_MICROBATCH = -1
+FORWARD = Phase.FORWARD
 
 
 class Submission(NamedTuple):
@@ -61,16 +62,17 @@ class Inbox:
         self._event: Event | None = None
 
     def message(self, env: Environment, microbatch: int) -> Event:
-        """Return the event of a message that has not been sent yet."""
+        """Return the event of a message that has not been sent yet; it carries the arrival."""
         self.awaited, self._event = microbatch, Event(env)
         return self._event
 
     def deliver(self, microbatch: int, arrival_ps: int) -> None:
-        """Leave the message of *microbatch*, and let the rank go on if it waits for that."""
-        self.arrivals_ps[microbatch] = arrival_ps
+        """Hand the message of *microbatch* to the rank that waits for it, or leave it there."""
         if self.awaited == microbatch and self._event is not None:
             self.awaited = NO_MICROBATCH
-            self._event.succeed()
+            self._event.succeed(arrival_ps)
+        else:
+            self.arrivals_ps[microbatch] = arrival_ps
 
 
 class Lane(NamedTuple):
@@ -83,6 +85,7 @@ class Lane(NamedTuple):
     outbox: Inbox | None
     occupy_ps: int
     delay_ps: int
+    compute_ps: int
     instruction: Instruction
     special: range
 
@@ -131,32 +134,35 @@ class StepRun:
 
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        state, lanes = self.states[place.index], _lanes(self, place)
-        starts, ends, senders, sent = state.starts_ps, state.ends_ps, state.senders, state.sent_ps
-        num_stages, now, port_free_ps = self.work.num_virtual_stages, 0, 0
-        for action in self.work.actions[place.pp_rank]:
+        work, state, lanes = self.work, self.states[place.index], _lanes(self, place)
+        started, ended, tp_group = state.starts_ps.append, state.ends_ps.append, place.tp_group
+        senders, sent = state.senders, state.sent_ps
+        num_stages, now, port_free_ps = work.num_virtual_stages, 0, 0
+        for action in work.actions[place.pp_rank]:
             phase, stage, microbatch = action
-            lane = lanes[stage if phase is Phase.FORWARD else num_stages + stage]
-            inbox, outbox, occupy_ps, delay_ps, instruction, special = lane
+            lane = lanes[stage if phase is FORWARD else num_stages + stage]
+            inbox, outbox, occupy_ps, delay_ps, compute_ps, instruction, special = lane
             if inbox is not None:
-                if microbatch not in inbox.arrivals_ps:
-                    yield inbox.message(self.env, microbatch)
-                now = max(now, inbox.arrivals_ps.pop(microbatch))
-            if place.tp_group is not None:
-                now = yield place.tp_group.arrive(now)
-            starts.append(now)
+                arrival_ps = inbox.arrivals_ps.pop(microbatch, None)
+                if arrival_ps is None:
+                    arrival_ps = yield inbox.message(self.env, microbatch)
+                if arrival_ps > now:  # noqa: PLR1730 -- a search spends its time here
+                    now = arrival_ps
+            if tp_group is not None:
+                now = yield tp_group.arrive(now)
+            started(now)
             if microbatch in special:
                 now = yield from self._special_pass(place, instruction, action, now)
             else:
-                now += instruction.compute_ps
-            ends.append(now)
+                now += compute_ps
+            ended(now)
             if outbox is not None:
-                sent_ps = max(port_free_ps, now)
+                sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
                 port_free_ps = sent_ps + occupy_ps
                 senders.append(action)
                 sent.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
-                if self.work.blocking_messages:
+                if work.blocking_messages:
                     now = port_free_ps
         yield from self._finish(place, now)
 
@@ -276,8 +282,8 @@ def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
             target = run.states[place.index + instruction.target_step * place.stride]
             outbox = target.inboxes[instruction.target_slot]
         special = _special_microbatches(instruction, run.work.num_microbatches)
-        lane = Lane(inbox, outbox, message.occupy_ps, message.delay_ps, instruction, special)
-        lanes.append(lane)
+        times = message.occupy_ps, message.delay_ps, instruction.compute_ps
+        lanes.append(Lane(inbox, outbox, *times, instruction, special))
     return lanes
 
 

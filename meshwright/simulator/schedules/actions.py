@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -84,13 +85,8 @@ def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
 
 def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
     """Return *warmup* forward passes, then one forward and one backward, then the rest."""
-    warmup = min(warmup, len(forward))
-    steady = len(forward) - warmup
-    order = forward[:warmup]
-    for index in range(steady):
-        order.append(forward[warmup + index])
-        order.append(backward[index])
-    return order + backward[steady:]
+    steady = list(chain.from_iterable(zip(forward[warmup:], backward, strict=False)))
+    return [*forward[:warmup], *steady, *backward[len(steady) // 2 :]]
 
 
 def single_stage_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:

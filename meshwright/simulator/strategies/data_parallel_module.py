@@ -142,7 +142,7 @@ class Replica:
     def _launched(
         self, name: str, operators: tuple[Operator, ...], cost: PhaseCost
     ) -> LaunchedBlock:
-        count = sum(item.count for item in operators if isinstance(item, KernelLaunches))
+        count = sum(item.num_kernels for item in operators if isinstance(item, KernelLaunches))
         launch = constant_cost(count, self.case.costs.stack.host_per_launch_s)
         return LaunchedBlock(name, cost, PhaseCost.total([(Category.HOST, launch)]))
 
