@@ -109,6 +109,11 @@ class RankProgress:
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
 
+    def note_message(self, action: Action, start_ps: int, end_ps: int) -> None:
+        """Note when the message of *action* left the port; in order, as for `busy_end_ps`."""
+        self.senders.append(action)
+        self.sent_ps.append((start_ps, end_ps))
+
     def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
         """Note what follows the last pass; return its end."""
         end_ps = start_ps + time_ps
@@ -136,7 +141,6 @@ class StepRun:
         """Run the actions of one rank, then what ends its step."""
         work, state, lanes = self.work, self.states[place.index], _lanes(self, place)
         started, ended, tp_group = state.starts_ps.append, state.ends_ps.append, place.tp_group
-        senders, sent = state.senders, state.sent_ps
         num_stages, now, port_free_ps = work.num_virtual_stages, 0, 0
         for action in work.actions[place.pp_rank]:
             phase, stage, microbatch = action
@@ -159,8 +163,7 @@ class StepRun:
             if outbox is not None:
                 sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
                 port_free_ps = sent_ps + occupy_ps
-                senders.append(action)
-                sent.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
+                state.note_message(action, sent_ps, port_free_ps)
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if work.blocking_messages:
                     now = port_free_ps
