@@ -3,6 +3,7 @@
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.complaints import one_line
 from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml, with_facts
 from meshwright.hwprofiles.kinds import (
     Attention,
     CollectiveOp,
@@ -71,6 +72,7 @@ __all__ = [
     "TERA",
     "VERSION",
     "Attention",
+    "ChangedFact",
     "Cluster",
     "CollectiveFact",
     "CollectiveOp",
@@ -92,6 +94,7 @@ __all__ = [
     "StageSplit",
     "Strategy",
     "WeightCast",
+    "changed_facts",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",
@@ -111,8 +114,10 @@ __all__ = [
     "parse_flops_per_s",
     "parse_price",
     "parse_time",
+    "profile_toml",
     "shown",
     "shown_path",
     "suggestion",
     "to_ps",
+    "with_facts",
 ]

@@ -1,7 +1,7 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -121,7 +121,8 @@ def load_stack(name: str | Path) -> StackProfile:
 def load_cluster(name: str | Path) -> Cluster:
     """Return a cluster: a built-in one by name, or a TOML file by path.
 
-    A file names its device and links; a path there is relative to the cluster's file.
+    A file names its device and links, or holds them as tables; a path there is relative to the
+    cluster's file.
 
     Args:
         name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
@@ -225,17 +226,18 @@ def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:
 
 def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Cluster:
     resolved = dict(data)
-    try:
-        if "device" in data:
-            resolved["device"] = load_device(_reference(data["device"], folder))
-    except ProfileError as error:
-        raise ProfileError(f"{file}: device: {error}") from None
-    for key in ("intra_node", "inter_node", "host_link"):
+    for key in ("device", "intra_node", "inter_node", "host_link"):
+        part: Callable[[str | Path], Profile] = load_device if key == "device" else load_link
+        kind: type[Profile] = Device if key == "device" else Link
+        value = data.get(key)
         try:
-            if key in data:
-                resolved[key] = load_link(_reference(data[key], folder))
+            if isinstance(value, Mapping):
+                resolved[key] = _checked(kind, value, key)
+            elif key in data:
+                resolved[key] = part(_reference(value, folder))
         except ProfileError as error:
-            raise ProfileError(f"{file}: {key}: {error}") from None
+            where = "" if isinstance(value, Mapping) else f"{key}: "
+            raise ProfileError(f"{file}: {where}{error}") from None
     return _checked(Cluster, resolved, file)
 
 

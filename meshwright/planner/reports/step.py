@@ -20,6 +20,7 @@ from meshwright.hwprofiles import (
     format_flops_per_s,
     format_time,
 )
+from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
     AsyncRun,
@@ -135,6 +136,7 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         ("stages", f"{format_stages(plan.stages)} layers"),
         ("switches", switches_text(plan)),
     ]
+    facts += changed_lines(result.cluster, result.stack)
     if plan.dp_shard is not None:
         sets = plan.dp // plan.dp_shard
         facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
