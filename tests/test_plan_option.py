@@ -65,10 +65,10 @@ def test_model_and_cluster_change(plan: str) -> None:
 
 
 def test_changed_facts_are_kept_shown_and_changed_back(plan: str, tmp_path: Path) -> None:
-    words = [*STEP, *LAYOUT, "--set", "fused_loss=false", "--set", "inter_node.latency=9 us"]
+    words = [*STEP, *LAYOUT, "--set", "loss=in-place", "--set", "inter_node.latency=9 us"]
     first = document(*words, "--out", str(tmp_path / "set"))
     assert first["changed_facts"] == {
-        "fused_loss": {"value": False, "built_in": True},
+        "loss": {"value": "in-place", "built_in": "fused"},
         "inter_node.latency_s": {"value": 9e-6, "built_in": 5e-6},
     }
     saved = str(tmp_path / "set" / "plan.json")
@@ -77,7 +77,7 @@ def test_changed_facts_are_kept_shown_and_changed_back(plan: str, tmp_path: Path
     with contextlib.redirect_stdout(report):
         assert main(["simulate", "--plan", saved]) == 0
     assert "set         inter_node.latency = 9 us (built in: 5 us)" in report.getvalue()
-    back = ["--set", "fused_loss=true", "--set", "inter_node.latency=5 us"]
+    back = ["--set", "loss=fused", "--set", "inter_node.latency=5 us"]
     assert document("simulate", "--plan", saved, *back) == document("simulate", "--plan", plan)
 
 

@@ -7,6 +7,7 @@ from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml
 from meshwright.hwprofiles.kinds import (
     Attention,
     CollectiveOp,
+    LossKernel,
     Offload,
     ParameterGather,
     Precision,
@@ -82,6 +83,7 @@ __all__ = [
     "Fp8Recipe",
     "GemmKernels",
     "Link",
+    "LossKernel",
     "MemoryKernels",
     "Offload",
     "ParameterGather",

@@ -1,7 +1,7 @@
 """Single facts of a cluster or a stack: change one by name, tell which are not the built-in ones.
 
 A key is written as the fact stands in its file, after the name of the table or file that it is in:
-``fused_loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
+``loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
 ``inter_node.bandwidth``.  A list counts from 1: ``intra_node.collectives.1.busbw``.
 """
 
@@ -60,14 +60,14 @@ def with_facts(
         ProfileError: If there is no such fact, or it cannot be so; names the change.
 
     >>> cluster, stack = load_cluster("dgx-a100"), load_stack("fsdp")
-    >>> cluster, stack = with_facts(cluster, stack, ["fused_loss=true", "device.num_sms=96"])
-    >>> stack.fused_loss, cluster.device.num_sms
-    (True, 96)
+    >>> cluster, stack = with_facts(cluster, stack, ["loss=fused", "device.num_sms=96"])
+    >>> str(stack.loss), cluster.device.num_sms
+    ('fused', 96)
     """
     for change in changes:
         key, sign, text = change.partition("=")
         if not (sign and key.strip() and text.strip()):
-            raise ProfileError(f"--set {shown(change)} is not KEY=VALUE, as fused_loss=true")
+            raise ProfileError(f"--set {shown(change)} is not KEY=VALUE, as loss=fused")
         path = key.strip().split(".")
         kind = _profile_of(path)
         rest = path[1:] if path[0] in PROFILES else path

@@ -75,6 +75,22 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class LossKernel(StrEnum):
+    """How logits become a loss.
+
+    `FUSED` is Transformer Engine's one kernel on a 16-bit copy of the logits; `IN_PLACE` is
+    Megatron's own, which turns one fp32 copy into exponents, probabilities and the gradient
+    (`vocab_parallel_cross_entropy` until September 2022 and again from June 2024); `SHIFTED` is
+    what it was between: the maximum was subtracted into a second fp32 tensor.  `EAGER` is PyTorch's
+    own chain, or DTensor's where the vocabulary is split.
+    """
+
+    FUSED = "fused"
+    IN_PLACE = "in-place"
+    SHIFTED = "shifted"
+    EAGER = "eager"
+
+
 class Offload(StrEnum):
     """What is kept and updated on the host: nothing, optimizer states, or parameters, too."""
 

@@ -19,6 +19,7 @@ from meshwright.hwprofiles.base import (
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
+    LossKernel,
     Offload,
     ParameterGather,
     Precision,
@@ -103,7 +104,7 @@ class StackProfile(StackTraits):
     tp_overlap_fraction: Fraction
     scatter_gather_p2p: Flag
     fused_gradient_accumulation: Flag
-    fused_loss: Flag
+    loss: LossKernel
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     gradient_bucket_parameters_per_replica: Size = 0

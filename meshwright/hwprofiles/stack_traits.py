@@ -7,8 +7,6 @@ class StackTraits(Profile):
     """Habits of a stack's programs.
 
     Args:
-        loss_in_place: A loss that is not fused writes its gradient over the probabilities it
-            keeps (vocabulary-parallel losses do, PyTorch's own does not).
         fused_qkv: Queries, keys and values are one product, as are a gated MLP's two inputs.
         keeps_gathered_inputs: Sequence parallelism keeps the gathered input of a column layer for
             backward, where others gather it again.
@@ -29,7 +27,6 @@ class StackTraits(Profile):
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
 
-    loss_in_place: Flag = True
     fused_qkv: Flag = True
     keeps_gathered_inputs: Flag = False
     sums_norms_each_microbatch: Flag = False

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.hwprofiles import (
     Cluster,
+    LossKernel,
     ProfileError,
     StackProfile,
     WeightCast,
@@ -51,7 +52,7 @@ def test_every_line_of_a_written_profile_can_be_set(name: str) -> None:
 
 def test_a_fact_of_each_kind_changes() -> None:
     cluster, stack = changed(
-        "fused_loss=false",
+        "loss=in-place",
         "fitted.kernel_gap=2 us",
         "fp8.weight_casts=forward",
         'precisions=["bf16", "fp8"]',
@@ -61,7 +62,7 @@ def test_a_fact_of_each_kind_changes() -> None:
         "intra_node.collectives.3.busbw=100 GB/s",
         "cluster.inter_node.bandwidth=100 GB/s per direction",
     )
-    assert not stack.fused_loss
+    assert stack.loss is LossKernel.IN_PLACE
     assert stack.kernel_gap_s == 2e-6
     assert stack.fp8 is not None
     assert stack.fp8.weight_casts is WeightCast.FORWARD
@@ -77,9 +78,9 @@ def test_a_fact_of_each_kind_changes() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("fused_loss", "is not KEY=VALUE"),
+        ("loss", "is not KEY=VALUE"),
         ("=true", "is not KEY=VALUE"),
-        ("fused_los=true", "'fused_los' is unknown; nearest: fused_loss"),
+        ("los=fused", "'los' is unknown; nearest: loss"),
         ("device.num_sm=3", "unknown key 'num_sm'; nearest: num_sms"),
         ("device.peak.bf61=1 TFLOP/s", "unknown key 'bf61'; nearest: bf16"),
         ("intra_node.collectives.99.busbw=1 GB/s", "unknown key '99'"),
@@ -107,9 +108,9 @@ def test_a_table_that_is_not_given_has_no_facts() -> None:
 
 
 def test_changed_facts_are_those_that_differ() -> None:
-    cluster, stack = changed("fused_loss=false", "inter_node.latency=9 us", "safety_fraction=0.05")
+    cluster, stack = changed("loss=in-place", "inter_node.latency=9 us", "safety_fraction=0.05")
     assert [(each.key, each.value, each.built_in) for each in changed_facts(stack)] == [
-        ("fused_loss", False, True)
+        ("loss", LossKernel.IN_PLACE, LossKernel.FUSED)
     ]
     assert [each.field for each in changed_facts(cluster)] == ["inter_node.latency_s"]
     assert changed_facts(stack.model_copy(update={"name": "mine"})) == ()

@@ -11,6 +11,7 @@ from meshwright.hwprofiles import (
     Attention,
     Cluster,
     CollectiveOp,
+    LossKernel,
     Precision,
     Recompute,
     StackProfile,
@@ -212,7 +213,7 @@ def test_embedding_and_head_communicate_what_vocabulary_parallelism_needs(
     # Fused, each rank's maximum, target logit and sum of every token go to all in one gather.
     losses = [("all_gather", 3 * loss * 8)]
     head, embedding = TABLE.operators(shape, "head"), TABLE.operators(shape, "embedding")
-    unfused = shape.stack.model_copy(update={"fused_loss": False})
+    unfused = shape.stack.model_copy(update={"loss": LossKernel.IN_PLACE})
     chain = TABLE.operators(replace(shape, stack=unfused), "head").forward
     assert listed(chain)[-3:] == [("all_reduce", loss)] * 3
     if sequence_parallel:

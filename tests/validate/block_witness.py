@@ -255,7 +255,7 @@ def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Modu
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         tokens_first = targets.t().contiguous()
-        return vocabulary_loss(logits, tokens_first, tp, fused=shape.stack.fused_loss)
+        return vocabulary_loss(logits, tokens_first, tp, kernel=shape.stack.loss)
 
     return stage, loss
 

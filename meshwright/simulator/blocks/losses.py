@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp
+from meshwright.hwprofiles import CollectiveOp, LossKernel
 from meshwright.simulator.graph import (
     Block,
     Gradient,
-    Loss,
     Size,
     Tensor,
     Traffic,
@@ -61,7 +60,22 @@ def _fused(block: Block, logits: Tensor) -> Tensor:
 
 
 def _in_place(block: Block, logits: Tensor) -> Tensor:
-    """Return the loss as Megatron-LM computes it: the gradient replaces fp32 probabilities."""
+    """Return Megatron's loss: one fp32 copy, or fp32 logits themselves, become probabilities.
+
+    In fp32 these become the gradient; else it is a 16-bit tensor made of them.
+    """
+    is_wide = logits.width == FP32_BYTES
+    likely = logits.like(LOGITS, width=FP32_BYTES, base=logits.storage if is_wide else None)
+    traffic = (Traffic(CHAIN.backward * logits.numel),)
+    slope = Gradient(logits, (likely,), traffic, overwrites=likely if is_wide else None)
+    forward = Traffic(CHAIN.forward * logits.numel)
+    loss = block.add([logits], [_scalar(logits), likely], [slope], forward, *_sums(block, logits))
+    block.hold(logits)
+    return loss
+
+
+def _shifted(block: Block, logits: Tensor) -> Tensor:
+    """Return Megatron's loss of 2022 to 2024: a second fp32 tensor takes the shifted logits."""
     wide = _widened(block, logits)
     likely = wide.like(LOGITS)
     slope = Gradient(wide, (likely,), (Traffic(CHAIN.backward * logits.numel),), overwrites=likely)
@@ -113,8 +127,9 @@ def _scalar(logits: Tensor) -> Tensor:
     return logits.like("loss", dims=(), at={}, width=FP32_BYTES)
 
 
-_LOSSES: dict[Loss, Callable[[Block, Tensor], Tensor]] = {
-    Loss.FUSED: _fused,
-    Loss.IN_PLACE: _in_place,
-    Loss.EAGER: _eager,
+_LOSSES: dict[LossKernel, Callable[[Block, Tensor], Tensor]] = {
+    LossKernel.FUSED: _fused,
+    LossKernel.IN_PLACE: _in_place,
+    LossKernel.SHIFTED: _shifted,
+    LossKernel.EAGER: _eager,
 }

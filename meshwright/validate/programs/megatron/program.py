@@ -75,7 +75,7 @@ class MegatronProgram:
         shares = rank_stages(job.model, plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
         stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
-        loss = partial(vocabulary_loss, tp=self._groups.tp, fused=stack.fused_loss)
+        loss = partial(vocabulary_loss, tp=self._groups.tp, kernel=stack.loss)
         self.pipeline = PipelineRank(
             actions,
             self.stages,

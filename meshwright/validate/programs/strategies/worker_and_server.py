@@ -106,8 +106,8 @@ class Worker:
         yield self.gradients, ByteKind.GRADIENTS
 
     def _pass(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        fused = self._request.stack.fused_loss
-        loss = vocabulary_loss(self._stage(tokens), targets, ALONE, fused=fused)
+        kernel = self._request.stack.loss
+        loss = vocabulary_loss(self._stage(tokens), targets, ALONE, kernel=kernel)
         (loss / self._request.num_microbatches).backward()
         return loss.detach()
 
