@@ -281,10 +281,10 @@ def test_recomputed_work_is_marked_as_such() -> None:
 def test_scatter_gather_sends_a_part_and_gathers_it_inside_the_node(*, crosses_nodes: bool) -> None:
     model = load_model("gpt3-175b")
     job = make_job(model, 1)
-    shape = BlockShape.of(job, make_plan(model, tp=8), CORE)
+    shape = BlockShape.of(job, make_plan(model, tp=8), OLD)
     whole_bytes = job.seq_len * model.hidden_size * 2
-    whole_stack = CORE.model_copy(update={"scatter_gather_p2p": False})
-    parts, whole = CostModel(CLUSTER, CORE, 64), CostModel(CLUSTER, whole_stack, 64)
+    whole_stack = OLD.model_copy(update={"scatter_gather_p2p": False})
+    parts, whole = CostModel(CLUSTER, OLD, 64), CostModel(CLUSTER, whole_stack, 64)
 
     def expected(costs: CostModel, size_bytes: int, gather_ps: int) -> Message:
         cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
