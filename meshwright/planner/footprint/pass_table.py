@@ -46,10 +46,13 @@ def representative_order(
 
     1F1B repeats itself once its warm-up is over, and so does an interleaved order, but for what
     each microbatch sends, and for its last period, which looks ahead to no other.  Backward
-    passes of GPipe differ by equal steps.
+    passes of GPipe differ by equal steps.  With groups larger than the pipeline the whole order is
+    walked.
     """
     count = 2 * pp + 1
-    if schedule.holds_sent:
+    if len(stages) > 1 and num_microbatches % pp:
+        count = num_microbatches
+    elif schedule.holds_sent:
         count = (PERIODS + 1) * pp if len(stages) > 1 else 3
     numbers = {stage: number for number, stage in enumerate(dict.fromkeys(stages))}
     kinds = tuple(numbers[stage] for stage in stages)

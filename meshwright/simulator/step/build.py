@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, Source, StackProfile
+from meshwright.hwprofiles import Offload, PipelineRuntime, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
 from meshwright.simulator.costs import CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
@@ -138,7 +138,7 @@ def rank_refetches(
     vpp = plan.num_virtual_stages
     if not replication.keeps_units or vpp <= MOST_GATHERED:
         return [NO_REFETCHES] * vpp
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, PipelineRuntime.PYTORCH)  # FSDP2's alone keeps units
     return count_refetches(schedule.rank_actions(pp_rank, plan.pp, num_microbatches, vpp), vpp)
 
 
@@ -222,7 +222,7 @@ def _step_work(
     passes: dict[Stage, VirtualStageCost],
 ) -> StepWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(context.job)
     messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = (

@@ -64,7 +64,7 @@ class MegatronProgram:
         self.stages, self.buffers = _virtual_stages(request, self._groups)
         self.adam = ShardedAdam(self.buffers, self._groups.norm)
         index = self._groups.pipeline.index
-        actions = get_schedule(plan.schedule).rank_actions(
+        actions = get_schedule(plan.schedule, stack.pipeline_runtime).rank_actions(
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages
         )
         self._last_backward = {
