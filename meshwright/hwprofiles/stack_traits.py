@@ -1,6 +1,6 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
-from meshwright.hwprofiles.base import Flag, Profile
+from meshwright.hwprofiles.base import Count, Flag, Profile
 
 
 class StackTraits(Profile):
@@ -26,6 +26,8 @@ class StackTraits(Profile):
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
+        vocabulary_multiple: The vocabulary is padded so that a tensor-parallel rank's rows are a
+            multiple of this; 1 pads nothing.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
 
@@ -40,4 +42,5 @@ class StackTraits(Profile):
     root_unit: Flag = False
     copies_units: Flag = False
     whole_table_gradient: Flag = False
+    vocabulary_multiple: Count = 1
     buckets_first_stage_only: Flag = False

@@ -60,7 +60,7 @@ def plan_of(num_layers: int = 8, **fields: object) -> ParallelPlan:
 def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:
     """Return a job of eight layers whose vocabulary needs no padding on *tp* ranks."""
     model = load_model(name)
-    changes = {"num_layers": 8, "vocab_size": padded_vocab_size(model, tp)}
+    changes = {"num_layers": 8, "vocab_size": padded_vocab_size(model, tp, 128)}
     return TrainingJob(
         model=model.model_copy(update=changes),
         global_batch_size=batch,

@@ -262,7 +262,9 @@ def _compression(
 
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
-    parts = plain_parts(request.job.transformer, tp=request.plan.tp, dropout=request.dropout)
+    parts = plain_parts(
+        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+    )
     return build_stage(request, index, parts, device)
 
 
