@@ -116,8 +116,8 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
-    """GPT-2: table of 50,304 and positions of 1,024 rows of 768, final norm of 2 x 768."""
-    shape, table = shape_of(load_model("gpt2")), 50_304 * 768
+    """GPT-2: table of 50,257 and positions of 1,024 rows of 768, final norm of 2 x 768."""
+    shape, table = shape_of(load_model("gpt2")), 50_257 * 768
     whole = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     for stage, root in (
         (whole, table + 1024 * 768 + 2 * 768),
