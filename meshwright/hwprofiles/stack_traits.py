@@ -23,6 +23,7 @@ class StackTraits(Profile):
             microbatch, and a buffer for each message of a step.
         root_unit: Sharded embedding and head form a unit of their own that stays gathered from
             forward to backward (FSDP's root).
+        reshards_in_pipelines: Sharded units are freed after a forward pass also in a pipeline.
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
@@ -40,6 +41,7 @@ class StackTraits(Profile):
     autocast: Flag = False
     keeps_stage_outputs: Flag = False
     root_unit: Flag = False
+    reshards_in_pipelines: Flag = True
     copies_units: Flag = False
     whole_table_gradient: Flag = False
     vocabulary_multiple: Count = 1

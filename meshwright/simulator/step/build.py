@@ -17,6 +17,7 @@ from meshwright.simulator.layout import (
     Stage,
     TrainingJob,
     model_stages,
+    reshards_units,
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
@@ -125,7 +126,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         ),
         parameter_gather=stack.parameter_gather,
     )._replace(
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, stack),
         offload=plan.offload,
         keeps_units=stack.root_unit and plan.pp > 1,
     )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import chosen_formats, syncs_by_default
+from meshwright.simulator.layout import chosen_formats, reshards_units, syncs_by_default
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
@@ -282,7 +282,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         stage,
         layout.data_mesh,
         policy,
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, request.stack),
         offloads=plan.offload is Offload.PARAMETERS,
     )
     return stage
