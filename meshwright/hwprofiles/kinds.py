@@ -114,6 +114,17 @@ class ParameterGather(StrEnum):
     BROADCAST = "broadcast"
 
 
+class PipelineRuntime(StrEnum):
+    """Whose code runs a pipeline: how many microbatches it takes, and in which groups.
+
+    `PUBLISHED` runs groups of as many as there are pipeline ranks, as Narayanan et al. 2021.
+    """
+
+    PUBLISHED = "published"
+    MEGATRON_CORE = "megatron-core"
+    PYTORCH = "pytorch"
+
+
 class WeightCast(StrEnum):
     """How often a stack casts the weights of its fp8 linear layers.
 

@@ -22,6 +22,7 @@ from meshwright.hwprofiles.kinds import (
     LossKernel,
     Offload,
     ParameterGather,
+    PipelineRuntime,
     Precision,
     Recompute,
     StageSplit,
@@ -64,6 +65,8 @@ class StackProfile(StackTraits):
     sharded over a part of the data-parallel ranks and replicated over the rest,
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
+
+    ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
@@ -115,6 +118,7 @@ class StackProfile(StackTraits):
     prefetches_units: Flag = True
     parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
     pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
+    pipeline_runtime: PipelineRuntime = PipelineRuntime.PUBLISHED
 
     gradient_bytes: Size
     gradient_reduce_bytes: Size

@@ -70,13 +70,13 @@ def test_the_buckets_of_gpt2_under_ddp() -> None:
     Backward begins with the final norm (1,536) and the last layer's second MLP matrix (2,359,296),
     the first bucket: under autocast a weight's gradient is there before its bias's.  What the
     layer has left (4,728,576) and the matrix of the layer before it are 7,087,872, and so on.  The
-    last bucket has what layer 0 has left, the positions (786,432) and the padded table
-    (50,304 x 768).
+    last bucket has what layer 0 has left, the positions (786,432) and the table of words
+    (50,257 x 768).
     """
     buckets = gradient_buckets(shape_of(), WHOLE)
     assert buckets[0] == GradientBucket(1536 + 2_359_296, 12)
     assert buckets[1:-1] == tuple(GradientBucket(7_087_872, place) for place in range(11, 0, -1))
-    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_304 * 768, 0)
+    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_257 * 768, 0)
 
 
 def test_the_parts_of_gpt2_under_megatron_core() -> None:
@@ -139,7 +139,8 @@ class Placed(NamedTuple):
 def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
     """Return every tensor of a stage, as its modules hold them."""
     model, tp = shape.model, shape.tp
-    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    padded = padded_vocab_size(model, tp, shape.stack.vocabulary_multiple)
+    tensors = parameter_tensors(model, vocab_size=padded)
     blocks = ["embedding"] * stage.has_embedding + ["layer"] * stage.num_layers
     blocks += ["head"] * stage.has_head
     placed = [
@@ -192,7 +193,7 @@ def test_buckets_are_those_of_a_brute_force(
     model = load_model(name)
     shape = shape_of(IN_EACH_STAGE.model_copy(update=limits), model, tp=tp)
     is_shared = model.tied_embeddings and ends[0] != ends[1]
-    table = padded_vocab_size(model, tp) // tp * model.hidden_size
+    table = padded_vocab_size(model, tp, 128) // tp * model.hidden_size
     expected = brute_force(
         tensors_in_model_order(shape, stage), first, limit, table if is_shared else None
     )
@@ -224,7 +225,7 @@ def arriving_in_gpt2(*, autocast: bool) -> list[int]:
     norm = [h, h]
     mlp_in = [4 * h * h, 4 * h] if autocast else [4 * h, 4 * h * h]
     layer = [*linear(4 * h), *mlp_in, *norm, *linear(h), *linear(h) * 3, *norm]
-    return [*norm, *layer * 12, 1024 * h, 50_304 * h]
+    return [*norm, *layer * 12, 1024 * h, 50_257 * h]
 
 
 def arriving_in_llama2_7b() -> list[int]:

@@ -109,7 +109,7 @@ def shape_of(words: str) -> BlockShape:
         recompute=Recompute(mode),
         attention=Attention(attention),
         stack=load_stack(stack),
-        parameters=rank_parameters(model, ranks),
+        parameters=rank_parameters(model, ranks, load_stack(stack).vocabulary_multiple),
     )
 
 

@@ -175,7 +175,7 @@ def test_recomputation_repeats_all_of_what_it_does_not_keep(
 
 def model_states(model: ModelSpec, num_layers: int, tp: int) -> int:
     """Return the parameters of *num_layers* layers on one rank."""
-    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp, 128))
     return num_layers * sum(
         prod(local_shape(model, each, tp=tp)) for each in tensors if each.block == "layer"
     )

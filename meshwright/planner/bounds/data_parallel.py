@@ -214,7 +214,7 @@ class DataParallelCosts:
 
     def _again(self, shape: BlockShape, stage: Stage, replication: Replication) -> int:
         """Return the time of gathering again for a backward pass what does not stay."""
-        if not replication.gathers_units:
+        if not (replication.gathers_units and replication.reshards):
             return 0
         freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
         return sum(_bucket_times(self._pricing(gather_cost, replication), freed))
@@ -263,7 +263,8 @@ class _StageCopies(NamedTuple):
             buffer_copies(costs, sum(part.buckets), wire, replication, adds_up=False)
             for part in parts
         ]
-        freed = [each for part, each in zip(parts, copies, strict=True) if not part.stays]
+        stays = [part.stays or not replication.reshards for part in parts]
+        freed = [each for stay, each in zip(stays, copies, strict=True) if not stay]
         return cls(
             out=sum(each.unpack_ps for each in copies),
             again=sum(each.unpack_ps for each in freed),

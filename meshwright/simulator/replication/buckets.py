@@ -135,7 +135,7 @@ def _arriving_sizes(shape: BlockShape) -> dict[BlockKind, list[int]]:
     """
     model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    tensors = rank_tensors(model, tp)
+    tensors = rank_tensors(model, tp, shape.stack.vocabulary_multiple)
     by_module = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
     modules = [list(group) for _, group in by_module]
     for module in reversed(modules):
@@ -252,7 +252,7 @@ def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
-    for tensor in rank_tensors(model, tp):
+    for tensor in rank_tensors(model, tp, shape.stack.vocabulary_multiple):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
         yield from [(part, prod(rest)) for part in parts] * num_blocks[tensor.block]

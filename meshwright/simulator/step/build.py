@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, Source, StackProfile
+from meshwright.hwprofiles import Offload, PipelineRuntime, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
 from meshwright.simulator.costs import CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
@@ -17,6 +17,7 @@ from meshwright.simulator.layout import (
     Stage,
     TrainingJob,
     model_stages,
+    reshards_units,
     syncs_by_default,
 )
 from meshwright.simulator.memory import (
@@ -125,7 +126,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         ),
         parameter_gather=stack.parameter_gather,
     )._replace(
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, stack),
         offload=plan.offload,
         keeps_units=stack.root_unit and plan.pp > 1,
     )
@@ -138,7 +139,7 @@ def rank_refetches(
     vpp = plan.num_virtual_stages
     if not replication.keeps_units or vpp <= MOST_GATHERED:
         return [NO_REFETCHES] * vpp
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, PipelineRuntime.PYTORCH)  # FSDP2's alone keeps units
     return count_refetches(schedule.rank_actions(pp_rank, plan.pp, num_microbatches, vpp), vpp)
 
 
@@ -222,7 +223,7 @@ def _step_work(
     passes: dict[Stage, VirtualStageCost],
 ) -> StepWork:
     plan, costs, stack = context.plan, context.costs, context.costs.stack
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(context.job)
     messages_cross = plan.pp > 1 and context.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = (

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import chosen_formats, syncs_by_default
+from meshwright.simulator.layout import chosen_formats, reshards_units, syncs_by_default
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
@@ -262,7 +262,9 @@ def _compression(
 
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
-    parts = plain_parts(request.job.transformer, tp=request.plan.tp, dropout=request.dropout)
+    parts = plain_parts(
+        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+    )
     return build_stage(request, index, parts, device)
 
 
@@ -280,7 +282,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         stage,
         layout.data_mesh,
         policy,
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, request.stack),
         offloads=plan.offload is Offload.PARAMETERS,
     )
     return stage
