@@ -16,6 +16,7 @@ from meshwright.hwprofiles import (
     GIBI,
     MEBI,
     Attention,
+    Device,
     LossKernel,
     Precision,
     Recompute,
@@ -32,7 +33,15 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.model import parse_model
-from meshwright.validate.published.rows import Count, Note, Positive, Row, Text, load_rows
+from meshwright.validate.published.rows import (
+    Count,
+    Note,
+    OptionalPositive,
+    Positive,
+    Row,
+    Text,
+    load_rows,
+)
 
 PEAKS_FILE = "published_peaks.csv"
 EXCLUDED_FILE = "published_peaks_excluded.csv"
@@ -41,7 +50,6 @@ NUM_THREADS = 2  # that multiply: of forward passes, and autograd's
 HOPPER_WORKSPACE = 32 * MEBI
 OLDER_WORKSPACE = 8_519_680  # 2 x 4,096 KiB and 8 x 16 KiB
 OLDER_ENGINE_WORKSPACE = 4 * MEBI
-OLDER_DEVICES = ("a100", "v100")
 
 
 class PublishedPeak(Row):
@@ -80,7 +88,7 @@ class PublishedPeak(Row):
 class ExcludedPeak(Row):
     """A peak of a run that the simulator cannot express, and why."""
 
-    peak_memory_gib: Positive
+    peak_memory_gib: OptionalPositive
     reason: Text
 
 
@@ -89,6 +97,7 @@ class PeakComparison:
     """A published peak beside its prediction, in bytes."""
 
     row: PublishedPeak
+    attention: Attention
     published_bytes: float
     predicted_bytes: int
 
@@ -141,14 +150,15 @@ def compare_peak(row: PublishedPeak) -> PeakComparison:
     live = result.memory.by_stage[-1].peak_bytes
     return PeakComparison(
         row=row,
+        attention=result.plan.attention,
         published_bytes=row.peak_memory_gib * GIBI,
-        predicted_bytes=live + workspace_bytes(row, cluster.device.name),
+        predicted_bytes=live + workspace_bytes(row, cluster.device),
     )
 
 
-def workspace_bytes(row: PublishedPeak, device: str) -> int:
+def workspace_bytes(row: PublishedPeak, device: Device) -> int:
     """Return the bytes that libraries for matrix products hold on a device."""
-    is_older = device.startswith(OLDER_DEVICES)
+    is_older = Precision.FP8 not in device.peak_flops_per_s  # which Hopper brought
     own = HOPPER_WORKSPACE
     if is_older and "deterministic-mode" not in row.switches:
         own = OLDER_WORKSPACE
