@@ -78,16 +78,21 @@ class Recompute(StrEnum):
 class LossKernel(StrEnum):
     """How logits become a loss.
 
-    `FUSED` is Transformer Engine's one kernel on a 16-bit copy of the logits; `IN_PLACE` is
+    `FUSED` is Transformer Engine's one kernel on a 16-bit copy of the logits, `FLASH_ATTN` that of
+    flash-attn (csrc/xentropy, 2023), which holds as much; `IN_PLACE` is
     Megatron's own, which turns one fp32 copy into exponents, probabilities and the gradient
     (`vocab_parallel_cross_entropy` until September 2022 and again from June 2024); `SHIFTED` is
-    what it was between: the maximum was subtracted into a second fp32 tensor.  `EAGER` is PyTorch's
-    own chain, or DTensor's where the vocabulary is split.
+    what it was between: the maximum was subtracted into a second fp32 tensor.  `COMPILED` is its
+    fused form (`fused_vocab_parallel_cross_entropy`, from 2024), compiled in parts: it sums once
+    less over the ranks, into a second fp32 tensor, too.  `EAGER` is PyTorch's own chain, or
+    DTensor's where the vocabulary is split.
     """
 
     FUSED = "fused"
+    FLASH_ATTN = "flash-attn"
     IN_PLACE = "in-place"
     SHIFTED = "shifted"
+    COMPILED = "compiled"
     EAGER = "eager"
 
 

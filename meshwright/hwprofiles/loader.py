@@ -104,6 +104,9 @@ def load_link(name: str | Path) -> Link:
 def load_stack(name: str | Path) -> StackProfile:
     """Return a software stack: a built-in one by name, or a TOML file by path.
 
+    A file may name another stack as its ``base``, whose facts are its own where it says nothing;
+    a path there is relative to the file.
+
     Args:
         name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
 
@@ -114,7 +117,7 @@ def load_stack(name: str | Path) -> StackProfile:
     1
     """
     if _is_path(name):
-        return _checked_stack(_read_path(Path(name)), shown_path(name))
+        return _checked_stack(_stack_data(name, ()), shown_path(name))
     return _built_in_stack(_known_name("stacks", str(name)))
 
 
@@ -151,7 +154,7 @@ def _built_in_link(name: str) -> Link:
 
 @cache
 def _built_in_stack(name: str) -> StackProfile:
-    return _checked_stack(_read_built_in("stacks", name), f"stacks/{name}.toml")
+    return _checked_stack(_stack_data(name, ()), f"stacks/{name}.toml")
 
 
 @cache
@@ -213,6 +216,37 @@ def _checked(model: type[P], data: Mapping[str, object], file: str) -> P:
         return model.model_validate(data, context=FROM_FILE)
     except ValidationError as error:
         raise ProfileError(f"{file}: {one_line(error)}") from None
+
+
+def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
+    """Return what the file of a stack says, and its base, which *users* of it lead to."""
+    is_path = _is_path(name)
+    if is_path:
+        file, data = shown_path(name), _read_path(Path(name))
+    else:
+        known = _known_name("stacks", str(name))
+        file, data = f"stacks/{known}.toml", _read_built_in("stacks", known)
+    if "base" not in data:
+        return data
+    if file in users:
+        raise ProfileError(f"{file}: base: leads back to {file}; allowed: another stack")
+    try:
+        base = _reference(data.pop("base"), Path(name).parent if is_path else Path())
+        usual = _stack_data(base, (*users, file))
+    except ProfileError as error:
+        text = str(error)
+        raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None
+    return _merged(usual, data)
+
+
+def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """Return *own* on top of *usual*, tables entry by entry."""
+    merged = {**usual, **own}
+    for key, value in own.items():
+        beneath = usual.get(key)
+        if isinstance(value, Mapping) and isinstance(beneath, Mapping):
+            merged[key] = _merged(beneath, value)
+    return merged
 
 
 def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:

@@ -40,13 +40,15 @@ class Fp8Recipe(Profile):
 
     ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
     backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
-    fp8 copies beside a linear layer's weight take an element; ``tp_gathers_fp8`` whether inputs
-    and gradients of linear layers are cast before tensor-parallel all-gathers.
+    fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
+    the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
+    gradients of linear layers are cast before tensor-parallel all-gathers.
     """
 
     saved_input_bytes: SavedBytes
     weight_copy_bytes: Size
     weight_casts: WeightCast
+    holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     source: Text
 

@@ -168,11 +168,9 @@ def workspace_bytes(row: PublishedPeak, device: Device) -> int:
 
 
 def _stack(row: PublishedPeak) -> StackProfile:
-    # The native loss unless its fusion was asked for: it runs compiled, which undoes the sums in
-    # place.
     fuses = "cross-entropy-loss-fusion" in row.switches
     facts = {
-        "loss": LossKernel.SHIFTED if fuses else LossKernel.IN_PLACE,
+        "loss": LossKernel.COMPILED if fuses else LossKernel.IN_PLACE,
         "fused_gradient_accumulation": "no-gradient-accumulation-fusion" not in row.switches,
         "overlap_gradient_reduce": "overlap-grad-reduce" in row.switches,
         "overlap_parameter_gather": "overlap-param-gather" in row.switches,

@@ -152,6 +152,7 @@ class PublishedRun(_ModelRow):
 
     Args:
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
+        gradients: Format in which they are kept and reduced; empty for that of the stack.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
             only its memory can be compared.
         peak_memory_gib: Printed memory of the fullest device, if any.
@@ -168,6 +169,7 @@ class PublishedRun(_ModelRow):
     vpp: Count
     schedule: Text
     stages: Note
+    gradients: Annotated[Precision | None, BeforeValidator(empty_is_none)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     step_time_s: OptionalPositive
     peak_memory_gib: OptionalPositive
@@ -210,6 +212,8 @@ class PublishedRun(_ModelRow):
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,
+            gradient_precision=self.gradients,
+            reduce_precision=self.gradients,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             attention=self.attention,

@@ -46,6 +46,35 @@ class _WideLoss(AutogradFunction):
         return probabilities.mul_(gradient / local.numel()), None, None, None
 
 
+class _CompiledLoss(AutogradFunction):
+    """Mean loss as Megatron-LM's fused form computes it, with two sums over the ranks.
+
+    What it compiles writes nothing in place, and makes the gradient in 16 bits at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
+        wide = logits.to(torch.float32, copy=True)
+        maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
+        exponents = wide - maximum
+        local, outside = _local_targets(targets, wide.shape[-1], tp)
+        target = exponents.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0.0)
+        exponents.exp_()
+        both = tp.sum(torch.cat((target, exponents.sum(dim=-1))))
+        target, total = both.chunk(2)
+        exponents.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponents, local, outside)
+        ctx.format = logits.dtype
+        return (total.log() - target).mean()
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, local, outside = ctx.saved_tensors
+        _subtract_targets(probabilities, local, outside)
+        slopes = probabilities.mul_(gradient / local.numel())
+        return slopes.to(ctx.format), None, None
+
+
 def _local_targets(
     targets: Tensor, num_rows: int, tp: TensorParallelGroup
 ) -> tuple[Tensor, Tensor]:
@@ -153,6 +182,8 @@ def vocabulary_loss(
     """
     if kernel is LossKernel.FUSED:
         loss: Tensor = _FusedLoss.apply(logits, targets, tp)
+    elif kernel is LossKernel.COMPILED:
+        loss = _CompiledLoss.apply(logits, targets, tp)
     else:
         loss = _WideLoss.apply(logits, targets, tp, kernel is LossKernel.IN_PLACE)
     return loss
