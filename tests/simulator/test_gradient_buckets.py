@@ -28,10 +28,15 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.account.streams import SpanKind, rank_streams
 from meshwright.simulator.account.traffic import Traffic, rank_traffic
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
+from meshwright.simulator.engine import (
+    SpanKind,
+    StepWork,
+    simulate_folded,
+    simulate_unfolded,
+    with_overhead,
+)
 from meshwright.simulator.layout import Stage, join_stages, rank_stages, whole_model
 from meshwright.simulator.layout.mesh import Axis, Mesh
 from meshwright.simulator.memory.rank import StateBytes
@@ -345,7 +350,7 @@ def test_without_no_sync_each_microbatch_waits_for_its_reductions(dp: int) -> No
     passes = one_microbatch(CostModel(CLUSTER, DDP, dp), plan)
     assert result.step_ps == after_passes_ps(result, 4 * passes.reduced_ps)
     assert result.times is not None
-    streams = rank_streams(work_of(result), result.times, 0)
+    streams = result.times.ranks[0].streams()
     reductions = [s for s in streams.data_parallel if s.kind is SpanKind.GRADIENT_REDUCTION]
     assert len(reductions) == 4 * 13
     assert reductions[-1].end_ps == 4 * passes.reduced_ps
