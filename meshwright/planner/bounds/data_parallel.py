@@ -74,14 +74,17 @@ class StageParts:
     """What stages are made of, each counted once."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
+        self._buckets: dict[tuple[int, Stage, int, bool], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
-    def of_buckets(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
+    def of_buckets(
+        self, shape: BlockShape, stage: Stage, replication: Replication
+    ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
+        dp, shards = replication.dp, replication.zero_stage > 0
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp), shards)
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp)
+            self._buckets[key] = bucket_parts(shape, stage, dp, shards=shards)
         return self._buckets[key]
 
     def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -127,7 +130,7 @@ class DataParallelCosts:
         if not self._stack.overlap_parameter_gather:
             update += self._whole_ps(parameter_gathers, parameters, replication)
         parts = {
-            stage: self._parts.of_buckets(shape, stage, replication.dp)
+            stage: self._parts.of_buckets(shape, stage, replication)
             for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
