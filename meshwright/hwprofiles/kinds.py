@@ -105,9 +105,10 @@ class Offload(StrEnum):
 
 
 class StageSplit(StrEnum):
-    """Rule that gives layers to pipeline stages."""
+    """Rule that gives layers to pipeline stages; `ENDS` counts embedding and head as one each."""
 
     EVEN = "even"
+    ENDS = "ends"
     BALANCED = "balanced"
     GREEDY = "greedy"
 

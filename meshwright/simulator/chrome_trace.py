@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from meshwright.simulator.account import ResourceLane, Span, StepResult, rank_streams
+from meshwright.simulator.account import ResourceLane, StepResult
 from meshwright.simulator.costs import CostModel
-from meshwright.simulator.engine import StepTimes
+from meshwright.simulator.engine import Span, StepTimes
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step
@@ -132,7 +132,7 @@ def _metadata(name: str, pid: int, tid: int, args: EventArguments) -> TraceEvent
 
 
 def _timed(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    streams = rank_streams(built.work, times, pp_rank)
+    streams = times.ranks[pp_rank].streams()
     for tid, spans in enumerate((streams.compute, streams.messages, streams.data_parallel)):
         for span in spans:
             yield _complete(span, pp_rank, tid)

@@ -1,6 +1,6 @@
 """The public function of this package: simulate one step of a plan and account for it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
 from meshwright.simulator.account import (
@@ -12,7 +12,7 @@ from meshwright.simulator.account import (
 )
 from meshwright.simulator.blocks import LOGITS, BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
-from meshwright.simulator.engine import RankTimes, StepTimes, simulate_folded
+from meshwright.simulator.engine import StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     Axis,
@@ -25,7 +25,6 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.memory import (
     MemoryEvent,
-    RanAction,
     device_bytes,
     fullest_moments,
     memory_peak,
@@ -122,12 +121,7 @@ def account(
 def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[MemoryEvent]:
     """Return the live bytes over time of a simulated rank, beyond its static ones."""
     rank = times.ranks[pp_rank]
-    passes = _passes(built.work.actions[pp_rank], rank)
-    return memory_timeline(built.memory[pp_rank], passes, rank.update_start_ps)
-
-
-def _passes(actions: Sequence[Action], rank: RankTimes) -> list[RanAction]:
-    return list(zip(actions, rank.starts_ps, rank.ends_ps, strict=True))
+    return memory_timeline(built.memory[pp_rank], list(rank.passes()), rank.update_start_ps)
 
 
 def _memory(
@@ -151,8 +145,8 @@ def _memory(
 def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
         rank = times.ranks[pp_rank]
-        passes = _passes(built.work.actions[pp_rank], rank)
-        peak = memory_peak(memory, fullest_moments(memory, passes, rank.update_start_ps))
+        moments = fullest_moments(memory, list(rank.passes()), rank.update_start_ps)
+        peak = memory_peak(memory, moments)
         tensor = largest_tensor(costs.blocks, built.shape, built.stages[pp_rank], peak.action)
         yield StageMemory(
             stage=pp_rank,

@@ -17,13 +17,13 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
-from meshwright.simulator.account.streams import Span, SpanKind, rank_streams
 from meshwright.simulator.chrome_trace import (
     ChromeTrace,
     TraceEvent,
     chrome_trace,
     write_chrome_trace,
 )
+from meshwright.simulator.engine import Span, SpanKind
 
 # stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
 # collectives hidden and not, a pipeline of one. With a stack that can, tokens are split over tp.
@@ -81,7 +81,7 @@ def test_times_in_the_file_are_exact_to_the_picosecond(result: StepResult) -> No
             (round(event["ts"] * 1e6), round((event["dur"]) * 1e6))
         )
     for pp_rank in range(result.plan.pp):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         for tid, spans in enumerate((streams.compute, streams.messages, streams.data_parallel)):
             expected = [(span.start_ps, span.end_ps - span.start_ps) for span in spans]
             assert tracks[pp_rank, tid] == expected
@@ -89,7 +89,7 @@ def test_times_in_the_file_are_exact_to_the_picosecond(result: StepResult) -> No
 
 def test_spans_of_a_track_never_overlap_and_end_with_the_step(result: StepResult) -> None:
     for pp_rank, rank in enumerate(result.times.ranks):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         for spans in (streams.compute, streams.messages, streams.data_parallel):
             assert all(a.end_ps <= b.start_ps for a, b in pairwise(spans))
             assert all(0 <= span.start_ps < span.end_ps <= rank.end_ps for span in spans)
@@ -99,7 +99,7 @@ def test_durations_add_up_to_the_busy_time_of_the_step(result: StepResult) -> No
     """Computation, messages that block it and collectives that it waits for are all but idle."""
     busy_ps = 0
     for pp_rank, rank in enumerate(result.times.ranks):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         busy_ps += total_ps(streams.compute) + rank.reduce_wait_ps
         busy_ps += result.work.norm_ps + result.work.ranks[pp_rank].gather_ps
         busy_ps += total_ps(streams.messages) if result.work.blocking_messages else 0
@@ -108,9 +108,9 @@ def test_durations_add_up_to_the_busy_time_of_the_step(result: StepResult) -> No
     assert end_ps - busy_ps // result.plan.pp == idle_ps
 
 
-def test_replayed_collectives_end_when_the_engine_says(result: StepResult) -> None:
+def test_reductions_and_sums_end_when_gradients_are_reduced(result: StepResult) -> None:
     for pp_rank, rank in enumerate(result.times.ranks):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         reductions = (SpanKind.GRADIENT_REDUCTION, SpanKind.SHARED_EMBEDDING)
         ends = [span.end_ps for span in streams.data_parallel if span.kind in reductions]
         ends += [span.end_ps for span in streams.compute if span.kind is SpanKind.TENSOR_SUM]
@@ -120,7 +120,7 @@ def test_replayed_collectives_end_when_the_engine_says(result: StepResult) -> No
 def test_sums_over_tensor_ranks_stand_where_the_stack_does_them(result: StepResult) -> None:
     """Megatron-Core sums after the reductions over replicas, the others before they end."""
     for pp_rank, rank in enumerate(result.times.ranks):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         sums = [span for span in streams.compute if span.kind is SpanKind.TENSOR_SUM]
         assert len(sums) == (result.plan.sequence_parallel and result.plan.tp > 1)
         for span in sums:
@@ -133,9 +133,9 @@ def test_sums_over_tensor_ranks_stand_where_the_stack_does_them(result: StepResu
         assert result.breakdown_ps[Category.TP_COMM] > sum(sums_ps) // len(sums_ps) > 0
 
 
-def test_replayed_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:
+def test_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:
     for pp_rank, rank in enumerate(result.times.ranks):
-        streams = rank_streams(result.work, result.times, pp_rank)
+        streams = result.times.ranks[pp_rank].streams()
         gathered: dict[int, list[int]] = defaultdict(list)
         for span in streams.data_parallel:
             if span.kind is SpanKind.PARAMETER_GATHER and span.virtual_stage >= 0:
@@ -198,7 +198,7 @@ def test_same_step_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_shared_port_cases_really_share_it() -> None:
-    """Otherwise the replay of paused collectives would be tested on nothing."""
+    """Otherwise paused collectives would be tested on nothing."""
     work = step("overlapped").work
     assert work.shared_port
     assert work.ranks[1].virtual_stages[0].gathers

@@ -16,14 +16,17 @@ from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.ledger import (
+    gradient_norm,
+    gradient_reductions,
+    parameter_gathers,
+    price,
+)
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
-    gather_cost,
-    norm_cost,
-    reduce_cost,
     spread,
     stage_parameters,
     sum_parameters,
@@ -76,9 +79,13 @@ def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupS
     def expected(op: CollectiveOp, size_bytes: int) -> int:
         return costs.collective(op, size_bytes, span, Axis.DP).time_ps
 
-    assert reduce_cost(costs, n, wire, plain).time_ps == expected(CollectiveOp.ALL_REDUCE, 4 * n)
-    assert gather_cost(costs, n, wire, plain).time_ps == 0
-    scatter, gather = reduce_cost(costs, n, wire, sharded), gather_cost(costs, n, wire, sharded)
+    whole = price(costs, gradient_reductions(n, wire, plain))
+    assert whole.time_ps == expected(CollectiveOp.ALL_REDUCE, 4 * n)
+    assert parameter_gathers(n, wire, plain) == []
+    scatter, gather = (
+        price(costs, exchange(n, wire, sharded))
+        for exchange in (gradient_reductions, parameter_gathers)
+    )
     assert scatter.time_ps == expected(CollectiveOp.REDUCE_SCATTER, 4 * n)
     assert gather.time_ps == expected(CollectiveOp.ALL_GATHER, 2 * n)
 
@@ -87,8 +94,8 @@ def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupS
 def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
     costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)
     alone = Replication.of(zero_stage, GroupSpan(1, 1, 1))
-    assert reduce_cost(costs, 10**9, wire, alone).time_ps == 0
-    assert gather_cost(costs, 10**9, wire, alone).time_ps == 0
+    for exchange in (gradient_reductions, parameter_gathers):
+        assert price(costs, exchange(10**9, wire, alone)).time_ps == 0
 
 
 @RELAXED
@@ -112,8 +119,9 @@ def test_fp32_reduces_gathers_and_updates_fp32() -> None:
 def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
     for world_size, span in ((1, None), (8, GroupSpan(8, 1, 8)), (12, GroupSpan(12, 2, 4))):
         costs = cost_model(world_size=world_size)
+        norm = gradient_norm(world_size, costs.cluster.devices_per_node)
         if span is None:
-            assert norm_cost(costs).time_ps == 0
+            assert price(costs, [norm]).time_ps == 0
         else:
             same = costs.collective(CollectiveOp.ALL_REDUCE, 4, span, Axis.DP)
-            assert norm_cost(costs) == same
+            assert price(costs, [norm]) == same

@@ -28,10 +28,15 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.account.streams import SpanKind, rank_streams
 from meshwright.simulator.account.traffic import Traffic, rank_traffic
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.engine import StepWork, simulate_folded, simulate_unfolded, with_overhead
+from meshwright.simulator.engine import (
+    SpanKind,
+    StepWork,
+    simulate_folded,
+    simulate_unfolded,
+    with_overhead,
+)
 from meshwright.simulator.layout import Stage, join_stages, rank_stages, whole_model
 from meshwright.simulator.layout.mesh import Axis, Mesh
 from meshwright.simulator.memory.rank import StateBytes
@@ -51,7 +56,7 @@ CLUSTER = load_cluster("dgx-a100")
 DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torchtitan"))
 FIXED = CORE.model_copy(update={"gradient_bucket_parameters_per_replica": 0})
 IN_EACH_STAGE = FIXED.model_copy(update={"buckets_first_stage_only": False})
-GPT2 = load_model("gpt2")
+GPT2, LLAMA = load_model("gpt2"), load_model("llama2-7b")
 WHOLE = Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 ONCE_A_STEP = 1
@@ -156,18 +161,18 @@ def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
 
 
 def brute_force(
-    tensors: list[Placed], first: int | None, limit: int, shared: int | None
+    tensors: list[Placed], first: int | None, limit: int, shared: Placed | None
 ) -> list[Placed]:
     """Return size and completing block of each bucket, by filling bucket after bucket.
 
-    A table of *shared* parameters that two stages hold is a bucket by itself.
+    A table that two stages hold, *shared*, is a bucket by itself.
     """
     left = tensors[:]
     buckets: list[Placed] = []
     while left:
         wanted = first if first is not None and not buckets else limit
         bucket = [left.pop()]
-        while left and shared not in (bucket[-1].size, left[-1].size):
+        while left and not any(each is shared for each in (bucket[-1], left[-1])):
             if sum(each.size for each in bucket) >= wanted:
                 break
             bucket.append(left.pop())
@@ -177,30 +182,36 @@ def brute_force(
 
 @RELAXED
 @given(
-    name=st.sampled_from(["gpt2", "llama2-7b"]),  # a tied and an untied table
+    # A tied table, one that is as large as other weights (both are 3,072 x 768), and an untied one.
+    model=st.sampled_from([GPT2, GPT2.model_copy(update={"vocab_size": 3072}), LLAMA]),
     tp=st.sampled_from([1, 2, 4]),
     num_layers=st.integers(0, 16),
     ends=st.sampled_from([(True, True), (True, False), (False, True), (False, False)]),
-    first=st.none() | st.integers(1, 10**7),
-    limit=st.integers(1, 10**9),
+    limits=st.tuples(st.none() | st.integers(1, 10**7), st.integers(1, 10**9)),
+    shards=st.booleans(),
 )
 def test_buckets_are_those_of_a_brute_force(
-    name: str, tp: int, num_layers: int, ends: tuple[bool, bool], first: int | None, limit: int
+    model: ModelSpec,
+    tp: int,
+    num_layers: int,
+    ends: tuple[bool, bool],
+    limits: tuple[int | None, int],
+    *,
+    shards: bool,
 ) -> None:
+    first, limit = limits
     num_layers = max(num_layers, not any(ends))
     stage = Stage((BlockRun("layer", num_layers),) if num_layers else (), *ends)
-    limits = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
-    model = load_model(name)
-    shape = shape_of(IN_EACH_STAGE.model_copy(update=limits), model, tp=tp)
-    is_shared = model.tied_embeddings and ends[0] != ends[1]
-    table = padded_vocab_size(model, tp, 128) // tp * model.hidden_size
-    expected = brute_force(
-        tensors_in_model_order(shape, stage), first, limit, table if is_shared else None
-    )
-    buckets = gradient_buckets(shape, stage)
+    changes = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
+    shape = shape_of(IN_EACH_STAGE.model_copy(update=changes), model, tp=tp)
+    is_shared = shards and model.tied_embeddings and ends[0] != ends[1]
+    tensors = tensors_in_model_order(shape, stage)
+    table = tensors[0 if stage.has_embedding else -1] if is_shared else None
+    expected = brute_force(tensors, first, limit, table)
+    buckets = gradient_buckets(shape, stage, shards=shards)
     assert [*map(tuple, buckets)] == expected
     assert sum(each.num_parameters for each in buckets) == stage_parameters(shape, stage)
-    parts = bucket_parts(shape, stage)
+    parts = bucket_parts(shape, stage, shards=shards)
     # Parts are the stage, in order, and each starts with the block that completes its buckets.
     assert join_stages([part.stage for part in parts]) == stage
     starts, start = Counter[int](), 0
@@ -345,7 +356,7 @@ def test_without_no_sync_each_microbatch_waits_for_its_reductions(dp: int) -> No
     passes = one_microbatch(CostModel(CLUSTER, DDP, dp), plan)
     assert result.step_ps == after_passes_ps(result, 4 * passes.reduced_ps)
     assert result.times is not None
-    streams = rank_streams(work_of(result), result.times, 0)
+    streams = result.times.ranks[0].streams()
     reductions = [s for s in streams.data_parallel if s.kind is SpanKind.GRADIENT_REDUCTION]
     assert len(reductions) == 4 * 13
     assert reductions[-1].end_ps == 4 * passes.reduced_ps

@@ -25,12 +25,11 @@ from meshwright.simulator import (
     load_model,
 )
 from meshwright.simulator.account.counts import (
-    closing_traffic,
     message_traffic,
     norm_ranks,
     rank_flops,
 )
-from meshwright.simulator.account.traffic import Traffic
+from meshwright.simulator.account.traffic import Traffic, closing_traffic
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,

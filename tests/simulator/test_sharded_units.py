@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
-from meshwright.simulator.engine import RankWork, UnitPart, UnitWork, VirtualStageWork
+from meshwright.simulator.engine import RankWork, SpanKind, UnitWork, VirtualStageWork
 
 TIMES = st.integers(1, 50)
 
@@ -91,8 +91,8 @@ def test_units_that_are_not_gathered_or_reduced_are_not_copied() -> None:
 def test_a_backward_unit_gathers_ahead_of_the_reduction_behind_it() -> None:
     backward = (UnitWork(10, 4, 7), UnitWork(10, 4, 7), UnitWork(10, 4, 7))
     times = simulate_folded(work_of((UnitWork(1),), backward))
-    record = [(each.part, each.start_ps, each.end_ps) for each in times.ranks[0].collectives]
-    gather, reduction = UnitPart.GATHER, UnitPart.REDUCTION
+    record = [(each.kind, each.start_ps, each.end_ps) for each in times.ranks[0].collectives]
+    gather, reduction = SpanKind.PARAMETER_GATHER, SpanKind.GRADIENT_REDUCTION
     assert record == [
         (gather, 1, 5),
         (gather, 5, 9),

@@ -39,7 +39,9 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.blocks import model_flops
+from meshwright.simulator.costs import Cost
 from meshwright.simulator.engine import RankWork, VirtualStageWork
+from meshwright.simulator.ledger import Moment
 from meshwright.simulator.schedules import Action, Phase
 
 RELAXED = settings(deadline=None, max_examples=25)
@@ -191,6 +193,7 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
         work=work,
         virtual_stage_costs=((inner,) * vpp,) * pp,
         update_costs=(nothing,) * pp,
+        closing_costs=({moment: Cost(0, Source.DATASHEET) for moment in Moment},) * pp,
     )
     times = simulate_folded(work)
     parts, _ = time_breakdown(equal, times)

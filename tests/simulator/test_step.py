@@ -36,6 +36,13 @@ from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.layout.stages import resolve_stages
+from meshwright.simulator.ledger import (
+    bucket_exchanges,
+    gradient_reductions,
+    parameter_gathers,
+    price,
+    tied_table,
+)
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import padded_vocab_size
@@ -44,11 +51,9 @@ from meshwright.simulator.replication.buckets import bucket_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
-    gather_cost,
-    reduce_cost,
 )
 from meshwright.simulator.step.build import BuiltStep, build_step
-from meshwright.simulator.step.rank import message_between, shared_embedding_ps, virtual_stage_cost
+from meshwright.simulator.step.rank import message_between, virtual_stage_cost
 
 TABLE = BlockTable()
 RELAXED = settings(deadline=None, max_examples=40)
@@ -364,10 +369,10 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
         passes = [virtual_stage_cost(costs, shape, part.stage) for part in parts]
         reduces, gathers = (
             [
-                sum(cost(costs, each, wire, replicas).time_ps for each in part.buckets)
+                price(costs, bucket_exchanges(exchange, part.buckets, wire, replicas)).time_ps
                 for part in parts
             ]
-            for cost in (reduce_cost, gather_cost)
+            for exchange in (gradient_reductions, parameter_gathers)
         )
         assert list(virtual_stage.gathers) == [
             PassSegment(each.forward.time_ps, time_ps)
@@ -381,7 +386,9 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
     assert virtual_stages[0].gathers[0].collective_ps == max(
         s.collective_ps for s in virtual_stages[0].gathers
     )
-    table = reduce_cost(costs, padded_vocab_size(model, 1, 128) * 1600, wire, replicas)
+    table = price(
+        costs, gradient_reductions(padded_vocab_size(model, 1, 128) * 1600, wire, replicas)
+    )
     assert virtual_stages[1].reductions[0].collective_ps == table.time_ps
 
 
@@ -407,7 +414,7 @@ def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
         shape = BlockShape.of(make_job(model, dp), plan, CORE)
         mesh = Mesh(tp=1, dp=dp, pp=pp, node_size=8)
         wire = WireBytes.of(CORE, shape.precision)
-        return shared_embedding_ps(costs, shape, mesh, wire, plan.num_shards)
+        return price(costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps
 
     assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
     table_bytes = padded_vocab_size(tied, 1, 128) * 768 * 4

@@ -20,7 +20,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account.traffic import rank_traffic
 from meshwright.simulator.blocks import BlockShape, BlockTable
-from meshwright.simulator.engine import UnitPart, simulate_folded
+from meshwright.simulator.engine import SpanKind, simulate_folded
 from meshwright.simulator.engine.work import num_gathers
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
@@ -227,13 +227,13 @@ def test_the_engine_runs_every_gather_that_is_counted(
     job = small_job(plan, 4)
     work = build_step(job, plan, CostModel(load_cluster("dgx-h100"), TITAN, plan.world_size)).work
     for pp_rank, rank in enumerate(simulate_folded(work).ranks):
-        run = Counter(each.part for each in rank.collectives)
+        run = Counter(each.kind for each in rank.collectives)
         counted = Counter[CollectiveOp]()
         for each in rank_traffic(job, plan, TITAN, pp_rank):
             if each.axis is Axis.DP:
                 counted[each.op] += each.num_calls
-        assert run[UnitPart.GATHER] == counted[CollectiveOp.ALL_GATHER]
-        assert run[UnitPart.REDUCTION] == counted[CollectiveOp.REDUCE_SCATTER]
+        assert run[SpanKind.PARAMETER_GATHER] == counted[CollectiveOp.ALL_GATHER]
+        assert run[SpanKind.GRADIENT_REDUCTION] == counted[CollectiveOp.REDUCE_SCATTER]
 
 
 def test_traffic_of_a_pipeline_of_units() -> None:

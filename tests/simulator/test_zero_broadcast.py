@@ -32,13 +32,12 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs.links import bus_ratio, sent_ratio
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import GroupSpan
+from meshwright.simulator.ledger import gradient_reductions, parameter_gathers, price
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
-    gather_cost,
-    reduce_cost,
     stage_parameters,
 )
 
@@ -129,9 +128,10 @@ def test_the_link_of_the_owner_carries_what_all_links_share_in_an_all_gather(
     replication = Replication.of(3, span, parameter_gather=OWNERS.parameter_gather)
     even = Replication.of(3, span)
     small, large = 10**9, 2 * 10**9
-    for cost in (gather_cost, reduce_cost):
+    for exchange in (parameter_gathers, gradient_reductions):
         grown = [
-            cost(costs, large, WIRE, each).time_ps - cost(costs, small, WIRE, each).time_ps
+            price(costs, exchange(large, WIRE, each)).time_ps
+            - price(costs, exchange(small, WIRE, each)).time_ps
             for each in (replication, even)
         ]
         assert grown[0] / grown[1] == pytest.approx(dp / (dp - 1), rel=1e-9)

@@ -25,9 +25,10 @@ from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space
 from meshwright.simulator import CostModel, Phase
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, join_stages
+from meshwright.simulator.ledger import gradient_norm, leaves_sums, price
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import Replication, leaves_sums, norm_cost
-from meshwright.simulator.step import PPM, overhead_per_million, replication_of
+from meshwright.simulator.replication import Replication, replication_of
+from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
 
@@ -111,7 +112,8 @@ class StepBounds:
         self._data_parallel = DataParallelCosts(space, costs)
         self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
         self._sides: dict[tuple[int, int, int, int], tuple[Replication, int]] = {}
-        self._norm_ps = norm_cost(costs).time_ps
+        norm = gradient_norm(costs.world_size, costs.cluster.devices_per_node)
+        self._norm_ps = price(costs, [norm]).time_ps
 
     def lower_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return a lower bound of the step time of each layout among *indices*."""

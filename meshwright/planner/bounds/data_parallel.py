@@ -1,32 +1,37 @@
 """Times of data-parallel collectives and updates of a rank, for the bounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space import Role, Space
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
-from meshwright.simulator.costs import Cost
 from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.ledger import (
+    Exchange,
+    bucket_exchanges,
+    gradient_reductions,
+    leaves_sums,
+    parameter_gathers,
+    price,
+    sums_first,
+    tensor_sums,
+    tied_table,
+)
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
     bucket_parts,
     buffer_copies,
-    gather_cost,
-    leaves_sums,
-    reduce_cost,
     reduced_parts,
     stage_bucket_limit,
     sum_layers,
     sum_parameters,
-    sums_first,
-    tensor_sums_cost,
     update_cost,
 )
-from meshwright.simulator.step import shared_embedding_ps
 
 
 class DataParallelTimes(NamedTuple):
@@ -65,28 +70,21 @@ class DataParallelTimes(NamedTuple):
     sums_last: int = 0
 
 
-Pricing = Callable[[int], Cost]
-
-
-def _bucket_times(pricing: Pricing, parts: Sequence[StagePart]) -> list[int]:
-    """Return the time of each part's collectives, one bucket after the other."""
-    sizes = dict.fromkeys(count for part in parts for count in part.buckets)
-    times = {count: pricing(count).time_ps for count in sizes}
-    return [sum(times[count] for count in part.buckets) for part in parts]
-
-
 class StageParts:
     """What stages are made of, each counted once."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
+        self._buckets: dict[tuple[int, Stage, int, bool], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
-    def of_buckets(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
+    def of_buckets(
+        self, shape: BlockShape, stage: Stage, replication: Replication
+    ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
+        dp, shards = replication.dp, replication.zero_stage > 0
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp), shards)
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp)
+            self._buckets[key] = bucket_parts(shape, stage, dp, shards=shards)
         return self._buckets[key]
 
     def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -110,7 +108,8 @@ class DataParallelCosts:
 
     def shared_embedding_ps(self, shape: BlockShape, mesh: Mesh) -> int:
         """Return the all-reduce of a tied table between first and last rank."""
-        return shared_embedding_ps(self._costs, shape, mesh, self._wire, mesh.degree(Axis.DP))
+        table = tied_table(shape, self._wire, mesh, mesh.degree(Axis.DP))
+        return price(self._costs, table).time_ps
 
     def times(self, shape: BlockShape, role: Role, replication: Replication) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
@@ -129,9 +128,9 @@ class DataParallelCosts:
         if replication.in_units:
             return self._sharded_times(shape, role, replication, update)
         if not self._stack.overlap_parameter_gather:
-            update += gather_cost(self._costs, parameters, self._wire, replication).time_ps
+            update += self._whole_ps(parameter_gathers, parameters, replication)
         parts = {
-            stage: self._parts.of_buckets(shape, stage, replication.dp)
+            stage: self._parts.of_buckets(shape, stage, replication)
             for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
@@ -139,13 +138,13 @@ class DataParallelCosts:
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: _bucket_times(self._pricing(reduce_cost, replication), parts[stage])
+                stage: self._times(gradient_reductions, parts[stage], replication)
                 for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
-            exposed = reduce_cost(self._costs, parameters, self._wire, replication).time_ps
+            exposed = self._whole_ps(gradient_reductions, parameters, replication)
         return DataParallelTimes(
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
@@ -161,16 +160,20 @@ class DataParallelCosts:
         self, shape: BlockShape, role: Role, replication: Replication, update: int
     ) -> DataParallelTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
-        gathers, reduces = (
-            [self._part_times(shape, stage, replication, gathers=gathers) for stage in role.stages]
-            for gathers in (True, False)
-        )
-        port_gather, port_reduce = (sum(map(sum, parts)) for parts in (gathers, reduces))
-        port_again = sum(self._again(shape, stage, replication) for stage in role.stages)
+        parts = [reduced_parts(shape, stage, replication) for stage in role.stages]
+        reduces = [self._times(gradient_reductions, each, replication) for each in parts]
+        gathers = [[0] * len(each) for each in parts]
+        if replication.gathers_units:
+            gathers = [self._times(parameter_gathers, each, replication) for each in parts]
+        port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
+        # For a backward pass what does not stay is gathered again.
+        every = zip(chain(*parts), chain(*gathers), strict=True)
+        freed = [time_ps for part, time_ps in every if not part.stays]
+        port_again = sum(freed) if replication.reshards else 0
         each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
-            update += gather_cost(self._costs, whole, self._wire, replication).time_ps
+            update += self._whole_ps(parameter_gathers, whole, replication)
         times = DataParallelTimes(
             update=update,
             # Freed units are gathered in forward and in backward, or once a microbatch where they
@@ -193,44 +196,30 @@ class DataParallelCosts:
             times = times._replace(
                 forward_wait=port_gather, backward_wait=port_again + port_reduce * each
             )
-        copies = [
-            _StageCopies.of(
-                self._costs, reduced_parts(shape, stage, replication), self._wire, replication
-            )
-            for stage in role.stages
-        ]
+        copies = [_StageCopies.of(self._costs, each, self._wire, replication) for each in parts]
         return _with_copies(times, copies, replication)
 
-    def _part_times(
-        self, shape: BlockShape, stage: Stage, replication: Replication, *, gathers: bool
+    def _times(
+        self, exchange: Exchange, parts: Sequence[StagePart], replication: Replication
     ) -> list[int]:
-        """Return the time of each part's gather, or of its reduction, in model order."""
-        if gathers and not replication.gathers_units:
-            return [0]
-        cost = gather_cost if gathers else reduce_cost
-        return _bucket_times(
-            self._pricing(cost, replication), reduced_parts(shape, stage, replication)
-        )
+        """Return the time of the *exchange* of each of *parts*, in their order."""
+        known = {
+            buckets: price(
+                self._costs, bucket_exchanges(exchange, buckets, self._wire, replication)
+            ).time_ps
+            for buckets in dict.fromkeys(part.buckets for part in parts)
+        }
+        return [known[part.buckets] for part in parts]
 
-    def _again(self, shape: BlockShape, stage: Stage, replication: Replication) -> int:
-        """Return the time of gathering again for a backward pass what does not stay."""
-        if not (replication.gathers_units and replication.reshards):
-            return 0
-        freed = tuple(part for part in reduced_parts(shape, stage, replication) if not part.stays)
-        return sum(_bucket_times(self._pricing(gather_cost, replication), freed))
-
-    def _pricing(
-        self,
-        cost: Callable[[CostModel, int, WireBytes, Replication], Cost],
-        replication: Replication,
-    ) -> Pricing:
-        return lambda count: cost(self._costs, count, self._wire, replication)
+    def _whole_ps(self, exchange: Exchange, parameters: int, replication: Replication) -> int:
+        """Return the time of the *exchange* of a rank's *parameters* as one."""
+        return price(self._costs, exchange(parameters, self._wire, replication)).time_ps
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
         key = (shape.tp, leaves_sums(shape), stages)
         if key not in self._sums_ps:
-            cost = tensor_sums_cost(self._costs, shape, stages, self._wire)
-            self._sums_ps[key] = cost.time_ps
+            sums = tensor_sums(shape, stages, self._wire, self._costs.tp_span(shape.tp))
+            self._sums_ps[key] = price(self._costs, sums).time_ps
         return self._sums_ps[key]
 
     def _gathers(self, parts: tuple[StagePart, ...], replication: Replication) -> list[int]:
@@ -240,7 +229,7 @@ class DataParallelCosts:
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return _bucket_times(self._pricing(gather_cost, replication), parts)
+        return self._times(parameter_gathers, parts, replication)
 
 
 class _StageCopies(NamedTuple):

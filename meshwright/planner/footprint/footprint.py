@@ -29,8 +29,12 @@ from meshwright.simulator.memory import (
     sharded_workspace_bytes,
 )
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import Replication, reduced_parts, sum_layers
-from meshwright.simulator.step import replication_of
+from meshwright.simulator.replication import (
+    Replication,
+    reduced_parts,
+    replication_of,
+    sum_layers,
+)
 
 
 class PipelineGroup(NamedTuple):

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.planner.plots.lanes import plot_lanes
-from meshwright.simulator import StepResult, StepWork
-from meshwright.simulator.account import SpanKind, rank_streams
+from meshwright.simulator import StepResult
+from meshwright.simulator.engine import SpanKind
 
 MESSAGES = "pipeline messages"
 DATA_PARALLEL = "data-parallel wait"
@@ -123,7 +123,7 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     assert step.work is not None  # a pipeline has both
     assert step.times is not None
     rank = step.times.ranks[pp_rank]
-    streams = rank_streams(step.work, step.times, pp_rank)
+    streams = rank.streams()
     for span in streams.compute:
         if span.kind in (SpanKind.OPTIMIZER, SpanKind.TENSOR_SUM):
             yield span.kind.value, span.start_ps, span.end_ps, -1
@@ -133,24 +133,11 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
     if step.work.blocking_messages:
         for span in streams.messages:
             yield MESSAGES, span.start_ps, span.end_ps, -1
-    shared_ps = _shared_embedding_ps(step.work, pp_rank)
-    own_ps = rank.reduce_wait_ps - shared_ps
-    start_ps = rank.passes_end_ps
-    if step.work.sums_first:
-        start_ps += step.work.ranks[pp_rank].sums_ps
-    yield DATA_PARALLEL, start_ps, start_ps + own_ps, -1
-    yield DATA_PARALLEL, rank.reduce_end_ps - shared_ps, rank.reduce_end_ps, -1
-    yield DATA_PARALLEL, rank.update_start_ps - step.work.norm_ps, rank.update_start_ps, -1
-    gather_ps = step.work.ranks[pp_rank].gather_ps
-    yield DATA_PARALLEL, rank.end_ps - gather_ps, rank.end_ps, -1
+    for span in rank.closing:
+        if span.kind not in (SpanKind.OPTIMIZER, SpanKind.TENSOR_SUM):
+            yield DATA_PARALLEL, span.start_ps, span.end_ps, -1
     end_ps = max(each.end_ps for each in step.times.ranks)
     yield OVERHEAD, end_ps, step.step_ps, -1
-
-
-def _shared_embedding_ps(work: StepWork, pp_rank: int) -> int:
-    """Return the time of a tied table's reduction, on the two ranks that take part."""
-    is_end = pp_rank in (0, work.pp - 1)
-    return work.ranks[pp_rank].shared_embedding_ps if is_end else 0
 
 
 def _pass_name(kind: SpanKind, virtual_stage: int, num_virtual_stages: int) -> str:

@@ -3,7 +3,6 @@
 from meshwright.simulator.account.advice import plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.account.counts import (
-    closing_traffic,
     message_traffic,
     norm_ranks,
     rank_flops,
@@ -11,8 +10,7 @@ from meshwright.simulator.account.counts import (
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
-from meshwright.simulator.account.streams import Span, SpanKind, rank_streams
-from meshwright.simulator.account.traffic import Traffic, rank_traffic
+from meshwright.simulator.account.traffic import Traffic, closing_traffic, rank_traffic
 
 __all__ = [
     "NO_TRAFFIC",
@@ -20,8 +18,6 @@ __all__ = [
     "HostTraffic",
     "MemoryResult",
     "ResourceLane",
-    "Span",
-    "SpanKind",
     "StageMemory",
     "StepResult",
     "Traffic",
@@ -31,7 +27,6 @@ __all__ = [
     "norm_ranks",
     "plan_warnings",
     "rank_flops",
-    "rank_streams",
     "rank_traffic",
     "task_lanes",
     "time_breakdown",

@@ -1,9 +1,9 @@
 """Where the time of a simulated step went, averaged over pipeline ranks."""
 
 from meshwright.hwprofiles import Source
-from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.costs import Category, Cost, PhaseCost
 from meshwright.simulator.engine import RankTimes, RankWork, StepTimes
-from meshwright.simulator.schedules import Phase
+from meshwright.simulator.ledger import Moment
 from meshwright.simulator.step import BuiltStep
 
 
@@ -32,8 +32,8 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     for cost in built.virtual_stage_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
     if built.work.blocking_messages:
-        sent_ps = _port_ps(built, pp_rank)
-        total += _communication(Category.PP_COMM, sent_ps, built.evidence.messages)
+        sent_ps = sum(end_ps - start_ps for start_ps, end_ps in rank.sent_ps)
+        total += PhaseCost.total([(Category.PP_COMM, Cost(sent_ps, built.evidence.messages))])
     return total
 
 
@@ -41,29 +41,12 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
     """Return what communication beside its passes, and copies to the host, the rank waited for."""
     waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
     host_ps = int(waited_ps * built.host_shares[pp_rank])
-    waited = _communication(Category.DP_COMM, waited_ps - host_ps, built.evidence.data_parallel)
-    waited += _communication(Category.HOST_COPY, host_ps, built.evidence.host)
-    waited += _communication(Category.TP_COMM, work.sums_ps, built.evidence.sums)
-    return waited + _communication(Category.DP_COMM, built.work.norm_ps, built.evidence.norm)
-
-
-def _port_ps(built: BuiltStep, pp_rank: int) -> int:
-    """Return the time a rank's messages kept it from computing."""
-    last_stage = built.plan.num_stages - 1
-    total = 0
-    for action in built.work.actions[pp_rank]:
-        stage = action.virtual_stage * built.work.pp + pp_rank
-        virtual_stage = built.work.ranks[pp_rank].virtual_stages[action.virtual_stage]
-        if action.phase is Phase.FORWARD and stage < last_stage:
-            total += virtual_stage.forward_message.occupy_ps
-        elif action.phase is Phase.BACKWARD and stage > 0:
-            total += virtual_stage.backward_message.occupy_ps
-    return total
-
-
-def _communication(category: Category, time_ps: int, source: Source) -> PhaseCost:
-    return PhaseCost(
-        time_ps,
-        tuple(time_ps if each is category else 0 for each in Category),
-        tuple(time_ps if each is source else 0 for each in Source),
+    closing = built.closing_costs[pp_rank]
+    return PhaseCost.total(
+        [
+            (Category.DP_COMM, Cost(waited_ps - host_ps, built.evidence.replicas)),
+            (Category.HOST_COPY, Cost(host_ps, built.evidence.host)),
+            (Category.TP_COMM, closing[Moment.SUMS]),
+            (Category.DP_COMM, closing[Moment.NORM]),
+        ]
     )

@@ -7,7 +7,7 @@ what closes a step, and the FLOPs.
 from collections import Counter
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
-from meshwright.simulator.account.traffic import Traffic, stage_blocks
+from meshwright.simulator.account.traffic import Traffic
 from meshwright.simulator.blocks import (
     BlockOperators,
     BlockShape,
@@ -17,7 +17,6 @@ from meshwright.simulator.blocks import (
 )
 from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob, rank_stages
 from meshwright.simulator.memory import block_bytes, stage_messages
-from meshwright.simulator.replication import WireBytes, tensor_sums, tied_table_bytes
 
 
 def rank_flops(
@@ -37,9 +36,9 @@ def rank_flops(
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
-        _counted_flops(operators) * count
+        _counted_flops(blocks.operators(shape, kind)) * count
         for stage in rank_stages(job.model, plan, pp_rank)
-        for operators, count in stage_blocks(blocks, shape, stage)
+        for kind, count in stage.blocks
     )
     return microbatches * flops
 
@@ -82,28 +81,6 @@ def message_traffic(
         if in_parts:
             gathers.append(Traffic(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, plan.tp, count))
     return messages, messages + gathers
-
-
-def closing_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
-) -> tuple[Traffic, ...]:
-    """Return the collectives after the last backward pass, but for those of the replicas.
-
-    Gradients of weights that saw only a rank's own tokens are summed over the tensor-parallel
-    ranks, a tied table's over both ends of the pipeline; then the gradient norm.
-    """
-    shape = BlockShape.of(job, plan, stack)
-    stages = rank_stages(job.model, plan, pp_rank)
-    wire = WireBytes.of(stack, job.precision, plan)
-    calls = [
-        Traffic(Axis.TP, CollectiveOp.ALL_REDUCE, each.size_bytes, plan.tp, each.num_calls)
-        for each in tensor_sums(shape, stages, wire)
-    ]
-    at_an_end = stages[0].has_embedding or stages[-1].has_head
-    if plan.pp > 1 and job.model.tied_embeddings and at_an_end:
-        table_bytes = tied_table_bytes(shape, wire, plan.num_shards)
-        calls.append(Traffic(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, 2, 1))
-    return tuple(calls)
 
 
 def norm_ranks(plan: ParallelPlan) -> int:

@@ -3,17 +3,10 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, StackProfile
-from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, TrainingJob, rank_stages
-from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.replication import (
-    WireBytes,
-    part_gathers,
-    reduced_parts,
-    sum_parameters,
-    unit_shards,
-)
-from meshwright.simulator.step import owned_share, rank_refetches, replication_of
+from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
+from meshwright.simulator.replication import unit_shards
+from meshwright.simulator.step import owned_share
 
 
 class HostTraffic(NamedTuple):
@@ -41,33 +34,20 @@ def host_traffic(
     """
     if plan.offload is Offload.NONE:
         return NO_TRAFFIC
-    shape = BlockShape.of(job, plan, stack)
-    mesh = Mesh.of(plan)
-    replication = replication_of(plan, stack, mesh)
-    stages = rank_stages(job.model, plan, pp_rank)
-    state = StateBytes.of(stack, job.precision, plan.gradient_formats)
-    wire = WireBytes.of(stack, job.precision, plan)
-    num_microbatches = plan.num_microbatches(job)
-    refetches = rank_refetches(plan, replication, pp_rank, num_microbatches)
-    gathers = [
-        (part, part_gathers(part, replication, num_microbatches, stage_refetches))
-        for stage, stage_refetches in zip(stages, refetches, strict=True)
-        for part in reduced_parts(shape, stage, replication)
-    ]
-    parts = [part for part, _ in gathers]
-    shares = sum(owned_share(count, replication) for part in parts for count in part.buckets)
-    num_reductions = num_microbatches if replication.reduces_each_microbatch else 1
-    if replication.offload is Offload.PARAMETERS:
-        gathered = sum(
-            owned_share(count, replication) * times
-            for part, times in gathers
-            for count in part.buckets
-        )
-        if stack.root_unit:
-            num_shards = replication.span.num_ranks
-            shares = sum(sum(unit_shards(shape, each, num_shards, shard)) for each in stages)
-        to_host = num_reductions * shares * state.gradient
-        return HostTraffic(gathered * state.sharded_parameter, to_host)
-    updated = owned_share(sum_parameters(shape, stages), replication) * wire.gather_bytes
-    stage_refetches = (num_reductions - 1) * shares * state.gradient
-    return HostTraffic(updated + stage_refetches, num_reductions * shares * state.gradient)
+    setting = StepSetting.of(job, plan, stack)
+    replication, state = setting.replication, setting.state
+    shares = dict.fromkeys(Moment, 0)
+    for entry in rank_ledger(setting, pp_rank).entries:
+        each = sum(owned_share(count, replication) for count in entry.part.buckets)
+        shares[entry.moment] += entry.num_times * each
+    reduced_bytes = shares[Moment.REDUCE] * state.gradient
+    if replication.offload is Offload.OPTIMIZER:
+        # What earlier microbatches left comes back to be added to, then what was updated.
+        added_bytes = reduced_bytes - reduced_bytes // setting.num_reductions
+        updated_bytes = shares[Moment.UPDATED] * setting.wire.gather_bytes
+        return HostTraffic(updated_bytes + added_bytes, reduced_bytes)
+    if stack.root_unit:
+        stages, num_shards = setting.rank_stages(pp_rank), replication.span.num_ranks
+        owned = sum(sum(unit_shards(setting.shape, each, num_shards, shard)) for each in stages)
+        reduced_bytes = setting.num_reductions * owned * state.gradient
+    return HostTraffic(shares[Moment.GATHER] * state.sharded_parameter, reduced_bytes)

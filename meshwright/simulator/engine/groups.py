@@ -2,11 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from simpy import Environment, Event
 
-from meshwright.simulator.engine.work import UnitCollective
+from meshwright.simulator.engine.record import Span, SpanKind
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,17 +69,31 @@ def busy_end_ps(start_ps: int, work_ps: int, messages: Intervals) -> int:
     return end_ps
 
 
+class QueuedCollective(NamedTuple):
+    """A collective that a rank has issued: when it is ready, its port time, for what.
+
+    It is brought to the group when the rank waits for it, not when it is issued: by then all the
+    messages that it gives way to are known.
+    """
+
+    ready_ps: int
+    work_ps: int
+    kind: SpanKind
+    virtual_stage: int = -1
+
+
 class CollectiveStream:
     """The collectives of one data-parallel group, one at a time and in order."""
 
     def __init__(self) -> None:
         self._free_ps = 0
-        self.start_ps = 0
-        self.record: list[UnitCollective] = []
+        self.record: list[Span] = []
 
-    def run(self, ready_ps: int, work_ps: int, messages: Sequence[Intervals]) -> int:
+    def run(self, ready_ps: int, issued: QueuedCollective, messages: Sequence[Intervals]) -> int:
         """Return the end of the next collective, given the messages of each member."""
-        self.start_ps = start_ps = max(self._free_ps, ready_ps)
+        start_ps = max(self._free_ps, ready_ps)
         # A ring goes at the pace of its slowest member: the one with most messages on its port.
-        self._free_ps = max(busy_end_ps(start_ps, work_ps, each) for each in messages)
+        self._free_ps = max(busy_end_ps(start_ps, issued.work_ps, each) for each in messages)
+        if issued.work_ps:
+            self.record.append(Span(issued.kind, start_ps, self._free_ps, issued.virtual_stage))
         return self._free_ps

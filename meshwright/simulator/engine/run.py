@@ -12,31 +12,19 @@ from typing import NamedTuple
 
 from simpy import Environment, Event
 
-from meshwright.simulator.engine.groups import CollectiveStream, Intervals, Meeting
-from meshwright.simulator.engine.program import Instruction, compile_rank
-from meshwright.simulator.engine.work import (
-    PassSegment,
-    StepWork,
-    UnitCollective,
-    UnitPart,
-    UnitWork,
+from meshwright.simulator.engine.groups import (
+    CollectiveStream,
+    Intervals,
+    Meeting,
+    QueuedCollective,
 )
+from meshwright.simulator.engine.program import Instruction, compile_rank
+from meshwright.simulator.engine.record import Span, SpanKind
+from meshwright.simulator.engine.work import StepWork, UnitWork
 from meshwright.simulator.schedules import Action, Phase, refetched
 
 Process = Generator[Event, int, None]
 NO_MICROBATCH = -1
-
-
-class QueuedCollective(NamedTuple):
-    """A collective that a rank has issued: when it is ready, its port time, its kind in a unit.
-
-    It is brought to the group when the rank waits for it, not when it is issued: by then all the
-    messages that it gives way to are known.
-    """
-
-    ready_ps: int
-    work_ps: int
-    unit: UnitPart | None = None
 
 
 class Submission(NamedTuple):
@@ -106,16 +94,24 @@ class RankProgress:
     inboxes: list[Inbox]
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
+    senders: list[Action] = field(default_factory=list)
+    sent_ps: Intervals = field(default_factory=list)
+    closing: list[Span] = field(default_factory=list)
     queue: list[QueuedCollective] = field(default_factory=list)
-    messages: Intervals = field(default_factory=list)
     gather_wait_ps: int = 0
-    sums_start_ps: int = 0
     reduce_end_ps: int = 0
     reduce_wait_ps: int = 0
     passes_end_ps: int = 0
     update_start_ps: int = 0
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
+
+    def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
+        """Note what follows the last pass; return its end."""
+        end_ps = start_ps + time_ps
+        if time_ps:
+            self.closing.append(Span(kind, start_ps, end_ps))
+        return end_ps
 
 
 class StepRun:
@@ -136,7 +132,7 @@ class StepRun:
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
         state, lanes = self.states[place.index], _lanes(self, place)
-        starts, ends, messages = state.starts_ps, state.ends_ps, state.messages
+        starts, ends, senders, sent = state.starts_ps, state.ends_ps, state.senders, state.sent_ps
         num_stages, now, port_free_ps = self.work.num_virtual_stages, 0, 0
         for action in self.work.actions[place.pp_rank]:
             phase, stage, microbatch = action
@@ -157,8 +153,8 @@ class StepRun:
             if outbox is not None:
                 sent_ps = max(port_free_ps, now)
                 port_free_ps = sent_ps + occupy_ps
-                if self.work.shared_port and occupy_ps:
-                    messages.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
+                senders.append(action)
+                sent.append((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if self.work.blocking_messages:
                     now = port_free_ps
@@ -171,25 +167,24 @@ class StepRun:
         if instruction.units:
             return (yield from self._sharded_pass(place, instruction, action, now))
         if instruction.gathers:
-            return (yield from self._gathered_forward(place, instruction.gathers, now))
+            return (yield from self._gathered_forward(place, instruction, action, now))
         state = self.states[place.index]
-        now = _reduced_backward(state, instruction.reductions, now)
+        now = _reduced_backward(state, instruction, action, now)
         if action.microbatch != self.work.num_microbatches - 1:
             # `_finish` waits for the last one's, with what else is left.
             now = yield from self._wait_for(place, len(state.queue), now)
         return now
 
     def _gathered_forward(
-        self, place: RankPlace, segments: tuple[PassSegment, ...], now: int
+        self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
-        for segment in segments:
+        gather = SpanKind.PARAMETER_GATHER, action.virtual_stage
+        for segment in instruction.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
-            submission = Submission([QueuedCollective(0, segment.collective_ps)], state.messages)
-            gathered_ps = yield place.dp_group.arrive(submission)
-            state.gather_wait_ps += max(0, gathered_ps - now)
-            now = max(now, gathered_ps) + segment.compute_ps
+            state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
+            now = (yield from self._wait_for_gather(place, now)) + segment.compute_ps
         return now
 
     def _sharded_pass(
@@ -204,35 +199,35 @@ class StepRun:
         reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
-            state.queue.append(QueuedCollective(now, units[0].gather_ps, UnitPart.GATHER))
+            state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
                 now = yield from self._wait_for_gather(place, now)
                 now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
-                state.queue.append(QueuedCollective(now, next_ps, UnitPart.GATHER))
+                state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
             now += unit.compute_ps
             if reduces and unit.reduce_ps:
                 now = _copied(state, unit.pack_ps, now)
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
-                state.queue.append(QueuedCollective(now, reduce_ps, UnitPart.REDUCTION))
+                state.queue.append(QueuedCollective(now, reduce_ps, SpanKind.GRADIENT_REDUCTION))
                 if not prefetches:
                     now = yield from self._wait_for(place, len(state.queue), now)
             if next_ps and not prefetches:
-                state.queue.append(QueuedCollective(now, next_ps, UnitPart.GATHER))
+                state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
         return now
 
     def _wait_for_gather(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
         """Wait for the first gather in the queue, and what was issued before it."""
-        queue = self.states[place.index].queue
-        count = next(index for index, item in enumerate(queue) if item.unit is UnitPart.GATHER) + 1
+        kinds = [item.kind for item in self.states[place.index].queue]
+        count = kinds.index(SpanKind.PARAMETER_GATHER) + 1
         return (yield from self._wait_for(place, count, now))
 
     def _wait_for(self, place: RankPlace, count: int, now: int) -> Generator[Event, int, int]:
         """Wait for the first *count* collectives of the queue."""
         state = self.states[place.index]
         due, state.queue = state.queue[:count], state.queue[count:]
-        end_ps = yield place.dp_group.arrive(Submission(due, state.messages))
+        end_ps = yield place.dp_group.arrive(Submission(due, state.sent_ps))
         state.gather_wait_ps += max(0, end_ps - now)
         return max(now, end_ps)
 
@@ -243,29 +238,31 @@ class StepRun:
         if self.work.sums_first:
             now = yield from self._sum(place, now)
         if rank.reduce_ps:
-            state.queue.append(QueuedCollective(now, rank.reduce_ps))
-        before_ps = now
+            reduction = QueuedCollective(now, rank.reduce_ps, SpanKind.GRADIENT_REDUCTION)
+            state.queue.append(reduction)
         if state.queue:
-            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
-            now = max(now, reduced_ps)
-        state.reduce_wait_ps = now - before_ps
+            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.sent_ps))
+            state.reduce_wait_ps = max(0, reduced_ps - now)
+            now = state.close(SpanKind.REDUCTION_WAIT, now, state.reduce_wait_ps)
         if not self.work.sums_first:
             now = yield from self._sum(place, now)
         if place.embedding_group is not None:
             # The end that comes first is idle until the other one is there.
-            now = (yield place.embedding_group.arrive(now)) + rank.shared_embedding_ps
+            now = yield place.embedding_group.arrive(now)
+            now = state.close(SpanKind.SHARED_EMBEDDING, now, rank.shared_embedding_ps)
             state.reduce_wait_ps += rank.shared_embedding_ps
         state.reduce_end_ps = now
-        state.update_start_ps = (yield self.everyone.arrive(now)) + self.work.norm_ps
-        state.end_ps = state.update_start_ps + rank.optimizer_ps + rank.gather_ps
+        now = yield self.everyone.arrive(now)
+        now = state.update_start_ps = state.close(SpanKind.GRADIENT_NORM, now, self.work.norm_ps)
+        now = state.close(SpanKind.OPTIMIZER, now, rank.optimizer_ps)
+        state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
 
     def _sum(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
         """Sum gradients over tensor-parallel ranks."""
         rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
         if rank.sums_ps and place.tp_group is not None:
             now = yield place.tp_group.arrive(now)
-        state.sums_start_ps = now
-        return now + rank.sums_ps
+        return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
 
 
 def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
@@ -324,27 +321,31 @@ def _copied(state: RankProgress, copy_ps: int, now: int) -> int:
     return now + copy_ps
 
 
-def _reduced_backward(state: RankProgress, segments: tuple[PassSegment, ...], now: int) -> int:
+def _reduced_backward(
+    state: RankProgress, instruction: Instruction, action: Action, now: int
+) -> int:
     """Run a backward pass whose segments hand their gradients to the reduction."""
-    for segment in segments:
+    reduction = SpanKind.GRADIENT_REDUCTION, action.virtual_stage
+    for segment in instruction.reductions:
         now += segment.compute_ps
-        state.queue.append(QueuedCollective(now, segment.collective_ps))
+        state.queue.append(QueuedCollective(now, segment.collective_ps, *reduction))
     return now
 
 
 def collective_meeting(
-    env: Environment, size: int, stream: CollectiveStream
+    env: Environment, size: int, stream: CollectiveStream, *, shared_port: bool
 ) -> Meeting[Submission, int]:
-    """Return the meeting of a data-parallel group; its result is the last collective's end."""
+    """Return the meeting of a data-parallel group; its result is the last collective's end.
+
+    On a *shared_port* its collectives give way to its members' messages.
+    """
 
     def resolve(submissions: Sequence[Submission]) -> int:
-        messages = [each.messages for each in submissions]
+        messages = [each.messages for each in submissions] if shared_port else [[]]
         end_ps = 0
         for entries in zip(*(each.collectives for each in submissions), strict=True):
             ready_ps = max(entry.ready_ps for entry in entries)
-            end_ps = stream.run(ready_ps, entries[0].work_ps, messages)
-            if entries[0].unit is not None:
-                stream.record.append(UnitCollective(entries[0].unit, stream.start_ps, end_ps))
+            end_ps = stream.run(ready_ps, entries[0], messages)
         return end_ps
 
     return Meeting(env, size, resolve)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import NamedTuple
 
 from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
 
@@ -166,21 +164,6 @@ class StepWork:
         return len(self.ranks[0].virtual_stages)
 
 
-class UnitPart(StrEnum):
-    """The two collectives of a sharded unit."""
-
-    GATHER = "gather"
-    REDUCTION = "reduction"
-
-
-class UnitCollective(NamedTuple):
-    """A collective of a sharded unit, from start to end."""
-
-    part: UnitPart
-    start_ps: int
-    end_ps: int
-
-
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:
     """Return a step's time with its overhead; grows with *time_ps*, so bounds keep their order.
 
@@ -189,42 +172,3 @@ def with_overhead(time_ps: int, overhead_per_million: int) -> int:
     """
     # In integers: a float would round above 2**53 ps, two and a half hours.
     return time_ps + time_ps * overhead_per_million // 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
-    """When one rank did what.
-
-    Args:
-        starts_ps: Start of each action, in the order of the rank's list.
-        ends_ps: End of each action, before its message leaves.
-        gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
-            and to the buffers of collectives.
-        passes_end_ps: End of the last action, a blocking message included.
-        sums_start_ps: Start of the sums over tensor-parallel ranks.
-        reduce_end_ps: When gradients are reduced, those sums and a tied table included.
-        reduce_wait_ps: Time that its reductions kept the rank from going on; neither the sums
-            nor waiting for the other end before a tied table's reduction are in it.
-        update_start_ps: Start of the optimizer, the same on all ranks.
-        end_ps: End of the rank's step.
-        collectives: Collectives of sharded units that the rank took part in, in order.
-    """
-
-    starts_ps: list[int]
-    ends_ps: list[int]
-    gather_wait_ps: int
-    passes_end_ps: int
-    sums_start_ps: int
-    reduce_end_ps: int
-    reduce_wait_ps: int
-    update_start_ps: int
-    end_ps: int
-    collectives: list[UnitCollective]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTimes:
-    """The outcome of a run: the step's time and each simulated rank's times."""
-
-    step_ps: int
-    ranks: tuple[RankTimes, ...]

@@ -3,6 +3,7 @@
 from simpy import Environment
 
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
+from meshwright.simulator.engine.record import RankTimes, StepTimes
 from meshwright.simulator.engine.run import (
     NO_MICROBATCH,
     RankPlace,
@@ -10,7 +11,7 @@ from meshwright.simulator.engine.run import (
     StepRun,
     collective_meeting,
 )
-from meshwright.simulator.engine.work import RankTimes, StepTimes, StepWork, with_overhead
+from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import Axis, Mesh
 
@@ -42,7 +43,7 @@ def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
     env.run()
     _check_finished(run)
     ranks = tuple(
-        _rank_times(state, place) for state, place in zip(run.states, places, strict=True)
+        _rank_times(work, state, place) for state, place in zip(run.states, places, strict=True)
     )
     end_ps = max(rank.end_ps for rank in ranks)
     return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
@@ -62,7 +63,9 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
             meetings[Axis.TP, tp_first] = Meeting(env, mesh.degree(Axis.TP), max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            meeting = collective_meeting(env, mesh.degree(Axis.DP), stream)
+            meeting = collective_meeting(
+                env, mesh.degree(Axis.DP), stream, shared_port=work.shared_port
+            )
             streams[dp_first] = stream, meeting
         if ties and (Axis.PP, pp_first) not in meetings:
             # Of a pipeline's ranks only the first and the last hold the tied table.
@@ -110,16 +113,19 @@ def _waiting(state: RankProgress) -> str:
     return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % num_stages}"
 
 
-def _rank_times(state: RankProgress, place: RankPlace) -> RankTimes:
+def _rank_times(work: StepWork, state: RankProgress, place: RankPlace) -> RankTimes:
     return RankTimes(
+        actions=work.actions[place.pp_rank],
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,
+        senders=state.senders,
+        sent_ps=state.sent_ps,
+        collectives=place.dp_stream.record,
+        closing=state.closing,
         gather_wait_ps=state.gather_wait_ps,
         passes_end_ps=state.passes_end_ps,
-        sums_start_ps=state.sums_start_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,
         update_start_ps=state.update_start_ps,
         end_ps=state.end_ps,
-        collectives=place.dp_stream.record,
     )

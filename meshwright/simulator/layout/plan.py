@@ -110,7 +110,7 @@ class PlanFields:
     ).field("1f1b")
 
     stages: tuple[int, ...] = Declaration(
-        help="Layers of the stages: even, balanced, greedy or 3,2,2,1 [the stack's].",
+        help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
         metavar="RULE|LIST",
         is_basic=True,
     ).field(())

@@ -5,25 +5,26 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Offload, ParameterGather, Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Axis,
     Casts,
     GroupSpan,
+    Mesh,
     ParallelPlan,
     Stage,
     casts_of,
     gradient_bytes,
     main_gradient_bytes,
-    strided_span,
+    reshards_units,
+    syncs_by_default,
     zero_communication,
 )
 from meshwright.simulator.memory import Shards
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
-NORM_BYTES = 4
 
 
 class Replication(NamedTuple):
@@ -118,16 +119,28 @@ class Replication(NamedTuple):
             reduces_each_microbatch=reduces_each_microbatch,
         )
 
-    def reductions(self, size_bytes: int) -> list[tuple[CollectiveOp, int, GroupSpan]]:
-        """Return the collectives that reduce *size_bytes* of gradients, one after the other.
 
-        With replicas of the shards, a shard is then summed over them.
-        """
-        calls = [(self.reduce_op, size_bytes, self.span)]
-        if self.replica_span is not None:
-            share = -(-size_bytes // self.span.num_ranks)
-            calls.append((CollectiveOp.ALL_REDUCE, share, self.replica_span))
-        return calls
+def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
+    """Return the data-parallel side of *plan*.
+
+    Shards lie on neighbouring data-parallel ranks, replicas of them further apart.
+    """
+    usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    replicas = plan.dp // plan.num_shards
+    stride = mesh.stride(Axis.DP)
+    return Replication.of(
+        plan.zero_stage,
+        mesh.span_of(stride, plan.num_shards),
+        replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
+        reduces_each_microbatch=(
+            usual if plan.sync_each_microbatch is None else plan.sync_each_microbatch
+        ),
+        parameter_gather=stack.parameter_gather,
+    )._replace(
+        reshards=reshards_units(plan, stack),
+        offload=plan.offload,
+        keeps_units=stack.root_unit and plan.pp > 1,
+    )
 
 
 class WireBytes(NamedTuple):
@@ -172,32 +185,6 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     if stage.has_head and not stage.has_embedding:
         total += shape.tied_parameters
     return total
-
-
-def reduce_cost(
-    costs: CostModel, num_parameters: int, wire: WireBytes, replication: Replication
-) -> Cost:
-    """Return the time of reducing the gradients of *num_parameters*, casts included."""
-    calls = [
-        costs.collective(op, size_bytes, span, Axis.DP)
-        for op, size_bytes, span in replication.reductions(num_parameters * wire.reduce_bytes)
-    ]
-    time_ps = sum(call.time_ps for call in calls)
-    if wire.casts is not None and replication.dp > 1:
-        traffic = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
-        time_ps += costs.memory_traffic(traffic).time_ps
-    return Cost(time_ps, calls[0].source)
-
-
-def gather_cost(
-    costs: CostModel, num_parameters: int, wire: WireBytes, replication: Replication
-) -> Cost:
-    """Return the time of gathering *num_parameters* updated ones; free where all update all."""
-    if replication.gather_op is None:
-        return Cost(0, costs.cluster.inter_node.kind)
-    return costs.collective(
-        replication.gather_op, num_parameters * wire.gather_bytes, replication.span, Axis.DP
-    )
 
 
 class BufferCopies(NamedTuple):
@@ -248,12 +235,6 @@ def update_cost(
     share = -(-num_parameters // replication.shards.optimizer)
     cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
-
-
-def norm_cost(costs: CostModel) -> Cost:
-    """Return the time of the gradient norm's all-reduce over all ranks."""
-    span = strided_span(0, 1, costs.world_size, costs.cluster.devices_per_node)
-    return costs.collective(CollectiveOp.ALL_REDUCE, NORM_BYTES, span, Axis.DP)
 
 
 def sum_layers(stages: Sequence[Stage]) -> int:

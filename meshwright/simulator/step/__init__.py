@@ -5,14 +5,11 @@ from meshwright.simulator.step.build import (
     BuiltStep,
     build_step,
     overhead_per_million,
-    rank_refetches,
-    replication_of,
 )
 from meshwright.simulator.step.offload import node_host_bytes, offload_refusal, owned_share
 from meshwright.simulator.step.rank import (
     VirtualStageCost,
     message_between,
-    shared_embedding_ps,
     virtual_stage_cost,
 )
 
@@ -26,8 +23,5 @@ __all__ = [
     "offload_refusal",
     "overhead_per_million",
     "owned_share",
-    "rank_refetches",
-    "replication_of",
-    "shared_embedding_ps",
     "virtual_stage_cost",
 ]

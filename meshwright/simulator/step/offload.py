@@ -6,25 +6,25 @@ host: a unit's shard comes to the device before each of its gathers, its reduced
 out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, arXiv 2101.06840).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
-from meshwright.simulator.engine import RankWork, num_gathers
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.engine import RankWork
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
     Replication,
     StagePart,
     WireBytes,
-    part_gathers,
+    sum_parameters,
     update_cost,
 )
-from meshwright.simulator.schedules import Refetches
 
 # The ZeRO stages that each way goes with.
 ZERO_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
@@ -186,54 +186,34 @@ def owned_share(num_parameters: int, replication: Replication) -> int:
     return -(-num_parameters // replication.span.num_ranks)
 
 
-def host_share(
-    side: HostSide,
-    parts: Mapping[Stage, tuple[StagePart, ...]],
-    stages: Sequence[Stage],
-    work: RankWork,
-    num_microbatches: int,
-    refetches: Sequence[Refetches],
-) -> Fraction:
+def host_share(side: HostSide, setting: StepSetting, pp_rank: int, work: RankWork) -> Fraction:
     """Return the host's part in all that a rank's data-parallel stream does in a step.
 
     What computation waits for on that stream is split by it.
 
     Args:
         side: What the copies follow from.
-        parts: Parts of each virtual stage that are copied.
-        stages: Virtual stages of the rank.
+        setting: What the rank's ledger follows from.
+        pp_rank: Its place in the pipeline.
         work: Its work, copies included.
-        num_microbatches: Microbatches of the step.
-        refetches: How often each virtual stage is gathered anew.
     """
-    replication = side.replication
-    if replication.offload is Offload.NONE:
+    if setting.replication.offload is Offload.NONE:
         return Fraction(0)
-    gathers = [
-        part_gathers(part, replication, num_microbatches, again)
-        for stage, again in zip(stages, refetches, strict=True)
-        for part in parts[stage]
-    ]
-    rank_parts = [part for stage in stages for part in parts[stage]]
-    num_parameters = sum(count for part in rank_parts for count in part.buckets)
-    copies = [part_copies(side, part) for part in rank_parts]
-    num_reductions = num_microbatches if replication.reduces_each_microbatch else 1
-    again_ps = (num_microbatches - 1) * sum(each.again_ps for each in copies)
-    host_ps = copy_back_ps(side, num_parameters) + again_ps
-    host_ps += sum(each.in_ps * count for each, count in zip(copies, gathers, strict=True))
-    host_ps += num_reductions * sum(each.out_ps for each in copies)
-    busy_ps = work.gather_ps + again_ps
-    for virtual_stage, again in zip(work.virtual_stages, refetches, strict=True):
-        for unit in virtual_stage.forward_units:
-            count = num_gathers(
-                num_microbatches,
-                stays=unit.stays,
-                keeps_units=replication.keeps_units,
-                refetches=again,
-            )
-            busy_ps += count * (unit.gather_ps + unit.unpack_ps)
-        reduce_ps = sum(unit.reduce_ps + unit.pack_ps for unit in virtual_stage.backward_units)
-        busy_ps += num_reductions * reduce_ps
+    stages, again = setting.rank_stages(pp_rank), setting.num_microbatches - 1
+    host_ps = copy_back_ps(side, sum_parameters(setting.shape, stages))
+    busy_ps = work.gather_ps
+    virtual_stages = rank_ledger(setting, pp_rank).virtual_stages
+    for entries, virtual_stage in zip(virtual_stages, work.virtual_stages, strict=True):
+        units = (*virtual_stage.backward_units, *reversed(virtual_stage.forward_units))
+        # Without forward units, gathers of a first pass copy nothing.
+        for entry, unit in zip(reversed(entries), units, strict=False):
+            copies, count = part_copies(side, entry.part), entry.num_times
+            if entry.moment is Moment.GATHER:
+                host_ps += count * copies.in_ps
+                busy_ps += count * (unit.gather_ps + unit.unpack_ps)
+            else:
+                host_ps += count * copies.out_ps + again * copies.again_ps
+                busy_ps += count * (unit.reduce_ps + unit.pack_ps) + again * copies.again_ps
     return Fraction(host_ps, busy_ps)
 
 

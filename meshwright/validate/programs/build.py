@@ -19,6 +19,7 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "megatron-lm-2022": MegatronProgram,
     "parameter-server": build_servers,
     "torchtitan": build_fully_sharded,
+    "torchtitan-2024-12": build_fully_sharded,
 }
 
 

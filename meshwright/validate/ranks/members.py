@@ -16,8 +16,8 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
+from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.simulator.memory import reserved_bytes
-from meshwright.simulator.replication import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 from meshwright.validate.ranks.prediction import (
     RECEIVE,

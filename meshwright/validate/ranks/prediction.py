@@ -19,8 +19,8 @@ from meshwright.simulator.account import (
     rank_traffic,
 )
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.simulator.memory import reserved_bytes
-from meshwright.simulator.replication import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
 SEND, RECEIVE = "send", "recv"

@@ -197,12 +197,13 @@ def _virtual_stages(
             )
         if request.initialise:
             fill_weights(stage, model, groups.tp, request.vocab_size)
-        far_table = _tied_table([stage], request)
+        shards = plan.zero_stage > 0 and plan.dp > 1
+        far_table = _tied_table([stage], request) if shards else None
         buffers = StageBuffers(
             stage,
             stack,
             groups.dp,
-            shards=plan.zero_stage > 0 and plan.dp > 1,
+            shards=shards,
             is_duplicate=_duplicates(stage, request, groups),
             rule=BucketRule.of(stack, plan.dp, is_first=share.has_embedding, far_table=far_table),
         )

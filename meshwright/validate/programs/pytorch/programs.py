@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
@@ -193,7 +194,8 @@ class FullyShardedProgram:
         """
         self._optimizer.zero_grad()
         tokens, targets = _batch(self._request, self._layout, step)
-        with loss_context(is_split=self._request.plan.tp > 1), views_returned():
+        stops_early = set_checkpoint_early_stop(self._request.stack.recompute_stops_early)
+        with loss_context(is_split=self._request.plan.tp > 1), views_returned(), stops_early:
             self._run(tokens, targets)
         table = self._table()
         if table is not None:

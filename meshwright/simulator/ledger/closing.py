@@ -11,22 +11,16 @@ A tied table on both ends of a pipeline is summed after that.
 from collections import Counter
 from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Cost, CostModel
-from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, strided_span
+from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import BlockKind, parameter_tensors
-from meshwright.simulator.replication.data_parallel import WireBytes
+from meshwright.simulator.replication import WireBytes
 
-
-class ClosingSum(NamedTuple):
-    """All-reduces of one size."""
-
-    size_bytes: int
-    num_calls: int
+NORM_BYTES = 4
 
 
 def sums_first(stack: StackProfile) -> bool:
@@ -41,50 +35,62 @@ def leaves_sums(shape: BlockShape) -> bool:
 
 
 def tensor_sums(
+    shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes, span: GroupSpan
+) -> list[StepCollective]:
+    """Return the sums over tensor ranks, *span*, after the last backward pass of *stages*."""
+    return [
+        StepCollective(Axis.TP, CollectiveOp.ALL_REDUCE, size_bytes, span, num_calls)
+        for size_bytes, num_calls in _tensor_sums(shape, stages, wire)
+    ]
+
+
+def _tensor_sums(
     shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
-) -> Iterator[ClosingSum]:
-    """Yield the sums over tensor ranks after the last backward pass of a rank with *stages*."""
+) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of each sum, and how often there is one of that size."""
     if not leaves_sums(shape):
         return
     if not shape.stack.sums_norms_each_microbatch:
         replicated = _replicated_parameters(shape, stages)
         if replicated:
-            yield ClosingSum(replicated * wire.reduce_bytes, 1)
+            yield replicated * wire.reduce_bytes, 1
     else:
         model = shape.model
         size_bytes = model.hidden_size * wire.reduce_bytes
         norms = sum(2 * stage.num_layers + stage.has_head for stage in stages)
-        yield ClosingSum(size_bytes, norms * (2 if model.norm == "layernorm" else 1))
+        yield size_bytes, norms * (2 if model.norm == "layernorm" else 1)
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
         has_positions = stages[0].has_embedding and model.positions == "learned"
         if has_positions and shape.stack.scatters_positions:
-            yield ClosingSum(model.max_positions * size_bytes, 1)
+            yield model.max_positions * size_bytes, 1
 
 
-def tensor_sums_cost(
-    costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
-) -> Cost:
-    """Return the time of `tensor_sums`, one call after the other."""
-    span = costs.tp_span(shape.tp)
-    priced = [
-        (costs.collective(CollectiveOp.ALL_REDUCE, each.size_bytes, span, Axis.TP), each.num_calls)
-        for each in tensor_sums(shape, stages, wire)
-    ]
-    source = priced[0][0].source if priced else costs.cluster.inter_node.kind
-    return Cost(sum(cost.time_ps * count for cost, count in priced), source)
-
-
-def tied_table_bytes(shape: BlockShape, wire: WireBytes, num_shards: int) -> int:
+def tied_table(
+    shape: BlockShape, wire: WireBytes, mesh: Mesh, num_shards: int
+) -> list[StepCollective]:
     """Return what first and last stage sum of the gradient of a table that both hold.
 
     Units of fully_shard are reduced first: each rank has its shard of the sum, in the format of
     the shards.
     """
+    last = mesh.degree(Axis.PP) - 1
+    if last == 0 or not shape.tied_parameters:
+        return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
     if shape.stack.root_unit:
         rows = -(-rows // num_shards)  # equal shards on both ends, so that each meets its own
         width_bytes = StateBytes.of(shape.stack, shape.precision).sharded_parameter
-    return rows * shape.model.hidden_size * width_bytes
+    table_bytes = rows * shape.model.hidden_size * width_bytes
+    span = GroupSpan(2, 2, 1) if mesh.crosses_nodes(0, last) else GroupSpan(2, 1, 2)
+    # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
+    # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
+    return [StepCollective(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, span)]
+
+
+def gradient_norm(world_size: int, node_size: int) -> StepCollective:
+    """Return the gradient norm's all-reduce, for which all ranks meet."""
+    span = strided_span(0, 1, world_size, node_size)
+    return StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, NORM_BYTES, span)
 
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:

@@ -1,0 +1,136 @@
+"""What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.simulator.schedules import Action, Phase
+
+
+class SpanKind(StrEnum):
+    """What a stream is busy with, or waits for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    ACTIVATION_MESSAGE = "activation message"
+    GRADIENT_MESSAGE = "gradient message"
+    PARAMETER_GATHER = "parameter gather"
+    GRADIENT_REDUCTION = "gradient reduction"
+    REDUCTION_WAIT = "wait for gradient reductions"
+    TENSOR_SUM = "sum over tensor ranks"
+    SHARED_EMBEDDING = "shared embedding reduction"
+    GRADIENT_NORM = "gradient norm"
+
+
+PASSES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
+MESSAGES = {
+    Phase.FORWARD: SpanKind.ACTIVATION_MESSAGE,
+    Phase.BACKWARD: SpanKind.GRADIENT_MESSAGE,
+}
+COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
+
+
+class Span(NamedTuple):
+    """A stretch of one stream; virtual stage and microbatch are -1 where they mean nothing."""
+
+    kind: SpanKind
+    start_ps: int
+    end_ps: int
+    virtual_stage: int = -1
+    microbatch: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStreams:
+    """The streams of one rank, each in order of time and without overlap.
+
+    Args:
+        compute: Passes, with what they waited for parameters; sums of gradients over
+            tensor-parallel ranks that are left to the end; the optimizer.
+        messages: Times at which a pipeline message leaves the rank's port.
+        data_parallel: Collectives over replicas, from start to end: where messages share the
+            port, a collective pauses for each of them.
+    """
+
+    compute: tuple[Span, ...]
+    messages: tuple[Span, ...]
+    data_parallel: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """When one rank did what.
+
+    Args:
+        actions: Its passes, in order.
+        starts_ps: Start of each.
+        ends_ps: End of each, before its message leaves.
+        senders: The passes that sent a message, in order.
+        sent_ps: When the message of each of them left the port, from start to end.
+        collectives: Those of its data-parallel group that passes or their end call for, in order.
+        closing: What follows the last pass, in order: waiting for reductions, sums, the update.
+        gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
+            and to the buffers of collectives.
+        passes_end_ps: End of the last action, a blocking message included.
+        reduce_end_ps: When gradients are reduced, sums over tensor-parallel ranks and a tied
+            table included.
+        reduce_wait_ps: Time that its reductions kept the rank from going on; neither the sums
+            nor waiting for the other end before a tied table's reduction are in it.
+        update_start_ps: Start of the optimizer, the same on all ranks.
+        end_ps: End of the rank's step.
+    """
+
+    actions: Sequence[Action]
+    starts_ps: list[int]
+    ends_ps: list[int]
+    senders: list[Action]
+    sent_ps: list[tuple[int, int]]
+    collectives: list[Span]
+    closing: list[Span]
+    gather_wait_ps: int
+    passes_end_ps: int
+    reduce_end_ps: int
+    reduce_wait_ps: int
+    update_start_ps: int
+    end_ps: int
+
+    def passes(self) -> Iterator[tuple[Action, int, int]]:
+        """Return its passes, each from start to end."""
+        return zip(self.actions, self.starts_ps, self.ends_ps, strict=True)
+
+    def streams(self) -> RankStreams:
+        """Return what each of its streams did."""
+        sent = ((each, *times) for each, times in zip(self.senders, self.sent_ps, strict=True))
+        closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
+        return RankStreams(
+            compute=(
+                *_spans(PASSES, self.passes()),
+                *(span for span in closing if span.kind in COMPUTED),
+            ),
+            messages=_spans(MESSAGES, sent),
+            data_parallel=(
+                *self.collectives,
+                *(span for span in closing if span.kind not in COMPUTED),
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """The outcome of a run: the step's time and each simulated rank's times."""
+
+    step_ps: int
+    ranks: tuple[RankTimes, ...]
+
+
+def _spans(
+    kinds: dict[Phase, SpanKind], ran: Iterable[tuple[Action, int, int]]
+) -> tuple[Span, ...]:
+    """Return what took time."""
+    return tuple(
+        Span(kinds[action.phase], start_ps, end_ps, action.virtual_stage, action.microbatch)
+        for action, start_ps, end_ps in ran
+        if end_ps > start_ps
+    )

@@ -1,0 +1,44 @@
+"""The ledger: every collective of a step once, when it may start and what waits for it."""
+
+from meshwright.simulator.ledger.closing import (
+    NORM_BYTES,
+    gradient_norm,
+    leaves_sums,
+    sums_first,
+    tensor_sums,
+    tied_table,
+)
+from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
+from meshwright.simulator.ledger.rank import (
+    RankLedger,
+    pass_entries,
+    rank_ledger,
+)
+from meshwright.simulator.ledger.replicas import (
+    Exchange,
+    bucket_exchanges,
+    gradient_reductions,
+    parameter_gathers,
+)
+from meshwright.simulator.ledger.setting import StepSetting
+
+__all__ = [
+    "NORM_BYTES",
+    "Exchange",
+    "LedgerEntry",
+    "Moment",
+    "RankLedger",
+    "StepCollective",
+    "StepSetting",
+    "bucket_exchanges",
+    "gradient_norm",
+    "gradient_reductions",
+    "leaves_sums",
+    "parameter_gathers",
+    "pass_entries",
+    "price",
+    "rank_ledger",
+    "sums_first",
+    "tensor_sums",
+    "tied_table",
+]

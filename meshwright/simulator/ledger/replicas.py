@@ -1,0 +1,63 @@
+"""What data-parallel replicas exchange: gradients, and the parameters made of them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.ledger.collectives import StepCollective
+from meshwright.simulator.replication import Replication, WireBytes
+
+Exchange = Callable[[int, WireBytes, Replication], list[StepCollective]]
+
+
+def gradient_reductions(
+    num_parameters: int, wire: WireBytes, replication: Replication
+) -> list[StepCollective]:
+    """Return what reduces the gradients of *num_parameters*, one after the other.
+
+    With replicas of the shards, a shard is then summed over them.
+    """
+    op, span = replication.reduce_op, replication.span
+    size_bytes = num_parameters * wire.reduce_bytes
+    filled_bytes = _filled(num_parameters, replication) * wire.reduce_bytes
+    cast_bytes = 0
+    if wire.casts is not None and replication.dp > 1:
+        cast_bytes = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
+    padding_bytes = filled_bytes - size_bytes
+    calls = [StepCollective(Axis.DP, op, size_bytes, span, 1, padding_bytes, cast_bytes)]
+    if replication.replica_span is not None:
+        share, filled = (-(-each // span.num_ranks) for each in (size_bytes, filled_bytes))
+        over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
+        calls.append(StepCollective(Axis.DP, *over, padding_bytes=filled - share))
+    return calls
+
+
+def parameter_gathers(
+    num_parameters: int, wire: WireBytes, replication: Replication
+) -> list[StepCollective]:
+    """Return what gives *num_parameters* to all replicas; nothing where all update all."""
+    if replication.gather_op is None:
+        return []
+    size_bytes = num_parameters * wire.gather_bytes
+    padding_bytes = _filled(num_parameters, replication) * wire.gather_bytes - size_bytes
+    call = replication.gather_op, size_bytes, replication.span
+    return [StepCollective(Axis.DP, *call, padding_bytes=padding_bytes)]
+
+
+def bucket_exchanges(
+    exchange: Exchange, buckets: Sequence[int], wire: WireBytes, replication: Replication
+) -> tuple[StepCollective, ...]:
+    """Return the *exchange* of each of *buckets*, equal ones as calls of one."""
+    return tuple(
+        each._replace(num_calls=num_calls)
+        for num_parameters, num_calls in Counter(buckets).items()
+        for each in exchange(num_parameters, wire, replication)
+    )
+
+
+def _filled(num_parameters: int, replication: Replication) -> int:
+    """Return *num_parameters*, filled up so that all ranks have shards of one size."""
+    if replication.reduce_op is not CollectiveOp.REDUCE_SCATTER:
+        return num_parameters
+    return -(-num_parameters // replication.span.num_ranks) * replication.span.num_ranks

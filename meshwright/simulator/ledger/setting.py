@@ -1,0 +1,93 @@
+"""What the ledger of a plan follows from: its stages, its groups and its formats."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.hwprofiles import StackProfile
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, TrainingJob, model_stages
+from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.replication import (
+    Replication,
+    StagePart,
+    WireBytes,
+    reduced_parts,
+    replication_of,
+)
+from meshwright.simulator.schedules import (
+    MOST_GATHERED,
+    NO_REFETCHES,
+    Refetches,
+    count_refetches,
+    get_schedule,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSetting:
+    """A plan's stages in model order, and what their collectives follow from.
+
+    ``parts`` are those of each stage whose gradients are reduced in passes.
+    """
+
+    job: TrainingJob
+    plan: ParallelPlan
+    stages: tuple[Stage, ...]
+    shape: BlockShape
+    mesh: Mesh
+    wire: WireBytes
+    state: StateBytes
+    replication: Replication
+    parts: Mapping[Stage, tuple[StagePart, ...]]
+
+    @classmethod
+    def of(
+        cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile, node_size: int = 1
+    ) -> "StepSetting":
+        """Return the setting of *plan* on nodes of so many devices."""
+        mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)
+        replication = replication_of(plan, stack, mesh)
+        stages = model_stages(job.model, plan.stages)
+        return cls(
+            job=job,
+            plan=plan,
+            stages=stages,
+            shape=shape,
+            mesh=mesh,
+            wire=WireBytes.of(stack, job.precision, plan),
+            state=StateBytes.of(stack, job.precision, plan.gradient_formats),
+            replication=replication,
+            parts={
+                stage: reduced_parts(shape, stage, replication) for stage in dict.fromkeys(stages)
+            },
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each replica."""
+        return self.plan.num_microbatches(self.job)
+
+    @property
+    def num_reductions(self) -> int:
+        """How often a step reduces a gradient over the replicas."""
+        return self.num_microbatches if self.replication.reduces_each_microbatch else 1
+
+    @property
+    def gathers_in_pass(self) -> bool:
+        """Whether the first forward pass gathers updated parameters, bucket by bucket."""
+        replication = self.replication
+        overlaps = self.shape.stack.overlap_parameter_gather and not replication.gathers_units
+        return overlaps and replication.gather_op is not None and replication.dp > 1
+
+    def rank_stages(self, pp_rank: int) -> tuple[Stage, ...]:
+        """Return the virtual stages of a pipeline rank."""
+        return self.stages[pp_rank :: self.plan.pp]
+
+    def refetches(self, pp_rank: int) -> list[Refetches]:
+        """Return how often each virtual stage of a rank is gathered anew for want of room."""
+        plan, vpp = self.plan, self.plan.num_virtual_stages
+        if not self.replication.keeps_units or vpp <= MOST_GATHERED:
+            return [NO_REFETCHES] * vpp
+        schedule = get_schedule(plan.schedule, self.shape.stack.pipeline_runtime)
+        actions = schedule.rank_actions(pp_rank, plan.pp, self.num_microbatches, vpp)
+        return count_refetches(actions, vpp)
