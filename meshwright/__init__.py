@@ -193,8 +193,8 @@ def _command(name: str) -> Callable[..., int]:
         "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
-        "clusters": (commands.run_clusters, (options.NameOptions,)),
-        "stacks": (commands.run_stacks, (options.NameOptions,)),
+        "clusters": (commands.run_clusters, (options.ProfileOptions,)),
+        "stacks": (commands.run_stacks, (options.ProfileOptions,)),
         "schedules": (commands.run_schedules, (options.NameOptions,)),
     }
     run, groups = known[name]

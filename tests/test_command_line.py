@@ -262,7 +262,7 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "schedule": "1f1b",
         "stages": [6, 6],
         "dp_shard": None,
-        "reshard_after_forward": True,
+        "reshard_after_forward": None,
         "gradient_precision": None,
         "reduce_precision": None,
         "sync_each_microbatch": None,

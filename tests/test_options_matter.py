@@ -27,6 +27,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "precision": (STEP, ["--precision", "fp32"]),
     "stack": (STEP, ["--stack", "megatron-lm-2022"]),
     "memory_limit": (STEP, ["--memory-limit", "20 GiB"]),
+    "set": (STEP, ["--set", "device.gemm.plateau_fraction=0.5"]),
     "tp": (STEP, ["--tp", "4"]),
     "pp": (STEP, ["--pp", "4"]),
     "dp": (STEP, ["--dp", "8"]),
@@ -71,6 +72,7 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "attention": ["--attention", "unfused"],
     "stages": ["--stages", "balanced"],
     "memory_limit": ["--memory-limit", "40 GiB"],
+    "set": ["--set", "sequence_parallel=false", "--set", "device.num_sms=100"],
 }
 # An option of validate: the other words of two commands, which must not come to the same.
 EMIT = ["--emit", "slurm", "--out", "OUT"]

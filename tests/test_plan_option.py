@@ -64,6 +64,23 @@ def test_model_and_cluster_change(plan: str) -> None:
     assert found["plan"]["stages"] == [12, 12]
 
 
+def test_changed_facts_are_kept_shown_and_changed_back(plan: str, tmp_path: Path) -> None:
+    words = [*STEP, *LAYOUT, "--set", "loss=in-place", "--set", "inter_node.latency=9 us"]
+    first = document(*words, "--out", str(tmp_path / "set"))
+    assert first["changed_facts"] == {
+        "loss": {"value": "in-place", "built_in": "fused"},
+        "inter_node.latency_s": {"value": 9e-6, "built_in": 5e-6},
+    }
+    saved = str(tmp_path / "set" / "plan.json")
+    assert document("simulate", "--plan", saved) == first
+    report = io.StringIO()
+    with contextlib.redirect_stdout(report):
+        assert main(["simulate", "--plan", saved]) == 0
+    assert "set         inter_node.latency = 9 us (built in: 5 us)" in report.getvalue()
+    back = ["--set", "loss=fused", "--set", "inter_node.latency=5 us"]
+    assert document("simulate", "--plan", saved, *back) == document("simulate", "--plan", plan)
+
+
 def test_gradient_options_are_kept_and_overridden(tmp_path: Path) -> None:
     words = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "32"]
     words += ["--stack", "ddp", "--reduce-precision", "bf16", "--sync-each-microbatch"]

@@ -3,11 +3,14 @@
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.complaints import one_line
 from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml, with_facts
 from meshwright.hwprofiles.kinds import (
     Attention,
     CollectiveOp,
+    LossKernel,
     Offload,
     ParameterGather,
+    PipelineRuntime,
     Precision,
     Recompute,
     Source,
@@ -71,6 +74,7 @@ __all__ = [
     "TERA",
     "VERSION",
     "Attention",
+    "ChangedFact",
     "Cluster",
     "CollectiveFact",
     "CollectiveOp",
@@ -80,9 +84,11 @@ __all__ = [
     "Fp8Recipe",
     "GemmKernels",
     "Link",
+    "LossKernel",
     "MemoryKernels",
     "Offload",
     "ParameterGather",
+    "PipelineRuntime",
     "Precision",
     "Profile",
     "ProfileError",
@@ -92,6 +98,7 @@ __all__ = [
     "StageSplit",
     "Strategy",
     "WeightCast",
+    "changed_facts",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",
@@ -111,8 +118,10 @@ __all__ = [
     "parse_flops_per_s",
     "parse_price",
     "parse_time",
+    "profile_toml",
     "shown",
     "shown_path",
     "suggestion",
     "to_ps",
+    "with_facts",
 ]

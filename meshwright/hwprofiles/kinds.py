@@ -75,6 +75,27 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class LossKernel(StrEnum):
+    """How logits become a loss.
+
+    `FUSED` is Transformer Engine's one kernel on a 16-bit copy of the logits, `FLASH_ATTN` that of
+    flash-attn (csrc/xentropy, 2023), which holds as much; `IN_PLACE` is
+    Megatron's own, which turns one fp32 copy into exponents, probabilities and the gradient
+    (`vocab_parallel_cross_entropy` until September 2022 and again from June 2024); `SHIFTED` is
+    what it was between: the maximum was subtracted into a second fp32 tensor.  `COMPILED` is its
+    fused form (`fused_vocab_parallel_cross_entropy`, from 2024), compiled in parts: it sums once
+    less over the ranks, into a second fp32 tensor, too.  `EAGER` is PyTorch's own chain, or
+    DTensor's where the vocabulary is split.
+    """
+
+    FUSED = "fused"
+    FLASH_ATTN = "flash-attn"
+    IN_PLACE = "in-place"
+    SHIFTED = "shifted"
+    COMPILED = "compiled"
+    EAGER = "eager"
+
+
 class Offload(StrEnum):
     """What is kept and updated on the host: nothing, optimizer states, or parameters, too."""
 
@@ -84,9 +105,10 @@ class Offload(StrEnum):
 
 
 class StageSplit(StrEnum):
-    """Rule that gives layers to pipeline stages."""
+    """Rule that gives layers to pipeline stages; `ENDS` counts embedding and head as one each."""
 
     EVEN = "even"
+    ENDS = "ends"
     BALANCED = "balanced"
     GREEDY = "greedy"
 
@@ -96,6 +118,17 @@ class ParameterGather(StrEnum):
 
     ALL_GATHER = "all-gather"
     BROADCAST = "broadcast"
+
+
+class PipelineRuntime(StrEnum):
+    """Whose code runs a pipeline: how many microbatches it takes, and in which groups.
+
+    `PUBLISHED` runs groups of as many as there are pipeline ranks, as Narayanan et al. 2021.
+    """
+
+    PUBLISHED = "published"
+    MEGATRON_CORE = "megatron-core"
+    PYTORCH = "pytorch"
 
 
 class WeightCast(StrEnum):

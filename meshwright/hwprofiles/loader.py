@@ -1,7 +1,7 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -104,6 +104,9 @@ def load_link(name: str | Path) -> Link:
 def load_stack(name: str | Path) -> StackProfile:
     """Return a software stack: a built-in one by name, or a TOML file by path.
 
+    A file may name another stack as its ``base``, whose facts are its own where it says nothing;
+    a path there is relative to the file.
+
     Args:
         name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
 
@@ -114,14 +117,15 @@ def load_stack(name: str | Path) -> StackProfile:
     1
     """
     if _is_path(name):
-        return _checked_stack(_read_path(Path(name)), shown_path(name))
+        return _checked_stack(_stack_data(name, ()), shown_path(name))
     return _built_in_stack(_known_name("stacks", str(name)))
 
 
 def load_cluster(name: str | Path) -> Cluster:
     """Return a cluster: a built-in one by name, or a TOML file by path.
 
-    A file names its device and links; a path there is relative to the cluster's file.
+    A file names its device and links, or holds them as tables; a path there is relative to the
+    cluster's file.
 
     Args:
         name: A built-in name, or a path: a ``Path``, or a text with a slash or ending in .toml.
@@ -150,7 +154,7 @@ def _built_in_link(name: str) -> Link:
 
 @cache
 def _built_in_stack(name: str) -> StackProfile:
-    return _checked_stack(_read_built_in("stacks", name), f"stacks/{name}.toml")
+    return _checked_stack(_stack_data(name, ()), f"stacks/{name}.toml")
 
 
 @cache
@@ -214,6 +218,37 @@ def _checked(model: type[P], data: Mapping[str, object], file: str) -> P:
         raise ProfileError(f"{file}: {one_line(error)}") from None
 
 
+def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
+    """Return what the file of a stack says, and its base, which *users* of it lead to."""
+    is_path = _is_path(name)
+    if is_path:
+        file, data = shown_path(name), _read_path(Path(name))
+    else:
+        known = _known_name("stacks", str(name))
+        file, data = f"stacks/{known}.toml", _read_built_in("stacks", known)
+    if "base" not in data:
+        return data
+    if file in users:
+        raise ProfileError(f"{file}: base: leads back to {file}; allowed: another stack")
+    try:
+        base = _reference(data.pop("base"), Path(name).parent if is_path else Path())
+        usual = _stack_data(base, (*users, file))
+    except ProfileError as error:
+        text = str(error)
+        raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None
+    return _merged(usual, data)
+
+
+def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
+    """Return *own* on top of *usual*, tables entry by entry."""
+    merged = {**usual, **own}
+    for key, value in own.items():
+        beneath = usual.get(key)
+        if isinstance(value, Mapping) and isinstance(beneath, Mapping):
+            merged[key] = _merged(beneath, value)
+    return merged
+
+
 def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:
     flat = dict(data)
     fitted = flat.pop("fitted", {})
@@ -225,17 +260,18 @@ def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:
 
 def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Cluster:
     resolved = dict(data)
-    try:
-        if "device" in data:
-            resolved["device"] = load_device(_reference(data["device"], folder))
-    except ProfileError as error:
-        raise ProfileError(f"{file}: device: {error}") from None
-    for key in ("intra_node", "inter_node", "host_link"):
+    for key in ("device", "intra_node", "inter_node", "host_link"):
+        part: Callable[[str | Path], Profile] = load_device if key == "device" else load_link
+        kind: type[Profile] = Device if key == "device" else Link
+        value = data.get(key)
         try:
-            if key in data:
-                resolved[key] = load_link(_reference(data[key], folder))
+            if isinstance(value, Mapping):
+                resolved[key] = _checked(kind, value, key)
+            elif key in data:
+                resolved[key] = part(_reference(value, folder))
         except ProfileError as error:
-            raise ProfileError(f"{file}: {key}: {error}") from None
+            where = "" if isinstance(value, Mapping) else f"{key}: "
+            raise ProfileError(f"{file}: {where}{error}") from None
     return _checked(Cluster, resolved, file)
 
 

@@ -19,8 +19,10 @@ from meshwright.hwprofiles.base import (
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
+    LossKernel,
     Offload,
     ParameterGather,
+    PipelineRuntime,
     Precision,
     Recompute,
     StageSplit,
@@ -38,13 +40,15 @@ class Fp8Recipe(Profile):
 
     ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
     backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
-    fp8 copies beside a linear layer's weight take an element; ``tp_gathers_fp8`` whether inputs
-    and gradients of linear layers are cast before tensor-parallel all-gathers.
+    fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
+    the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
+    gradients of linear layers are cast before tensor-parallel all-gathers.
     """
 
     saved_input_bytes: SavedBytes
     weight_copy_bytes: Size
     weight_casts: WeightCast
+    holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     source: Text
 
@@ -63,6 +67,8 @@ class StackProfile(StackTraits):
     sharded over a part of the data-parallel ranks and replicated over the rest,
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
+
+    ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
@@ -103,7 +109,7 @@ class StackProfile(StackTraits):
     tp_overlap_fraction: Fraction
     scatter_gather_p2p: Flag
     fused_gradient_accumulation: Flag
-    fused_loss: Flag
+    loss: LossKernel
     gradient_bucket_parameters: Count
     first_gradient_bucket_parameters: Count | None = None
     gradient_bucket_parameters_per_replica: Size = 0
@@ -114,6 +120,7 @@ class StackProfile(StackTraits):
     prefetches_units: Flag = True
     parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
     pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
+    pipeline_runtime: PipelineRuntime = PipelineRuntime.PUBLISHED
 
     gradient_bytes: Size
     gradient_reduce_bytes: Size

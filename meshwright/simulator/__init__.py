@@ -16,13 +16,21 @@ from meshwright.simulator.layout import (
     resolve_stages,
 )
 from meshwright.simulator.model import ModelSpec, count_parameters, list_models, load_model
-from meshwright.simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
+from meshwright.simulator.schedules import (
+    RUNTIMES,
+    SCHEDULES,
+    Action,
+    Phase,
+    Schedule,
+    get_schedule,
+)
 from meshwright.simulator.simulation import account, check_plan, rank_timeline, simulate
 from meshwright.simulator.step import BuiltStep, build_step
 
 __all__ = [
     "COMMUNICATION",
     "CONVENTION",
+    "RUNTIMES",
     "SCHEDULES",
     "Action",
     "AsyncRun",

@@ -81,7 +81,7 @@ def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: St
     """Raise PlanError when *plan* can never run."""
     check_sharding(job, plan)
     peak_flops_per_s(cluster.device, job.precision)
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(job)
     refusal = (
         schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)

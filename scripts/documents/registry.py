@@ -12,6 +12,7 @@ from documents.makers import (
     layouts,
     matrices,
     models,
+    peaks,
     plans,
     speed,
 )
@@ -45,6 +46,8 @@ MAKERS: dict[str, Maker] = {
     "gpt-3 days": _alone(layouts.gpt3_days),
     "errors by source": _alone(accuracy.errors_by_source),
     "every row": _alone(accuracy.every_row),
+    "published peaks": _alone(peaks.published_peaks),
+    "excluded peaks": _alone(peaks.excluded_peaks),
     "bert times": _alone(accuracy.bert_times),
     "bert rates": _alone(accuracy.bert_rates),
     "bert adam": _alone(accuracy.bert_adam_efficiency),

@@ -311,7 +311,7 @@ MISTAKES = [
     ),
     (
         STACK,
-        'date = "2024-11"',
+        'date = "2025-03"',
         'date = "2024"',
         ": date: '2024' is not allowed; it must match pattern",
     ),

@@ -216,11 +216,16 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert point.step_ps == min(within)
 
 
-def test_no_bound_exceeds_a_step_that_waits_for_its_network() -> None:
-    """Nothing but the port is busy all the time, so a gather too many would show."""
+@pytest.mark.parametrize(("frees", "least"), [(True, 0.5), (False, 0.35)])
+def test_no_bound_exceeds_a_step_that_waits_for_its_network(*, frees: bool, least: float) -> None:
+    """Nothing but the port is busy all the time, so a gather too many would show.
+
+    Units that stay are gathered once, and computation waits for each: a larger share is no port's.
+    """
     case = CASES["sharded parameters in a pipeline"]
     case = case._replace(num_gpus=32, batch=64)  # its replicas are on two nodes
-    cluster, job, stack = load_cluster("a100-4xhdr200"), job_of(case), stack_of(case)
+    cluster, job = load_cluster("a100-4xhdr200"), job_of(case)
+    stack = stack_of(case).model_copy(update={"reshards_in_pipelines": frees})
     slow = cluster.inter_node.bandwidth_bytes_per_s / 50
     network = cluster.inter_node.model_copy(update={"bandwidth_bytes_per_s": slow})
     cluster = cluster.model_copy(update={"inter_node": network})
@@ -236,7 +241,7 @@ def test_no_bound_exceeds_a_step_that_waits_for_its_network() -> None:
         for index, bound in found
     ]
     assert shares
-    assert 0.5 < min(shares) <= max(shares) <= 1
+    assert least < min(shares) <= max(shares) <= 1
 
 
 def test_layouts_too_long_to_simulate_stay_in_the_proof(

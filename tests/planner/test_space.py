@@ -1,11 +1,12 @@
 """The space of layouts against loops over everything, and the rules at their limits."""
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 
-from meshwright.hwprofiles import GIBI, Recompute, load_cluster, load_stack
+from meshwright.hwprofiles import GIBI, Recompute, StackProfile, load_cluster, load_stack
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.space.rules import Candidates, fits_memory
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
@@ -28,9 +29,11 @@ def model_of(num_layers: int = 6, num_kv_heads: int = 12) -> ModelSpec:
     )
 
 
-def plans_of(model: ModelSpec, batch: int, num_gpus: int) -> set[tuple[int, ...]]:
+def plans_of(
+    model: ModelSpec, batch: int, num_gpus: int, stack: StackProfile = STACK
+) -> set[tuple[int, ...]]:
     job = TrainingJob(model=model, global_batch_size=batch, seq_len=16)
-    space = enumerate_space(job, STACK, num_gpus, NARROW)
+    space = enumerate_space(job, stack, num_gpus, NARROW)
     plans = [space.plan(index) for index in range(len(space))]
     found = {key_of(plan) for plan in plans}
     assert len(found) == len(plans)
@@ -42,7 +45,21 @@ def key_of(plan: ParallelPlan) -> tuple[int, ...]:
     return (plan.tp, plan.pp, plan.dp, plan.num_virtual_stages, plan.microbatch_size, named)
 
 
-def by_loops(model: ModelSpec, batch: int, num_gpus: int) -> set[tuple[int, ...]]:
+# Of each runtime: the schedules with one stage a rank that take so many microbatches, and whether
+# the interleaved one does.
+TAKEN: dict[str, Callable[[int, int], tuple[tuple[int, ...], bool]]] = {
+    "megatron-lm-2021": lambda pp, count: ((0, 1), count % pp == 0),
+    "megatron-core": lambda pp, count: ((0, 1), count >= pp),
+    "torchtitan": lambda pp, count: (
+        (0, 1) if count >= pp else (0,),
+        count % max(1, count // pp) == 0,
+    ),
+}
+
+
+def by_loops(
+    model: ModelSpec, batch: int, num_gpus: int, stack: str = "megatron-core"
+) -> set[tuple[int, ...]]:
     """Walk all numbers up to the largest; layers, heads, ranks and sequences must come out even."""
     found = set()
     degrees = range(1, num_gpus + 1)
@@ -57,22 +74,25 @@ def by_loops(model: ModelSpec, batch: int, num_gpus: int) -> set[tuple[int, ...]
         for size in range(1, batch // dp + 1):
             if (batch // dp) % size:
                 continue
+            plain, interleaves = TAKEN[stack](pp, batch // dp // size)
             if vpp == 1:
-                found |= {(tp, pp, dp, vpp, size, named) for named in (0, 1)}
-            elif (batch // dp // size) % pp == 0:
+                found |= {(tp, pp, dp, vpp, size, named) for named in plain}
+            elif interleaves:
                 found.add((tp, pp, dp, vpp, size, 2))
     return found
 
 
+@pytest.mark.parametrize("stack", sorted(TAKEN))
 @pytest.mark.parametrize(
     ("num_layers", "num_kv_heads", "batch", "num_gpus"),
     [(6, 12, 8, 12), (6, 2, 18, 12), (10, 4, 16, 8), (5, 12, 6, 6), (7, 3, 4, 4)],
 )
 def test_a_space_is_all_that_comes_out_even(
-    num_layers: int, num_kv_heads: int, batch: int, num_gpus: int
+    num_layers: int, num_kv_heads: int, batch: int, num_gpus: int, stack: str
 ) -> None:
     model = model_of(num_layers, num_kv_heads)
-    assert plans_of(model, batch, num_gpus) == by_loops(model, batch, num_gpus)
+    found = plans_of(model, batch, num_gpus, load_stack(stack))
+    assert found == by_loops(model, batch, num_gpus, stack)
 
 
 def test_key_value_heads_are_split_or_repeated() -> None:

@@ -32,7 +32,7 @@ def shapes_of(stack_name: str, *, seq_len: int, recompute: Recompute) -> list[Bl
         recompute=recompute,
         attention=stack.attention,
         stack=stack,
-        parameters=rank_parameters(model, 1),
+        parameters=rank_parameters(model, 1, 128),
     )
     return [
         replace(
@@ -40,7 +40,7 @@ def shapes_of(stack_name: str, *, seq_len: int, recompute: Recompute) -> list[Bl
             tp=tp,
             microbatch_size=size,
             sequence_parallel=splits,
-            parameters=rank_parameters(model, tp),
+            parameters=rank_parameters(model, tp, 128),
         )
         for tp, size, splits in product((1, 2, 4), (1, 2, 3), (False, True))
         if stack.tensor_parallel or tp == 1

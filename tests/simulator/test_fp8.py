@@ -52,6 +52,7 @@ FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
 STACKS = ("fsdp", "megatron-core", "torchtitan")
+DATED = ("llm-foundry-2023", "megatron-core-2024", "torchtitan-2024-12", "torchtitan-2025-11")
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 
@@ -372,7 +373,8 @@ def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -
 @pytest.mark.parametrize("stack", ["megatron-core", "fsdp"])
 def test_copies_of_weights_are_whole_on_every_rank(stack: str) -> None:
     fp8, bf16 = (step(each, stack).memory.by_stage[0] for each in (FP8, BF16))
-    copies = 2 * 32 * WEIGHTS
+    # Where fp8 copies are the weights, they take as much as these did in bf16.
+    copies = 0 if stack == "megatron-core" else 2 * 32 * WEIGHTS
     assert fp8.parameters_bytes - bf16.parameters_bytes == copies
     assert fp8.gradients_bytes == bf16.gradients_bytes
     assert fp8.optimizer_states_bytes == bf16.optimizer_states_bytes
@@ -414,7 +416,7 @@ def test_devices_without_fp8_refuse_it_by_name(cluster: str, allowed: str) -> No
     assert str(caught.value).endswith(allowed)
 
 
-@pytest.mark.parametrize("name", sorted(set(list_stacks()) - set(STACKS)))
+@pytest.mark.parametrize("name", sorted(set(list_stacks()) - {*STACKS, *DATED}))
 def test_stacks_without_fp8_refuse_it_by_name(name: str) -> None:
     stack = load_stack(name)
     plan = ParallelPlan(

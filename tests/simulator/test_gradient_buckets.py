@@ -56,7 +56,7 @@ CLUSTER = load_cluster("dgx-a100")
 DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torchtitan"))
 FIXED = CORE.model_copy(update={"gradient_bucket_parameters_per_replica": 0})
 IN_EACH_STAGE = FIXED.model_copy(update={"buckets_first_stage_only": False})
-GPT2 = load_model("gpt2")
+GPT2, LLAMA = load_model("gpt2"), load_model("llama2-7b")
 WHOLE = Stage((BlockRun("layer", 12),), has_embedding=True, has_head=True)
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 ONCE_A_STEP = 1
@@ -75,13 +75,13 @@ def test_the_buckets_of_gpt2_under_ddp() -> None:
     Backward begins with the final norm (1,536) and the last layer's second MLP matrix (2,359,296),
     the first bucket: under autocast a weight's gradient is there before its bias's.  What the
     layer has left (4,728,576) and the matrix of the layer before it are 7,087,872, and so on.  The
-    last bucket has what layer 0 has left, the positions (786,432) and the padded table
-    (50,304 x 768).
+    last bucket has what layer 0 has left, the positions (786,432) and the table of words
+    (50,257 x 768).
     """
     buckets = gradient_buckets(shape_of(), WHOLE)
     assert buckets[0] == GradientBucket(1536 + 2_359_296, 12)
     assert buckets[1:-1] == tuple(GradientBucket(7_087_872, place) for place in range(11, 0, -1))
-    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_304 * 768, 0)
+    assert buckets[-1] == GradientBucket(4_728_576 + 786_432 + 50_257 * 768, 0)
 
 
 def test_the_parts_of_gpt2_under_megatron_core() -> None:
@@ -144,7 +144,8 @@ class Placed(NamedTuple):
 def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
     """Return every tensor of a stage, as its modules hold them."""
     model, tp = shape.model, shape.tp
-    tensors = parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    padded = padded_vocab_size(model, tp, shape.stack.vocabulary_multiple)
+    tensors = parameter_tensors(model, vocab_size=padded)
     blocks = ["embedding"] * stage.has_embedding + ["layer"] * stage.num_layers
     blocks += ["head"] * stage.has_head
     placed = [
@@ -160,18 +161,18 @@ def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
 
 
 def brute_force(
-    tensors: list[Placed], first: int | None, limit: int, shared: int | None
+    tensors: list[Placed], first: int | None, limit: int, shared: Placed | None
 ) -> list[Placed]:
     """Return size and completing block of each bucket, by filling bucket after bucket.
 
-    A table of *shared* parameters that two stages hold is a bucket by itself.
+    A table that two stages hold, *shared*, is a bucket by itself.
     """
     left = tensors[:]
     buckets: list[Placed] = []
     while left:
         wanted = first if first is not None and not buckets else limit
         bucket = [left.pop()]
-        while left and shared not in (bucket[-1].size, left[-1].size):
+        while left and not any(each is shared for each in (bucket[-1], left[-1])):
             if sum(each.size for each in bucket) >= wanted:
                 break
             bucket.append(left.pop())
@@ -181,30 +182,36 @@ def brute_force(
 
 @RELAXED
 @given(
-    name=st.sampled_from(["gpt2", "llama2-7b"]),  # a tied and an untied table
+    # A tied table, one that is as large as other weights (both are 3,072 x 768), and an untied one.
+    model=st.sampled_from([GPT2, GPT2.model_copy(update={"vocab_size": 3072}), LLAMA]),
     tp=st.sampled_from([1, 2, 4]),
     num_layers=st.integers(0, 16),
     ends=st.sampled_from([(True, True), (True, False), (False, True), (False, False)]),
-    first=st.none() | st.integers(1, 10**7),
-    limit=st.integers(1, 10**9),
+    limits=st.tuples(st.none() | st.integers(1, 10**7), st.integers(1, 10**9)),
+    shards=st.booleans(),
 )
 def test_buckets_are_those_of_a_brute_force(
-    name: str, tp: int, num_layers: int, ends: tuple[bool, bool], first: int | None, limit: int
+    model: ModelSpec,
+    tp: int,
+    num_layers: int,
+    ends: tuple[bool, bool],
+    limits: tuple[int | None, int],
+    *,
+    shards: bool,
 ) -> None:
+    first, limit = limits
     num_layers = max(num_layers, not any(ends))
     stage = Stage((BlockRun("layer", num_layers),) if num_layers else (), *ends)
-    limits = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
-    model = load_model(name)
-    shape = shape_of(IN_EACH_STAGE.model_copy(update=limits), model, tp=tp)
-    is_shared = model.tied_embeddings and ends[0] != ends[1]
-    table = padded_vocab_size(model, tp) // tp * model.hidden_size
-    expected = brute_force(
-        tensors_in_model_order(shape, stage), first, limit, table if is_shared else None
-    )
-    buckets = gradient_buckets(shape, stage)
+    changes = {"gradient_bucket_parameters": limit, "first_gradient_bucket_parameters": first}
+    shape = shape_of(IN_EACH_STAGE.model_copy(update=changes), model, tp=tp)
+    is_shared = shards and model.tied_embeddings and ends[0] != ends[1]
+    tensors = tensors_in_model_order(shape, stage)
+    table = tensors[0 if stage.has_embedding else -1] if is_shared else None
+    expected = brute_force(tensors, first, limit, table)
+    buckets = gradient_buckets(shape, stage, shards=shards)
     assert [*map(tuple, buckets)] == expected
     assert sum(each.num_parameters for each in buckets) == stage_parameters(shape, stage)
-    parts = bucket_parts(shape, stage)
+    parts = bucket_parts(shape, stage, shards=shards)
     # Parts are the stage, in order, and each starts with the block that completes its buckets.
     assert join_stages([part.stage for part in parts]) == stage
     starts, start = Counter[int](), 0
@@ -229,7 +236,7 @@ def arriving_in_gpt2(*, autocast: bool) -> list[int]:
     norm = [h, h]
     mlp_in = [4 * h * h, 4 * h] if autocast else [4 * h, 4 * h * h]
     layer = [*linear(4 * h), *mlp_in, *norm, *linear(h), *linear(h) * 3, *norm]
-    return [*norm, *layer * 12, 1024 * h, 50_304 * h]
+    return [*norm, *layer * 12, 1024 * h, 50_257 * h]
 
 
 def arriving_in_llama2_7b() -> list[int]:

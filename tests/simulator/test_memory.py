@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.hwprofiles import (
     Attention,
+    LossKernel,
     Precision,
     Recompute,
     StackProfile,
@@ -227,11 +228,12 @@ def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
     assert workspaces(flash, "head") == (2 * s * vocab + loss, 2 * s * h)
 
 
-@pytest.mark.parametrize(("in_place", "most"), [(True, 10), (False, 12)])
-def test_a_loss_holds_so_many_bytes_a_logit(*, in_place: bool, most: int) -> None:
-    stack = load_stack("megatron-lm-2022").model_copy(update={"loss_in_place": in_place})
+# Bytes of 16-bit logits, fp32 copies and probabilities, and of a gradient beside them.
+@pytest.mark.parametrize(("kernel", "most"), [("in-place", 6), ("shifted", 10), ("eager", 12)])
+def test_a_loss_holds_so_many_bytes_a_logit(kernel: str, most: int) -> None:
+    stack = load_stack("megatron-lm-2022").model_copy(update={"loss": LossKernel(kernel)})
     kept = 4 * 1024 * 50_048
-    loss = 4 if in_place else 0  # is there while the forward needs the most
+    loss = 0 if kernel == "eager" else 4  # is there while the forward needs the most
     needed = max(workspaces(block_shape(gpt(), stack=stack), "head"))
     assert kept + needed == most * 1024 * 50_048 + loss
 

@@ -95,11 +95,20 @@ def test_ranks_beyond_the_kv_heads_keep_one_whole_kv_head(tp: int, kv: int) -> N
 @given(tp=st.integers(1, 64))
 def test_padded_vocabulary_is_the_next_multiple_of_128_tp(tp: int) -> None:
     model = load_model("gpt2")
-    padded = padded_vocab_size(model, tp)
+    padded = padded_vocab_size(model, tp, 128)
     assert padded % (128 * tp) == 0
     assert 0 <= padded - model.vocab_size < 128 * tp
     table = parameter_tensors(model, vocab_size=padded)[0]
     assert local_shape(model, table, tp=tp) == (padded // tp, 768)
+
+
+@given(tp=st.integers(1, 64))
+def test_the_first_rank_of_a_table_that_is_not_padded_holds_what_dtensor_gives_it(tp: int) -> None:
+    """Pieces as `torch.chunk` cuts them: the first one is never smaller than another."""
+    model = load_model("gpt2")
+    assert padded_vocab_size(model, tp, 1) == model.vocab_size
+    rows, width = local_shape(model, parameter_tensors(model)[0], tp=tp)
+    assert ((rows - 1) * tp < model.vocab_size <= rows * tp, width) == (True, 768)
 
 
 def test_blocks_add_up_to_the_whole_model() -> None:
@@ -142,7 +151,6 @@ def test_layer_shapes_and_split_dims_follow_megatron() -> None:
         ({}, 3, "num_heads=8 is not divisible by tp=3"),
         ({}, 0, "tp=0 must be >= 1"),
         ({"ffn_hidden_size": 30}, 4, "ffn_hidden_size=30 is not divisible by tp=4"),
-        ({"vocab_size": 97}, 2, "vocab_size=97 is not divisible by tp=2"),
         (
             {"num_heads": 12, "hidden_size": 96, "num_kv_heads": 4},
             6,
@@ -162,7 +170,7 @@ def test_a_split_that_does_not_divide_is_refused(
 def test_a_layer_splits_exactly_where_heads_and_kv_heads_allow(tp: int, a: int, kv: int) -> None:
     assume(a % kv == 0)
     model = gpt(num_heads=a, num_kv_heads=kv, hidden_size=4 * a, ffn_hidden_size=tp)
-    padded = padded_vocab_size(model, tp)
+    padded = padded_vocab_size(model, tp, 128)
     if a % tp == 0 and (kv % tp == 0 or tp % kv == 0):
         assert parameters_by_kind(model, tp=tp, vocab_size=padded)["layer"] >= 1
     else:

@@ -35,7 +35,9 @@ def test_every_layer_has_a_stage_and_every_stage_a_layer(
     stages = split_layers(num_layers, num_stages, rule, head_cost=head_cost)
     assert len(stages) == num_stages
     assert sum(stages) == num_layers
-    assert min(stages) >= 1
+    least = 0 if rule is StageSplit.ENDS else 1  # the head alone is a stage there
+    assert min(stages[:-1], default=1) >= 1
+    assert stages[-1] >= least
 
 
 @RELAXED
@@ -72,6 +74,11 @@ def test_published_uneven_splits_come_out() -> None:
     assert split_layers(78, 12, StageSplit.GREEDY) == (7,) * 11 + (1,)
     assert split_layers(70, 12, StageSplit.GREEDY) == (6,) * 11 + (4,)
     assert split_layers(105, 35, StageSplit.EVEN) == (3,) * 35
+    # What generate_llm_fqn_per_model_part of torchtitan 0.2.2 lists.
+    assert split_layers(32, 4, StageSplit.ENDS) == (8, 9, 8, 7)
+    assert split_layers(126, 16, StageSplit.ENDS) == (7, *(8,) * 14, 7)
+    assert split_layers(8, 8, StageSplit.ENDS) == (1, 2, 1, 1, 1, 1, 1, 0)
+    assert split_layers(5, 1, StageSplit.ENDS) == (5,)
 
 
 def test_a_costly_head_takes_layers_from_the_last_stage() -> None:
@@ -98,7 +105,9 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_stages_are_read_as_a_rule_or_as_counts() -> None:
     assert parse_stages("balanced") is StageSplit.BALANCED
     assert parse_stages("3,2,2,1") == (3, 2, 2, 1)
-    with pytest.raises(PlanError, match=r"^stages='3;2' is neither a rule \(even, balanced, "):
+    with pytest.raises(
+        PlanError, match=r"^stages='3;2' is neither a rule \(even, ends, balanced, "
+    ):
         parse_stages("3;2")
     model = load_model("gpt2")
     assert resolve_stages(model, 1024, 4, StageSplit.EVEN) == (3, 3, 3, 3)

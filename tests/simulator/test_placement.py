@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.hwprofiles import CollectiveOp
+from meshwright.hwprofiles import CollectiveOp, LossKernel
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.graph import (
     PARTIAL,
     Backward,
     Block,
     Dim,
-    Loss,
     Lowering,
     Phase,
     Tape,
@@ -366,7 +365,7 @@ MEGATRON = Lowering(
     fuses_residual=True,
     saves_first=False,
     weight_gradients=WeightGradients.FUSED,
-    loss=Loss.FUSED,
+    loss=LossKernel.FUSED,
 )
 
 

@@ -47,6 +47,7 @@ from meshwright.simulator.model.parameters import padded_vocab_size
 from meshwright.simulator.step.build import build_step
 
 CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
+LM_2022 = load_stack("megatron-lm-2022")
 RELAXED = settings(deadline=None, max_examples=30)
 ALL_REDUCE, ALL_GATHER = CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_GATHER
 
@@ -61,7 +62,7 @@ def plan_of(num_layers: int = 8, **fields: object) -> ParallelPlan:
 def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:
     """Return a job of eight layers whose vocabulary needs no padding on *tp* ranks."""
     model = load_model(name)
-    changes = {"num_layers": 8, "vocab_size": padded_vocab_size(model, tp)}
+    changes = {"num_layers": 8, "vocab_size": padded_vocab_size(model, tp, 128)}
     return TrainingJob(
         model=model.model_copy(update=changes),
         global_batch_size=batch,
@@ -151,16 +152,23 @@ def test_scatter_gather_sends_parts_and_receivers_gather_the_whole() -> None:
     job, plan = job_of("gpt2", 3), plan_of(pp=2, tp=2)
     whole = 512 * 768 * 2
     part = Traffic(Axis.PP, CollectiveOp.P2P, whole // 2, 2, 3)
-    assert message_traffic(job, plan, CORE, 0) == (
+    assert message_traffic(job, plan, LM_2022, 0) == (
         (part,),
         (part, Traffic(Axis.TP, ALL_GATHER, whole, 2, 3)),
     )
     # With sequence parallelism a rank has its part alone, and keeps it so.
     split = replace(plan, sequence_parallel=True)
-    assert message_traffic(job, split, CORE, 0) == ((part,), (part,))
-    plain = CORE.model_copy(update={"scatter_gather_p2p": False})
+    assert message_traffic(job, split, LM_2022, 0) == ((part,), (part,))
+    plain = LM_2022.model_copy(update={"scatter_gather_p2p": False})
     message = part._replace(size_bytes=whole)
     assert message_traffic(job, plan, plain, 0) == ((message,), (message,))
+
+
+def test_megatron_core_sends_whole_activations_unless_they_are_split() -> None:
+    """What get_tensor_shapes of core 0.16 says: tokens x microbatch x hidden, no gather."""
+    job, plan = job_of("gpt2", 3), plan_of(pp=2, tp=2)
+    whole = Traffic(Axis.PP, CollectiveOp.P2P, 512 * 768 * 2, 2, 3)
+    assert message_traffic(job, plan, CORE, 0) == ((whole,), (whole,))
 
 
 def test_without_a_pipeline_there_are_no_messages() -> None:

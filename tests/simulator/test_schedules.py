@@ -5,11 +5,25 @@ from fractions import Fraction
 
 import pytest
 
+from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.engine import RankWork, StepWork, VirtualStageWork, simulate_folded
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.schedules import SCHEDULES, Action, Phase, Schedule, get_schedule
+from meshwright.simulator.schedules import (
+    RUNTIMES,
+    SCHEDULES,
+    Action,
+    Phase,
+    Schedule,
+    get_schedule,
+)
 
 NAMES = sorted(SCHEDULES)
+# Every schedule as every runtime has it.
+EVERY = [
+    pytest.param(schedule, id=f"{name} of {runtime}")
+    for runtime, schedules in RUNTIMES.items()
+    for name, schedule in sorted(schedules.items())
+]
 
 
 def sizes(
@@ -44,9 +58,8 @@ def most_waiting(actions: list[Action]) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_rank_runs_each_pass_once_forward_before_backward(name: str) -> None:
-    schedule = SCHEDULES[name]
+@pytest.mark.parametrize("schedule", EVERY)
+def test_each_rank_runs_each_pass_once_forward_before_backward(schedule: Schedule) -> None:
     for pp, num_microbatches, vpp in sizes(schedule):
         ranks = schedule.actions(pp, num_microbatches, vpp)
         assert len(ranks) == pp
@@ -59,17 +72,15 @@ def test_each_rank_runs_each_pass_once_forward_before_backward(name: str) -> Non
                 assert forward < place[Action(Phase.BACKWARD, virtual_stage, microbatch)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_list_of_one_rank_is_its_part_of_all_lists(name: str) -> None:
-    schedule = SCHEDULES[name]
+@pytest.mark.parametrize("schedule", EVERY)
+def test_the_list_of_one_rank_is_its_part_of_all_lists(schedule: Schedule) -> None:
     for size in sizes(schedule, 6, 12):
         alone = [schedule.rank_actions(pp_rank, *size) for pp_rank in range(size[0])]
         assert alone == schedule.actions(*size)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_passes_in_flight_are_what_the_action_list_keeps_waiting(name: str) -> None:
-    schedule = SCHEDULES[name]
+@pytest.mark.parametrize("schedule", EVERY)
+def test_passes_in_flight_are_what_the_action_list_keeps_waiting(schedule: Schedule) -> None:
     for pp, num_microbatches, vpp in sizes(schedule):
         ranks = schedule.actions(pp, num_microbatches, vpp)
         for pp_rank, actions in enumerate(ranks):
@@ -77,9 +88,10 @@ def test_passes_in_flight_are_what_the_action_list_keeps_waiting(name: str) -> N
             assert schedule.in_flight(pp_rank, pp, num_microbatches, vpp) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_engine_runs_it_to_the_end_and_backward_follows_forward_in_time(name: str) -> None:
-    schedule = SCHEDULES[name]
+@pytest.mark.parametrize("schedule", EVERY)
+def test_the_engine_runs_it_to_the_end_and_backward_follows_forward_in_time(
+    schedule: Schedule,
+) -> None:
     for size in sizes(schedule, 6, 12):
         work = equal_work(schedule, size, 2, 3)
         times = simulate_folded(work)
@@ -92,19 +104,20 @@ def test_the_engine_runs_it_to_the_end_and_backward_follows_forward_in_time(name
                     assert start_ps >= ends[action._replace(phase=Phase.FORWARD)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize(("forward_ps", "backward_ps"), [(1, 2), (5, 5), (7, 3)])
 def test_equal_stages_take_m_v_plus_p_minus_1_passes(
-    name: str, forward_ps: int, backward_ps: int
+    schedule: Schedule, forward_ps: int, backward_ps: int
 ) -> None:
-    schedule = SCHEDULES[name]
+    """With fewer microbatches than ranks, each virtual stage but one waits for the rest of them."""
     for pp, num_microbatches, vpp in sizes(schedule, 6, 12):
         size = (pp, num_microbatches, vpp)
         step_ps = simulate_folded(equal_work(schedule, size, forward_ps, backward_ps)).step_ps
         busy_ps = num_microbatches * vpp * (forward_ps + backward_ps)
-        assert step_ps == busy_ps + (pp - 1) * (forward_ps + backward_ps)
-        idle = Fraction(step_ps - busy_ps, step_ps)
-        assert schedule.bubble_fraction(*size) == float(idle)
+        idle = pp - 1 + (vpp - 1) * max(0, pp - num_microbatches)
+        assert step_ps == busy_ps + idle * (forward_ps + backward_ps)
+        share = Fraction(step_ps - busy_ps, step_ps)
+        assert schedule.bubble_fraction(*size) == float(share)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,6 +163,61 @@ def test_a_refusal_names_the_number_and_what_is_needed(
     name: str, size: tuple[int, int, int], reason: str
 ) -> None:
     assert SCHEDULES[name].refusal(*size) == reason
+
+
+def test_each_runtime_interleaves_groups_of_its_own() -> None:
+    """Of 4 ranks: how many microbatches go through a virtual stage before the next one."""
+    found = {
+        runtime: [
+            None
+            if schedules["interleaved"].refusal(4, count, 2)
+            else schedules["interleaved"]
+            .rank_actions(0, 4, count, 2)[: count + 1]
+            .index(Action(Phase.FORWARD, 1, 0))
+            for count in (2, 4, 7, 8, 10, 11)
+        ]
+        for runtime, schedules in RUNTIMES.items()
+    }
+    assert found == {
+        PipelineRuntime.PUBLISHED: [None, 4, None, 4, None, None],
+        PipelineRuntime.MEGATRON_CORE: [None, 4, 7, 4, 5, 6],
+        PipelineRuntime.PYTORCH: [2, 4, 7, 4, 5, None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("runtime", "name", "size", "reason"),
+    [
+        (
+            PipelineRuntime.MEGATRON_CORE,
+            "interleaved",
+            (4, 3, 2),
+            "interleaved needs num_microbatches=3 to be at least pp=4",
+        ),
+        (
+            PipelineRuntime.PYTORCH,
+            "interleaved",
+            (4, 11, 2),
+            "interleaved needs num_microbatches=11 to be a multiple of its 2 rounds of 4 or more",
+        ),
+        (
+            PipelineRuntime.PYTORCH,
+            "1f1b",
+            (4, 3, 1),
+            "num_microbatches=3 is below pp=4; allowed: 4 or more",
+        ),
+        (
+            PipelineRuntime.PYTORCH,
+            "1f1b",
+            (4, 8, 2),
+            "vpp=2 needs a schedule with virtual stages, such as interleaved",
+        ),
+    ],
+)
+def test_what_a_runtime_refuses(
+    runtime: PipelineRuntime, name: str, size: tuple[int, int, int], reason: str
+) -> None:
+    assert RUNTIMES[runtime][name].refusal(*size) == reason
 
 
 def test_an_unknown_schedule_lists_the_known_ones() -> None:

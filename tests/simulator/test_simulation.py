@@ -342,7 +342,7 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
         ),
         (
             {"pp": 3, "num_virtual_stages": 2, "schedule": "interleaved"},
-            CORE,
+            OLD,
             "interleaved needs num_microbatches=16 to be a multiple of pp=3",
         ),
         (

@@ -11,6 +11,7 @@ from meshwright.hwprofiles import (
     Attention,
     Cluster,
     CollectiveOp,
+    LossKernel,
     Precision,
     Recompute,
     StackProfile,
@@ -114,7 +115,7 @@ def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
     model = load_model(draw(st.sampled_from(MODELS)))
     degrees = [tp for tp in (1, 2, 4, 8, 12) if model.num_heads % tp == 0]
     tp = draw(st.sampled_from([tp for tp in degrees if model.num_kv_heads % tp == 0]))
-    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, tp)})
+    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, tp, 128)})
     dp, microbatch_size = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     job = make_job(padded, dp * microbatch_size * draw(st.integers(1, 5)))
     plan = make_plan(
@@ -139,7 +140,7 @@ def test_operators_add_up_to_the_hardware_flops(case: tuple[TrainingJob, Paralle
 @pytest.mark.parametrize("name", MODELS)
 def test_flash_attention_halves_the_core_and_repeats_its_scores(name: str) -> None:
     model = load_model(name)
-    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, 1)})
+    padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, 1, 128)})
     job, plan = make_job(padded, 8), make_plan(padded)
     core = 4 * job.tokens_per_step * job.seq_len * model.hidden_size * model.num_layers
     # Half of forward and backward (3 x), and half of one more product (a quarter of the core).
@@ -217,7 +218,7 @@ def test_embedding_and_head_communicate_what_vocabulary_parallelism_needs(
     # Fused, each rank's maximum, target logit and sum of every token go to all in one gather.
     losses = [("all_gather", 3 * loss * 8)]
     head, embedding = TABLE.operators(shape, "head"), TABLE.operators(shape, "embedding")
-    unfused = shape.stack.model_copy(update={"fused_loss": False})
+    unfused = shape.stack.model_copy(update={"loss": LossKernel.IN_PLACE})
     chain = TABLE.operators(replace(shape, stack=unfused), "head").forward
     assert listed(chain)[-3:] == [("all_reduce", loss)] * 3
     if sequence_parallel:
@@ -286,10 +287,10 @@ def test_recomputed_work_is_marked_as_such() -> None:
 def test_scatter_gather_sends_a_part_and_gathers_it_inside_the_node(*, crosses_nodes: bool) -> None:
     model = load_model("gpt3-175b")
     job = make_job(model, 1)
-    shape = BlockShape.of(job, make_plan(model, tp=8), CORE)
+    shape = BlockShape.of(job, make_plan(model, tp=8), OLD)
     whole_bytes = job.seq_len * model.hidden_size * 2
-    whole_stack = CORE.model_copy(update={"scatter_gather_p2p": False})
-    parts, whole = CostModel(CLUSTER, CORE, 64), CostModel(CLUSTER, whole_stack, 64)
+    whole_stack = OLD.model_copy(update={"scatter_gather_p2p": False})
+    parts, whole = CostModel(CLUSTER, OLD, 64), CostModel(CLUSTER, whole_stack, 64)
 
     def expected(costs: CostModel, size_bytes: int, gather_ps: int) -> Message:
         cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
@@ -385,7 +386,9 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
     assert virtual_stages[0].gathers[0].collective_ps == max(
         s.collective_ps for s in virtual_stages[0].gathers
     )
-    table = price(costs, gradient_reductions(padded_vocab_size(model, 1) * 1600, wire, replicas))
+    table = price(
+        costs, gradient_reductions(padded_vocab_size(model, 1, 128) * 1600, wire, replicas)
+    )
     assert virtual_stages[1].reductions[0].collective_ps == table.time_ps
 
 
@@ -414,7 +417,7 @@ def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
         return price(costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps
 
     assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
-    table_bytes = padded_vocab_size(tied, 1) * 768 * 4
+    table_bytes = padded_vocab_size(tied, 1, 128) * 768 * 4
     for dp, span in ((2, GroupSpan(2, 1, 2)), (8, GroupSpan(2, 2, 1))):
         expected = costs.collective(CollectiveOp.ALL_REDUCE, table_bytes, span, Axis.PP)
         assert shared_ps(tied, 2, dp) == expected.time_ps

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from block_modules import BATCH, GROUPS, HEAD, HEADS, TOKENS, WIDE, WIDTH, WORDS
 from block_witness import Measured
 
+from meshwright.hwprofiles import LossKernel
 from meshwright.simulator.blocks.kinds import Ending, walk
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
@@ -17,7 +18,6 @@ from meshwright.simulator.graph import (
     Dim,
     FusedAttention,
     Heads,
-    Loss,
     Lowering,
     Memory,
     Phase,
@@ -46,7 +46,7 @@ PYTORCH = Lowering(
     fuses_residual=False,
     saves_first=True,
     weight_gradients=WeightGradients.KEPT,
-    loss=Loss.EAGER,
+    loss=LossKernel.EAGER,
 )
 ADDED = replace(PYTORCH, weight_gradients=WeightGradients.ADDED)
 CAST = replace(PYTORCH, casts=True)

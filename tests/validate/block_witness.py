@@ -246,7 +246,8 @@ def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Modu
     group = dist.group.WORLD if shape.tp > 1 else None
     tp = TensorParallelGroup(group, 0, shape.tp, shape.sequence_parallel)
     sink, options = _Sink(fuses=shape.stack.fused_gradient_accumulation), _options(shape)
-    parts = MegatronParts(tp, sink, dropout=options.dropout)
+    rows = shape.tp * shape.local_vocab_size
+    parts = MegatronParts(tp, sink, vocab_size=rows, dropout=options.dropout)
     stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
     for each in stage.parameters():
         if each.dim() == 2:
@@ -255,14 +256,14 @@ def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Modu
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         tokens_first = targets.t().contiguous()
-        return vocabulary_loss(logits, tokens_first, tp, fused=shape.stack.fused_loss)
+        return vocabulary_loss(logits, tokens_first, tp, kernel=shape.stack.loss)
 
     return stage, loss
 
 
 def _plain(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module, Run]:
     options = _options(shape)
-    parts = plain_parts(shape.model, tp=shape.tp, dropout=options.dropout)
+    parts = plain_parts(shape.model, vocab_size=shape.model.vocab_size, dropout=options.dropout)
     stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
     if shape.tp > 1:
         mesh = init_device_mesh("cpu", (shape.tp,))

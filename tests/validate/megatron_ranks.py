@@ -85,7 +85,7 @@ def spread_of_copies(program: MegatronProgram, case: Case, rank: int) -> float:
     held = {
         (part.name, None if part.whole.tp_dim is None else tp_rank): part.parameter.norm().item()
         for stage in program.stages
-        for part in weight_parts(stage, case.job.model, case.plan.tp)
+        for part in weight_parts(stage, case.job.model, case.job.model.vocab_size)
     }
     everyone: list[dict[tuple[str, int | None], float]] = [{}] * case.plan.world_size
     dist.all_gather_object(everyone, held)

@@ -109,7 +109,7 @@ def shape_of(words: str) -> BlockShape:
         recompute=Recompute(mode),
         attention=Attention(attention),
         stack=load_stack(stack),
-        parameters=rank_parameters(model, ranks),
+        parameters=rank_parameters(model, ranks, load_stack(stack).vocabulary_multiple),
     )
 
 
@@ -129,6 +129,7 @@ def ends() -> Iterator[str]:
     for end in ("embedding", "head"):
         for name, stack, batch in (
             ("gpt3-125m", "megatron-core", 2),
+            ("gpt3-125m", "megatron-core-2024", 2),
             ("llama3-8b", "megatron-core", 1),
             ("llama3-8b", "megatron-core", 2),
             ("gpt3-125m", "megatron-lm-2022", 2),

@@ -167,14 +167,14 @@ def job_of(model: str, precision: Precision = Precision.FP32) -> TrainingJob:
 
 @cache
 def reference(model: str) -> list[float]:
-    return reference_losses(job_of(model), NUM_STEPS)
+    return reference_losses(job_of(model), NUM_STEPS, vocabulary_multiple=128)
 
 
 @cache
 def reference_norm(model: str) -> float:
     """Return the norm of the first step's gradients, by plain PyTorch."""
     job = job_of(model)
-    parts = plain_parts(job.model, tp=1, dropout=0.0)
+    parts = plain_parts(job.model, vocab_size=job.model.vocab_size, dropout=0.0)
     options = LayerOptions(attention=UNFUSED, recompute=Recompute.NONE, dropout=0.0)
     layers = range(job.model.num_layers)
     stage = VirtualStage(job.model, layers, options, parts, has_embedding=True, has_head=True)

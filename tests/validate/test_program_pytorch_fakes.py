@@ -274,7 +274,7 @@ def test_the_last_stage_keeps_logits_of_one_microbatch() -> None:
 
 def test_shards_may_stay_in_host_memory() -> None:
     asked = request("fsdp", plan(dp=2))
-    parts = plain_parts(GPT, tp=1, dropout=0.1)
+    parts = plain_parts(GPT, vocab_size=GPT.vocab_size, dropout=0.1)
     with fake_cluster(0, 2):
         layout = make_layout(asked)
         stage = build_stage(asked, 0, parts, asked.device)

@@ -12,7 +12,7 @@ Then come the shared embedding, the gradient norm for which all ranks meet, and 
 over tensor-parallel ranks come before or after what is reduced last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,6 +172,7 @@ class StepBounds:
             end = _rank_end(columns, role, data_parallel, delay, in_flight)
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
             at_first = end + _way_back(columns, role)
+            at_first = _largest(at_first, *_way_back_of_later_stages(columns, role, delay))
             total = _largest(
                 total,
                 _reduced(columns, role, data_parallel, end - columns.sent_last(role)),
@@ -256,6 +257,31 @@ def _rank_end(
     left = np.maximum(count * forward - in_flight * longest, 0)
     fill = returns + left + count * (backward + data_parallel.backward_wait + sent_backward)
     return _largest(work, fill)
+
+
+def _way_back_of_later_stages(
+    columns: _GroupColumns, role: Role, delay: Column
+) -> Iterator[Column]:
+    """Yield the least times at which the first rank has what the role's later virtual stages gave.
+
+    With fewer microbatches than ranks a rank idles between its virtual stages: all passes of a
+    stage and of those behind it on the rank wait for the first activation, and the last of them is
+    a backward pass, whose gradient goes back to the model's first stage.
+
+    Args:
+        columns: Layouts of a pipeline.
+        role: Whose last rank.
+        delay: By how much gathers put off the first forward pass.
+    """
+    if (columns.num_microbatches >= columns.pp).all():
+        return
+    places = range(role.last, len(columns.stages), columns.pp)
+    for number, place in enumerate(places[1:], 1):
+        ahead, later = columns.stages[:place], join_stages(role.stages[number:])
+        passes = columns.forward(later) + columns.backward(later)
+        way = columns.forward(join_stages(ahead)) + columns.backward(join_stages(ahead))
+        way = way + 2 * columns.travel(ahead)
+        yield np.asarray(delay + way + columns.num_microbatches * passes, np.int64)
 
 
 def _arrival(columns: _GroupColumns, role: Role) -> Column:

@@ -74,14 +74,17 @@ class StageParts:
     """What stages are made of, each counted once."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[int, Stage, int], tuple[StagePart, ...]] = {}
+        self._buckets: dict[tuple[int, Stage, int, bool], tuple[StagePart, ...]] = {}
         self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
 
-    def of_buckets(self, shape: BlockShape, stage: Stage, dp: int) -> tuple[StagePart, ...]:
+    def of_buckets(
+        self, shape: BlockShape, stage: Stage, replication: Replication
+    ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp))
+        dp, shards = replication.dp, replication.zero_stage > 0
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp), shards)
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp)
+            self._buckets[key] = bucket_parts(shape, stage, dp, shards=shards)
         return self._buckets[key]
 
     def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -127,7 +130,7 @@ class DataParallelCosts:
         if not self._stack.overlap_parameter_gather:
             update += self._whole_ps(parameter_gathers, parameters, replication)
         parts = {
-            stage: self._parts.of_buckets(shape, stage, replication.dp)
+            stage: self._parts.of_buckets(shape, stage, replication)
             for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
@@ -165,7 +168,8 @@ class DataParallelCosts:
         port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
         # For a backward pass what does not stay is gathered again.
         every = zip(chain(*parts), chain(*gathers), strict=True)
-        port_again = sum(time_ps for part, time_ps in every if not part.stays)
+        freed = [time_ps for part, time_ps in every if not part.stays]
+        port_again = sum(freed) if replication.reshards else 0
         each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
@@ -248,7 +252,8 @@ class _StageCopies(NamedTuple):
             buffer_copies(costs, sum(part.buckets), wire, replication, adds_up=False)
             for part in parts
         ]
-        freed = [each for part, each in zip(parts, copies, strict=True) if not part.stays]
+        stays = [part.stays or not replication.reshards for part in parts]
+        freed = [each for stay, each in zip(stays, copies, strict=True) if not stay]
         return cls(
             out=sum(each.unpack_ps for each in copies),
             again=sum(each.unpack_ps for each in freed),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from meshwright.hwprofiles import Profile
     from meshwright.planner.options import (
         FileOptions,
         Given,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         MoneyOptions,
         NameOptions,
         OutputOptions,
+        ProfileOptions,
         RankingOptions,
     )
     from meshwright.planner.reports import Json
@@ -125,17 +127,23 @@ def run_models(options: "NameOptions") -> int:
     return print_report(models_table(options.name), STEP_WIDTH)
 
 
-def run_clusters(options: "NameOptions") -> int:
+def run_clusters(options: "ProfileOptions") -> int:
     """List the built-in clusters, or show one with its device, links and sources."""
+    from meshwright.hwprofiles import load_cluster
     from meshwright.planner.reports import clusters_table
 
+    if options.toml:
+        return print_toml(options.name, load_cluster)
     return print_report(clusters_table(options.name), STEP_WIDTH)
 
 
-def run_stacks(options: "NameOptions") -> int:
+def run_stacks(options: "ProfileOptions") -> int:
     """List the built-in software stacks, or show one with its sources."""
+    from meshwright.hwprofiles import load_stack
     from meshwright.planner.reports import stacks_table
 
+    if options.toml:
+        return print_toml(options.name, load_stack)
     return print_report(stacks_table(options.name), STEP_WIDTH)
 
 
@@ -184,6 +192,21 @@ def print_report(report: "RenderableType", width: int) -> int:
     with console.capture() as capture:
         console.print(report)
     write_text(sys.stdout, "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    return 0
+
+
+def print_toml(name: str | None, load: "Callable[[str], Profile]") -> int:
+    """Print a profile as a file; return the status of success.
+
+    Raises:
+        PlanError: If none is named.
+    """
+    from meshwright.hwprofiles import profile_toml
+    from meshwright.simulator import PlanError
+
+    if name is None:
+        raise PlanError("--toml needs NAME: it shows one")
+    write_text(sys.stdout, profile_toml(load(name)))
     return 0
 
 

@@ -13,6 +13,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     load_cluster,
     load_stack,
+    with_facts,
 )
 from meshwright.planner.cli.servers import resolve_servers
 from meshwright.planner.options import (
@@ -99,6 +100,7 @@ def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
     _check_complete(options, saved)
     cluster = saved.cluster if saved and options.cluster is None else _cluster(options)
     stack = saved.stack if saved and options.stack is None else _stack(options)
+    cluster, stack = with_facts(cluster, stack, options.set or ())
     return Setting(
         job=_job(options, saved, cluster, stack),
         cluster=cluster,

@@ -18,7 +18,7 @@ from meshwright.planner.space import (
     pipeline_roles,
     representative_microbatches,
 )
-from meshwright.simulator import SCHEDULES, Phase, Schedule
+from meshwright.simulator import RUNTIMES, Phase, Schedule
 from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
 from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
 from meshwright.simulator.memory import (
@@ -52,7 +52,7 @@ def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Pipeli
     names = ("pp", "num_virtual_stages", "schedule")
     keys = np.stack([space.column(name)[indices] for name in names], axis=1)
     distinct, member = np.unique(keys, axis=0, return_inverse=True)
-    schedules = tuple(SCHEDULES.values())
+    schedules = tuple(RUNTIMES[space.stack.pipeline_runtime].values())
     for number, (pp, vpp, schedule) in enumerate(distinct.tolist()):
         chosen = indices[member.reshape(-1) == number]
         stages = space.virtual_stages(pp, vpp)

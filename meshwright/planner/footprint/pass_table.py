@@ -30,30 +30,43 @@ NUM_SIZES = 18
 
 
 class RankOrder(NamedTuple):
-    """What a rank runs; ``kinds`` numbers its virtual stages, those that are alike the same."""
+    """What a rank runs; ``kinds`` numbers its virtual stages, those that are alike the same.
+
+    ``reshards`` says that gathered weights are freed after a forward pass.
+    """
 
     schedule: Schedule
     pp: int
     pp_rank: int
     num_microbatches: int
     kinds: tuple[int, ...]
+    reshards: bool
 
 
 def representative_order(
-    schedule: Schedule, pp: int, pp_rank: int, num_microbatches: int, stages: Sequence[Stage]
+    schedule: Schedule,
+    pp: int,
+    pp_rank: int,
+    num_microbatches: int,
+    stages: Sequence[Stage],
+    *,
+    reshards: bool,
 ) -> RankOrder:
     """Return the order of a rank with as few of its microbatches as show its fullest moments.
 
     1F1B repeats itself once its warm-up is over, and so does an interleaved order, but for what
     each microbatch sends, and for its last period, which looks ahead to no other.  Backward
-    passes of GPipe differ by equal steps.
+    passes of GPipe differ by equal steps.  With groups larger than the pipeline the whole order is
+    walked.
     """
     count = 2 * pp + 1
-    if schedule.holds_sent:
+    if len(stages) > 1 and num_microbatches % pp:
+        count = num_microbatches
+    elif schedule.holds_sent:
         count = (PERIODS + 1) * pp if len(stages) > 1 else 3
     numbers = {stage: number for number, stage in enumerate(dict.fromkeys(stages))}
     kinds = tuple(numbers[stage] for stage in stages)
-    return RankOrder(schedule, pp, pp_rank, min(num_microbatches, count), kinds)
+    return RankOrder(schedule, pp, pp_rank, min(num_microbatches, count), kinds, reshards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +106,9 @@ class PassTable:
 
 def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
     """Yield what moves in each moment, and what each microbatch that is left out adds to that."""
-    schedule, pp, pp_rank, count, kinds = order
+    schedule, pp, pp_rank, count, kinds, _ = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
-    # A search has no axis for units that stay from forward to backward: they never do.
-    states = pass_states(actions, len(kinds), reshards=True)
+    states = pass_states(actions, len(kinds), reshards=order.reshards)
     sent = sum(sum(stage.kept_units.sent) for stage in memory.virtual_stages if stage.kept_units)
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
     for index, levels in enumerate(kept_levels(memory, actions, states)):

@@ -105,13 +105,23 @@ class UnitPeaks:
         kept = [(stage.saved_bytes, stage.kept_units) for stage in memory.virtual_stages]
         if any(units is None or saved < sum(units.sent) for saved, units in kept):
             ends.append(rank.role.last)
-        moving = [self._table(rank, end).most_moving(memory, rank.num_microbatches) for end in ends]
+        moving = [
+            self._table(rank, end, reshards=memory.reshards).most_moving(
+                memory, rank.num_microbatches
+            )
+            for end in ends
+        ]
         return max(*moving, update_level(memory).moving_bytes)
 
-    def _table(self, rank: _UnitRank, pp_rank: int) -> PassTable:
+    def _table(self, rank: _UnitRank, pp_rank: int, *, reshards: bool) -> PassTable:
         """Return the moments of one rank of a role."""
         order = representative_order(
-            rank.schedule, rank.pp, pp_rank, rank.num_microbatches, rank.role.stages
+            rank.schedule,
+            rank.pp,
+            pp_rank,
+            rank.num_microbatches,
+            rank.role.stages,
+            reshards=reshards,
         )
         key = (order.schedule.name, *order[1:])
         if key not in self._tables:

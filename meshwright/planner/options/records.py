@@ -54,6 +54,10 @@ class JobOptions:
         str | None,
         typer.Option(metavar="SIZE", help='Most a device may use, such as "72 GiB".'),
     ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Change a fact of stack or cluster; repeatable."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +113,16 @@ class NameOptions:
     """One thing of a list, or all of it."""
 
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions:
+    """One profile of a list as people read it or as a file, or all of it."""
+
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
+    toml: Annotated[
+        bool, typer.Option("--toml", help="As a file, whose keys --set can change.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,21 +1,18 @@
 """What is built in, as text: models, clusters, stacks and schedules, with their sources."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 from rich.console import RenderableType
 
 from meshwright.hwprofiles import (
     GIBI,
-    format_bandwidth,
-    format_bytes,
-    format_flops_per_s,
-    format_time,
     list_clusters,
     list_stacks,
     load_cluster,
     load_stack,
 )
+from meshwright.planner.reports.facts import fact_text
 from meshwright.planner.reports.step import facts_table, format_count
 from meshwright.simulator import (
     SCHEDULES,
@@ -27,15 +24,6 @@ from meshwright.simulator import (
 )
 
 Facts = Iterator[tuple[str, str]]
-
-# How a field that ends in a unit is shown; the longer endings come first.
-FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("_flops_per_s", format_flops_per_s),
-    ("_bytes_per_s", format_bandwidth),
-    ("_capacity_bytes", format_bytes),
-    ("context_bytes", format_bytes),
-    ("_s", format_time),
-)
 
 
 def models_table(name: str | None) -> RenderableType:
@@ -114,31 +102,4 @@ def _value_facts(name: str, value: object) -> Facts:
         for index, item in enumerate(value, 1):
             yield from _value_facts(f"{name}.{index}", item)
     else:
-        yield name, _value_text(name, value)
-
-
-def _value_text(name: str, value: object) -> str:
-    match value:
-        case None:
-            return "not given"
-        case bool():
-            return "yes" if value else "no"
-        case tuple():
-            return ", ".join(_item_text(item) for item in value) or "none"
-        case float() | int():
-            return _number_text(name, value)
-        case _:
-            return str(value) or "none"
-
-
-def _item_text(item: object) -> str:
-    """Return one of several values; a pair as its parts with a stroke between them."""
-    return "/".join(str(part) for part in item) if isinstance(item, tuple) else str(item)
-
-
-def _number_text(name: str, value: float) -> str:
-    field = "_flops_per_s" if ".peak_flops_per_s." in f".{name}" else name
-    for ending, show in FORMATS:
-        if field.endswith(ending):
-            return show(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+        yield name, fact_text(name, value)

@@ -5,8 +5,11 @@ No wall-clock figure and no order of a set enters a document: equal results give
 
 import json
 from collections.abc import Mapping
+from typing import cast
 
-from meshwright.hwprofiles import PS_PER_S, Source
+from pydantic import TypeAdapter
+
+from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
 from meshwright.planner.search import FrontierPoint, Nearest, SearchResult
@@ -74,7 +77,16 @@ def step_document(result: StepResult, budget: Budget | None = None) -> dict[str,
         document["asynchronous"] = async_fields(result.asynchronous)
     if budget is not None:
         document["training_run"] = run_fields(budget, result)
-    return document
+    return document | changed_fields(result.cluster, result.stack)
+
+
+def changed_fields(cluster: Cluster, stack: StackProfile) -> dict[str, Json]:
+    """Return what differs from the built-in cluster and stack by the name of the fact, if any."""
+    changes = (*changed_facts(stack), *changed_facts(cluster))
+    values = {each.field: {"value": each.value, "built_in": each.built_in} for each in changes}
+    # Records become what a plan file holds of them.
+    written = TypeAdapter(object).dump_python(values, mode="json")
+    return {"changed_facts": cast("Json", written)} if values else {}
 
 
 def async_fields(run: AsyncRun) -> dict[str, Json]:
@@ -171,6 +183,7 @@ def search_document(result: SearchResult, budget: Budget | None = None) -> dict[
         "plans": [step_document(plan, budget) for plan in result.plans],
         "frontier": [_frontier_fields(point) for point in result.frontier],
         "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
+        **changed_fields(result.cluster, result.stack),
     }
 
 

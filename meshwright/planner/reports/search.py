@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
+from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.step import (
     degrees_text,
@@ -43,7 +44,7 @@ def search_report(result: SearchResult, budget: Budget | None = None) -> Rendera
     place = f"{result.num_gpus:,} GPUs of {result.cluster.name}"
     parts: list[RenderableType] = [
         Text(headline(result.job, place, result.stack.name), style="bold"),
-        facts_table([("job", job_text(result.job))]),
+        facts_table([("job", job_text(result.job)), *changed_lines(result.cluster, result.stack)]),
         Text(),
     ]
     if result.plans:

@@ -20,6 +20,7 @@ from meshwright.hwprofiles import (
     format_flops_per_s,
     format_time,
 )
+from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
     AsyncRun,
@@ -135,11 +136,14 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         ("stages", f"{format_stages(plan.stages)} layers"),
         ("switches", switches_text(plan, result.job)),
     ]
+    facts += changed_lines(result.cluster, result.stack)
     if plan.dp_shard is not None:
         sets = plan.dp // plan.dp_shard
         facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
-    if not plan.reshard_after_forward:
-        facts.append(("gathered", "parameters are kept from forward to backward"))
+    if plan.reshard_after_forward is not None:
+        frees = plan.reshard_after_forward
+        what = "freed after forward" if frees else "kept from forward to backward"
+        facts.append(("gathered", f"parameters are {what}"))
     facts.extend(_gradient_facts(plan))
     if plan.offload is not Offload.NONE:
         facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))

@@ -67,7 +67,8 @@ def _defers_sums(space: Space) -> Column:
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
     degrees = np.unique(space.column("tp")[rows]).tolist()
-    parameters = {tp: rank_parameters(space.job.model, tp) for tp in degrees}
+    multiple = space.stack.vocabulary_multiple
+    parameters = {tp: rank_parameters(space.job.model, tp, multiple) for tp in degrees}
     plans = (space.plan_without_stages(row) for row in rows.tolist())
     return tuple(BlockShape.of(space.job, plan, space.stack, parameters[plan.tp]) for plan in plans)
 

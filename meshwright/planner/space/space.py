@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import cast
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit, suggestion
 from meshwright.simulator import (
+    RUNTIMES,
     SCHEDULES,
     ParallelPlan,
     PlanError,
@@ -236,31 +238,45 @@ def _block(
         if field.name == "schedule":
             return list(schedules)
         if field.name == "microbatch_size":
-            return _microbatch_sizes(job, limits, fixed, schedules)
+            return _microbatch_sizes(job, stack, limits, fixed, schedules)
         return _switches(job, stack, limits, field, fixed)
 
     axes = [np.array(numbers(field), np.int64) for field in SEARCHED_FIELDS]
     sizes = tuple(map(len, axes))
     places = np.unravel_index(np.arange(prod(sizes)), sizes)
-    return np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
+    rows = np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
+    schedule, size = (rows[:, COLUMNS.index(name)] for name in ("schedule", "microbatch_size"))
+    for pair in product(schedules, set(size.tolist())):
+        if not _is_runnable(job, stack, fixed, *pair):
+            kept = (schedule != pair[0]) | (size != pair[1])
+            rows, schedule, size = rows[kept], schedule[kept], size[kept]
+    return rows
 
 
 def _microbatch_sizes(
-    job: TrainingJob, limits: SpaceLimits, fixed: dict[str, int], schedules: Sequence[int]
+    job: TrainingJob,
+    stack: StackProfile,
+    limits: SpaceLimits,
+    fixed: dict[str, int],
+    schedules: Sequence[int],
 ) -> list[int]:
-    """Return the sizes that divide a data-parallel rank's sequences and that schedules can run."""
-    sequences, known = job.global_batch_size // fixed["dp"], tuple(SCHEDULES.values())
-
-    def is_runnable(size: int) -> bool:
-        pp, vpp = fixed["pp"], fixed["num_virtual_stages"]
-        counts = (pp, sequences // size, vpp)
-        return all(known[index].refusal(*counts) is None for index in schedules)
-
+    """Return the sizes that divide a rank's sequences and that some of the schedules can run."""
     return [
         size
-        for size in divisors(sequences)
-        if limits.allows("microbatch_size", size) and is_runnable(size)
+        for size in divisors(job.global_batch_size // fixed["dp"])
+        if limits.allows("microbatch_size", size)
+        and any(_is_runnable(job, stack, fixed, schedule, size) for schedule in schedules)
     ]
+
+
+def _is_runnable(
+    job: TrainingJob, stack: StackProfile, fixed: dict[str, int], schedule: int, size: int
+) -> bool:
+    """Tell whether the stack's runtime of a schedule takes microbatches of *size* sequences."""
+    known = tuple(RUNTIMES[stack.pipeline_runtime].values())
+    num_microbatches = job.global_batch_size // fixed["dp"] // size
+    counts = (fixed["pp"], num_microbatches, fixed["num_virtual_stages"])
+    return known[schedule].refusal(*counts) is None
 
 
 def _switches(

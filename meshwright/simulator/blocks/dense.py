@@ -26,7 +26,6 @@ from meshwright.simulator.graph import (
     share,
 )
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import VOCABULARY_ALIGNMENT
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
@@ -79,7 +78,8 @@ class LayerDims(NamedTuple):
             ffn=Dim("mlp in", model.ffn_hidden_size),
             inner=Dim("mlp inner", model.ffn_hidden_size),
             vocabulary=Dim(
-                "vocabulary", rounded_up(model.vocab_size, VOCABULARY_ALIGNMENT * columns.tp)
+                "vocabulary",
+                rounded_up(model.vocab_size, shape.stack.vocabulary_multiple * columns.tp),
             ),
             scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},

@@ -61,7 +61,11 @@ def _looked_up(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     stream = dims.stream(block, shape)
     x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
     traffic = block.traffic(stream, stream)
-    makes = table.like("table gradient", at={}) if shape.stack.whole_table_gradient else None
+    makes = None
+    if shape.stack.whole_table_gradient:
+        is_padded = shape.stack.vocabulary_multiple > 1
+        every = rows if is_padded else Dim("all rows", shape.model.vocab_size)
+        makes = table.like("table gradient", dims=(every, dims.hidden), at={})
     work = (traffic, Traffic(TABLE_TRAFFIC * table.numel))
     gradient = Gradient(table, (ids,), work, makes=makes)
     return block.add([ids, table], [x], [gradient], traffic)

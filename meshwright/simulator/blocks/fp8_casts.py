@@ -13,7 +13,7 @@ backward, and the weights as often as the stack does.
 
 from collections.abc import Sequence
 
-from meshwright.hwprofiles import WeightCast
+from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
 
@@ -66,10 +66,14 @@ def step_cast_bytes(shape: BlockShape, num_layers: int) -> int:
 
 
 def weight_copy_bytes(shape: BlockShape, num_layers: int) -> int:
-    """Return the bytes of the fp8 copies that *num_layers* layers keep of their weights."""
+    """Return the bytes of fp8 copies that *num_layers* layers keep beside their weights.
+
+    Copies that are the weights count as these do.
+    """
     if shape.fp8 is None:
         return 0
-    return shape.fp8.weight_copy_bytes * num_linear_weights(shape) * num_layers
+    held = shape.fp8.holds_parameters * Precision.BF16.num_bytes
+    return (shape.fp8.weight_copy_bytes - held) * num_linear_weights(shape) * num_layers
 
 
 def num_linear_weights(shape: BlockShape) -> int:

@@ -15,7 +15,6 @@ from meshwright.simulator.graph import (
     Dim,
     EightBits,
     Kind,
-    Loss,
     Lowering,
     Operator,
     Repetition,
@@ -105,7 +104,6 @@ ADDED = Ending()
 def lowering_of(shape: BlockShape) -> Lowering:
     """Return how the stack of *shape* runs operators; its facts are read here and nowhere else."""
     stack = shape.stack
-    loss = Loss.IN_PLACE if stack.loss_in_place else Loss.EAGER
     fuses_gradients = stack.fused_gradient_accumulation
     return Lowering(
         fuses_products=stack.fused_qkv,
@@ -113,7 +111,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         fuses_residual=stack.fused_qkv,
         saves_first=not stack.fused_qkv,
         weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,
-        loss=Loss.FUSED if stack.fused_loss else loss,
+        loss=stack.loss,
         casts=shape.casts_weights,
         caches_casts=shape.caches_casts,
         eight_bits=_eight_bits(shape),

@@ -19,7 +19,6 @@ from meshwright.simulator.graph import (
     Block,
     Convolution,
     FusedAttention,
-    Loss,
     Lowering,
     Phase,
     Product,
@@ -92,7 +91,7 @@ def _listed_flops(model: ImageModel | ChainModel) -> int:
         fuses_residual=False,
         saves_first=True,
         weight_gradients=WeightGradients.ADDED,
-        loss=Loss.EAGER,
+        loss=LossKernelKernel.EAGER,
     )
 
     def forward(kind: BlockKind) -> int:

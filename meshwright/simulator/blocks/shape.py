@@ -21,7 +21,7 @@ class BlockShape:
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``parameters`` are a tensor-parallel rank's, padded vocabulary, of a block of each kind.
+    ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind.
     """
 
     trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
@@ -33,7 +33,8 @@ class BlockShape:
     recompute: Recompute
     attention: Attention
     stack: StackProfile = field(hash=False)
-    parameters: Mapping[BlockKind, int] = field(compare=False)  # the model and tp decide them
+    # The model, tp and the stack decide them.
+    parameters: Mapping[BlockKind, int] = field(compare=False)
     in_pipeline: bool = False
     defers_sums: bool = False
 
@@ -56,7 +57,7 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=parameters or rank_parameters(job.model, plan.tp),
+            parameters=parameters or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
         )
@@ -143,8 +144,9 @@ class BlockShape:
 
     @property
     def local_vocab_size(self) -> int:
-        """Rows of the padded vocabulary that one rank holds."""
-        return padded_vocab_size(self.model, self.tp) // self.tp
+        """Rows of the vocabulary that one rank holds; the last ranks may hold fewer."""
+        padded = padded_vocab_size(self.model, self.tp, self.stack.vocabulary_multiple)
+        return -(-padded // self.tp)
 
     @property
     def num_logits(self) -> int:

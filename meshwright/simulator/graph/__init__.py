@@ -12,7 +12,7 @@ from meshwright.simulator.graph.linear import (
     row,
     whole_product,
 )
-from meshwright.simulator.graph.lowering import EightBits, Loss, Lowering, WeightGradients
+from meshwright.simulator.graph.lowering import EightBits, Lowering, WeightGradients
 from meshwright.simulator.graph.memory import Memory
 from meshwright.simulator.graph.operators import (
     Convolution,
@@ -69,7 +69,6 @@ __all__ = [
     "Heads",
     "Kind",
     "Linear",
-    "Loss",
     "Lowering",
     "Memory",
     "Mesh",

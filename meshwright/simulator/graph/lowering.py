@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshwright.hwprofiles import LossKernel
+
 
 class WeightGradients(StrEnum):
     """What becomes of a weight's gradient: part of its product, added as it comes, or kept."""
@@ -10,14 +12,6 @@ class WeightGradients(StrEnum):
     FUSED = "fused"
     ADDED = "added"
     KEPT = "kept"
-
-
-class Loss(StrEnum):
-    """How logits become a loss: in one kernel, in place in fp32, or by PyTorch's own chain."""
-
-    FUSED = "fused"
-    IN_PLACE = "in place"
-    EAGER = "eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +53,7 @@ class Lowering:
     fuses_residual: bool
     saves_first: bool
     weight_gradients: WeightGradients
-    loss: Loss
+    loss: LossKernel
     casts: bool = False
     caches_casts: bool = True
     eight_bits: EightBits | None = None

@@ -114,7 +114,7 @@ class PlanFields:
     ).field("1f1b")
 
     stages: tuple[int, ...] = Declaration(
-        help="Layers of the stages: even, balanced, greedy or 3,2,2,1 [the stack's].",
+        help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
         metavar="RULE|LIST",
         is_basic=True,
     ).field(())
@@ -132,11 +132,11 @@ class PlanFields:
     """Data-parallel ranks that share one set of shards; by default all of them. Fewer make replicas
     of the shards (hybrid sharding)."""
 
-    reshard_after_forward: bool = Declaration(
-        help="Gather again for backward.", group="replication"
-    ).field(True)
+    reshard_after_forward: bool | None = Declaration(
+        help="Gather again for backward [the stack's].", group="replication"
+    ).field(None)
     """With sharded parameters, free a unit's after its forward pass and gather them again for its
-    backward; if not, they are kept until then."""
+    backward; if not, they are kept until then; None is the stack's habit."""
 
     gradient_precision: Precision | None = Declaration(
         help="Format of kept gradients [the stack's].",

@@ -146,7 +146,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
             return _not_offered(gap.field, value, gap.allowed, plan, stack)
     if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
-    if not plan.reshard_after_forward and not (stack.hybrid_sharding and plan.zero_stage >= 3):
+    if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):
         kept = plan.reshard_after_forward
         return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
     return _gradient_refusal(job, plan, stack)
@@ -181,6 +181,13 @@ def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Num
     In a pipeline they stay whole until the last microbatch, whatever the stage.
     """
     return (zero_stage >= 2) & (pp == 1) & stack.reduces_each_microbatch
+
+
+def reshards_units(plan: ParallelPlan, stack: StackProfile) -> bool:
+    """Return whether *plan* frees a unit's parameters after its forward pass."""
+    if plan.reshard_after_forward is None:
+        return plan.pp == 1 or stack.reshards_in_pipelines
+    return plan.reshard_after_forward
 
 
 def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) -> Number:

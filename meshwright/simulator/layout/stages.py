@@ -116,7 +116,9 @@ def split_layers(
 
     ``even`` gives every stage the same number and places a remainder where the stage stays
     cheapest; ``balanced`` minimises the costliest stage with the head counted as *head_cost*
-    layers on the last one; ``greedy`` fills stages with ``ceil(L / n)`` layers from the front
+    layers on the last one; ``ends`` shares out layers, embedding and head, a remainder from the
+    front (`generate_llm_fqn_per_model_part`, torchtitan/distributed/pipeline_parallel.py of
+    0.2.2); ``greedy`` fills stages with ``ceil(L / n)`` layers from the front
     (DeepSpeed's split: 78 layers on 12 stages are 11 stages of 7 and one of 1).
 
     Raises:
@@ -124,6 +126,8 @@ def split_layers(
 
     >>> split_layers(7, 3, StageSplit.EVEN)
     (2, 2, 3)
+    >>> split_layers(32, 4, StageSplit.ENDS)
+    (8, 9, 8, 7)
     >>> split_layers(78, 12, StageSplit.GREEDY)
     (7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 1)
     """
@@ -132,6 +136,8 @@ def split_layers(
     match rule:
         case StageSplit.GREEDY:
             return _fill_from_front(num_layers, num_stages)
+        case StageSplit.ENDS:
+            return _with_ends(num_layers, num_stages)
         case StageSplit.EVEN:
             floor = num_layers // num_stages
         case StageSplit.BALANCED:
@@ -147,6 +153,16 @@ def _fill_from_front(num_layers: int, num_stages: int) -> tuple[int, ...]:
         later = num_stages - stage - 1
         counts.append(min(most, left - later))
         left -= counts[-1]
+    return tuple(counts)
+
+
+def _with_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    if num_stages == 1:
+        return (num_layers,)
+    share, rest = divmod(num_layers + 2, num_stages)
+    counts = [share + (stage < rest) for stage in range(num_stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
     return tuple(counts)
 
 

@@ -88,6 +88,7 @@ def stage_entries(
         count = setting.num_microbatches
         gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
     elif setting.gathers_in_pass:
+        # Gathered are shards alone, and what is reduced is cut likewise.
         gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
     reduced = [(part, setting.num_reductions) for part in parts]
     return tuple(

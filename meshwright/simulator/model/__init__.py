@@ -14,7 +14,6 @@ from meshwright.simulator.model.kinds import (
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
-    VOCABULARY_ALIGNMENT,
     count_parameters,
     layer_kinds,
     local_shape,
@@ -31,7 +30,6 @@ __all__ = [
     "EMBEDDING",
     "HEAD",
     "TRANSFORMER_LAYER",
-    "VOCABULARY_ALIGNMENT",
     "AnyModel",
     "BlockKind",
     "BlockRun",

@@ -9,9 +9,6 @@ from meshwright.simulator.model.kinds import EMBEDDING, HEAD, TRANSFORMER_LAYER,
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
 
-# Megatron-LM pads the vocabulary so that each rank's share is a multiple of 128
-# (its default of make-vocab-size-divisible-by): the logit GEMM then tiles well.
-VOCABULARY_ALIGNMENT = 128
 NEXT_SENTENCE_CLASSES = 2
 
 
@@ -65,10 +62,10 @@ def parameters_by_kind(
         model: Whose parameters.
         tp: Tensor-parallel degree.
         vocab_size: As for `parameter_tensors`; pass `padded_vocab_size` where
-            the vocabulary is split.
+            the stack pads.
 
     Raises:
-        PlanError: If heads, MLP width or vocabulary cannot be split over tp ranks.
+        PlanError: If heads or MLP width cannot be split over tp ranks.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> gpt3 = load_model("gpt3-175b")
@@ -86,6 +83,8 @@ def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[i
 
     With fewer key-value heads than ranks each rank keeps one whole head, so
     keys and values are stored ``tp / num_kv_heads`` times, as in Megatron-LM.
+    Of a vocabulary that is not padded the last ranks may have fewer rows, as in
+    DTensor; this is the part of the first.
 
     Raises:
         PlanError: If the split dim is not divisible by *tp*.
@@ -102,35 +101,38 @@ def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[i
         _check_divisible("num_heads", model.num_heads, tp)
     elif tensor.block == TRANSFORMER_LAYER:
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
-    else:
-        _check_divisible("vocab_size", tensor.shape[tensor.tp_dim], tp)
     shape = list(tensor.shape)
-    shape[tensor.tp_dim] //= tp
+    shape[tensor.tp_dim] = -(-shape[tensor.tp_dim] // tp)
     return tuple(shape)
 
 
-def rank_tensors(model: AnyModel, tp: int) -> tuple[ParameterTensor, ...]:
-    """Return the tensors, unsplit, with the vocabulary padded for *tp* ranks."""
+def rank_tensors(model: AnyModel, tp: int, multiple: int) -> tuple[ParameterTensor, ...]:
+    """Return the tensors, unsplit, with the vocabulary padded as `padded_vocab_size` does."""
     if not isinstance(model, ModelSpec):
         return model.tensors
-    return parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
+    return parameter_tensors(model, vocab_size=padded_vocab_size(model, tp, multiple))
 
 
-def rank_parameters(model: AnyModel, tp: int) -> dict[BlockKind, int]:
-    """Return the parameters one tp rank holds of a block of each kind, padded vocabulary."""
-    vocab_size = padded_vocab_size(model, tp) if isinstance(model, ModelSpec) else None
+def rank_parameters(model: AnyModel, tp: int, multiple: int) -> dict[BlockKind, int]:
+    """Return the parameters one tp rank holds of a block of each kind, vocabulary padded."""
+    if not isinstance(model, ModelSpec):
+        return parameters_by_kind(model, tp=tp)
+    vocab_size = padded_vocab_size(model, tp, multiple)
     return parameters_by_kind(model, tp=tp, vocab_size=vocab_size)
 
 
-def padded_vocab_size(model: ModelSpec, tp: int) -> int:
-    """Return the vocabulary rounded up to a multiple of 128 * *tp*, as Megatron-LM pads it.
+def padded_vocab_size(model: ModelSpec, tp: int, multiple: int) -> int:
+    """Return the rows of the table where each rank's share is a *multiple*; 1 pads nothing.
+
+    Megatron-LM's is 128 (its default of make-vocab-size-divisible-by): the logit GEMM tiles well.
 
     >>> from meshwright.simulator.model.catalogue import load_model
-    >>> padded_vocab_size(load_model("gpt2"), 8)
-    51200
+    >>> gpt2 = load_model("gpt2")
+    >>> padded_vocab_size(gpt2, 8, 128), padded_vocab_size(gpt2, 8, 1)
+    (51200, 50257)
     """
-    multiple = VOCABULARY_ALIGNMENT * tp
-    return -(-model.vocab_size // multiple) * multiple
+    whole = 1 if multiple == 1 else multiple * tp
+    return -(-model.vocab_size // whole) * whole
 
 
 def layer_kinds(model: AnyModel) -> list[BlockKind]:

@@ -78,13 +78,16 @@ def stage_bucket_limit(shape: BlockShape, stage: Stage, dp: int) -> int:
     return min(whole, bucket_limit(shape.stack, dp))
 
 
-def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[GradientBucket, ...]:
+def gradient_buckets(
+    shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
+) -> tuple[GradientBucket, ...]:
     """Return the buckets of *stage* in the order in which backward completes them.
 
     Args:
         shape: Of its blocks.
         stage: Whose gradients.
         dp: Data-parallel ranks.
+        shards: Each rank keeps a part of the optimizer's states alone.
     """
     usual = stage_bucket_limit(shape, stage, dp)
     # DDP's first bucket is small, so that an all-reduce starts sooner.
@@ -92,28 +95,31 @@ def gradient_buckets(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[Grad
     buckets: list[GradientBucket] = []
     num_filled = 0
     last = stage.num_blocks - 1
-    table = _shared_table(shape, stage)
-    for place, sizes in _backward_blocks(shape, stage):
-        for size in sizes:
-            if size == table and num_filled:
-                # A bucket of its own begins and ends with the table: close the one before.
-                buckets.append(GradientBucket(num_filled, last))
-                num_filled = 0
-            last = place
-            num_filled += size
-            if num_filled >= limit or size == table:
-                buckets.append(GradientBucket(num_filled, place))
-                num_filled, limit = 0, usual
+    arriving = [(place, size) for place, sizes in _backward_blocks(shape, stage) for size in sizes]
+    apart = _shared_table(shape, stage, len(arriving)) if shards else None
+    for index, (place, size) in enumerate(arriving):
+        if index == apart and num_filled:
+            # A bucket of its own begins and ends with the table: close the one before.
+            buckets.append(GradientBucket(num_filled, last))
+            num_filled = 0
+        last = place
+        num_filled += size
+        if num_filled >= limit or index == apart:
+            buckets.append(GradientBucket(num_filled, place))
+            num_filled, limit = 0, usual
     return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
 
-def _shared_table(shape: BlockShape, stage: Stage) -> int:
-    """Return the parameters of a tied table that two stages hold, 0 if none does.
+def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
+    """Return which of a stage's tensors, as they arrive, is a tied table that two stages hold.
 
-    It has a bucket of its own, so that both copies are sharded alike (Megatron-Core,
-    param_and_grad_buffer.py).
+    With a sharded optimizer it has a bucket of its own, so that both copies are sharded alike
+    (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py).  It is
+    the first weight of the embedding and the last of the head.
     """
-    return shape.tied_parameters if stage.has_embedding != stage.has_head else 0
+    if not shape.tied_parameters or stage.has_embedding == stage.has_head:
+        return None
+    return 0 if stage.has_head else num_tensors - 1
 
 
 def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, list[int]]]:
@@ -135,7 +141,7 @@ def _arriving_sizes(shape: BlockShape) -> dict[BlockKind, list[int]]:
     """
     model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    tensors = rank_tensors(model, tp)
+    tensors = rank_tensors(model, tp, shape.stack.vocabulary_multiple)
     by_module = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
     modules = [list(group) for _, group in by_module]
     for module in reversed(modules):
@@ -177,13 +183,15 @@ def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
     return USED_BYTES * sum(tensors)
 
 
-def bucket_parts(shape: BlockShape, stage: Stage, dp: int = 1) -> tuple[StagePart, ...]:
-    """Return *stage* cut where buckets are complete with *dp* replicas, in model order."""
+def bucket_parts(
+    shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
+) -> tuple[StagePart, ...]:
+    """Return *stage* cut where `gradient_buckets` are complete, in model order."""
     parts: list[StagePart] = []
     end = stage.num_blocks
-    completed = groupby(gradient_buckets(shape, stage, dp), key=lambda bucket: bucket.place)
-    for first, buckets in completed:
-        bucket_sizes = tuple(bucket.num_parameters for bucket in buckets)
+    buckets = gradient_buckets(shape, stage, dp, shards=shards)
+    for first, completed in groupby(buckets, key=lambda bucket: bucket.place):
+        bucket_sizes = tuple(bucket.num_parameters for bucket in completed)
         parts.append(StagePart(stage.part(first, end), bucket_sizes))
         end = first
     return tuple(reversed(parts))
@@ -252,7 +260,7 @@ def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
-    for tensor in rank_tensors(model, tp):
+    for tensor in rank_tensors(model, tp, shape.stack.vocabulary_multiple):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
         yield from [(part, prod(rest)) for part in parts] * num_blocks[tensor.block]
@@ -287,7 +295,7 @@ def reduced_parts(
     if replication.gathers_units:
         return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
     if replication.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage, replication.dp)
+        return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
     if replication.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()

@@ -17,6 +17,7 @@ from meshwright.simulator.layout import (
     casts_of,
     gradient_bytes,
     main_gradient_bytes,
+    reshards_units,
     syncs_by_default,
     zero_communication,
 )
@@ -136,7 +137,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         ),
         parameter_gather=stack.parameter_gather,
     )._replace(
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, stack),
         offload=plan.offload,
         keeps_units=stack.root_unit and plan.pp > 1,
     )

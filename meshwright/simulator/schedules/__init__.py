@@ -2,10 +2,11 @@
 
 from difflib import get_close_matches
 
+from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, ActionLists, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
-from meshwright.simulator.schedules.interleaved import INTERLEAVED
+from meshwright.simulator.schedules.interleaved import interleaved
 from meshwright.simulator.schedules.lookahead import (
     MOST_GATHERED,
     NO_REFETCHES,
@@ -14,11 +15,12 @@ from meshwright.simulator.schedules.lookahead import (
     next_virtual_stages,
     refetched,
 )
-from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B
+from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B, PYTORCH_ONE_F_ONE_B
 
 __all__ = [
     "MOST_GATHERED",
     "NO_REFETCHES",
+    "RUNTIMES",
     "SCHEDULES",
     "Action",
     "ActionLists",
@@ -32,19 +34,25 @@ __all__ = [
 ]
 
 
-SCHEDULES: dict[str, Schedule] = {
-    schedule.name: schedule for schedule in (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+_ONE_F_ONE_B = {PipelineRuntime.PYTORCH: PYTORCH_ONE_F_ONE_B}
+RUNTIMES: dict[PipelineRuntime, dict[str, Schedule]] = {
+    runtime: {
+        schedule.name: schedule
+        for schedule in (GPIPE, _ONE_F_ONE_B.get(runtime, ONE_F_ONE_B), interleaved(runtime))
+    }
+    for runtime in PipelineRuntime
 }
+SCHEDULES = RUNTIMES[PipelineRuntime.PUBLISHED]
 
 
-def get_schedule(name: str) -> Schedule:
-    """Return the schedule called *name*.
+def get_schedule(name: str, runtime: PipelineRuntime = PipelineRuntime.PUBLISHED) -> Schedule:
+    """Return the schedule called *name* as *runtime* runs it.
 
     Raises:
         PlanError: If there is none, with the nearest names.
     """
     try:
-        return SCHEDULES[name]
+        return RUNTIMES[runtime][name]
     except KeyError:
         near = get_close_matches(name, SCHEDULES, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}" if near else ""

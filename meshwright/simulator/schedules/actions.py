@@ -75,12 +75,15 @@ def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
     """Return ``(p - 1) / (v m + p - 1)``, the idle share for equal stages.
 
     Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, give the ratio to the ideal time;
-    this is the share of the whole step.
+    this is the share of the whole step.  With fewer microbatches than ranks each virtual stage
+    but the last waits for its input as if there were as many.
 
     >>> plain_bubble_fraction(4, 9, 1)
     0.25
     """
-    return (pp - 1) / (vpp * num_microbatches + pp - 1)
+    passes = vpp * num_microbatches
+    idle = pp - 1 + (vpp - 1) * max(0, pp - num_microbatches)
+    return idle / (passes + idle)
 
 
 def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:

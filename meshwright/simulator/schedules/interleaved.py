@@ -1,5 +1,12 @@
-"""Interleaved 1F1B: several virtual stages a rank, a bubble smaller by their number."""
+"""Interleaved 1F1B: several virtual stages a rank, a bubble smaller by their number.
 
+Microbatches go through a rank's virtual stages in groups.  Runtimes differ in the size of a group,
+and so in the numbers of microbatches that they take.
+"""
+
+from collections.abc import Callable
+
+from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
     Action,
     ActionLists,
@@ -10,31 +17,105 @@ from meshwright.simulator.schedules.actions import (
 )
 
 
-def interleaved(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
-    """Return the interleaved 1F1B order, one list per pipeline rank.
+def ranks_group(pp: int, num_microbatches: int) -> int | None:
+    """Return the size of groups as published: as many microbatches as ranks, and no rest."""
+    return pp if num_microbatches % pp == 0 else None
 
-    Microbatches go through a rank's virtual stages in groups of *pp*.
 
-    >>> "".join(f"{a.phase}{a.virtual_stage}" for a in interleaved(2, 2, 2)[1])
+def core_group(pp: int, num_microbatches: int) -> int | None:
+    """Return the smallest group that Megatron-Core takes.
+
+    Its ``microbatch_group_size_per_vp_stage`` is at least the number of ranks and leaves no rest
+    below that (`forward_backward_pipelining_with_interleaving`, megatron/core/pipeline_parallel/
+    schedules.py of core 0.16); a larger one holds more passes at a time.
+
+    >>> [core_group(4, count) for count in (3, 8, 10, 11)]
+    [None, 4, 5, 6]
+    """
+    sizes = range(pp, num_microbatches + 1)
+    fitting = (size for size in sizes if not 0 < num_microbatches % size < pp)
+    return next(fitting, None)
+
+
+def pytorch_group(pp: int, num_microbatches: int) -> int | None:
+    """Return the size of PyTorch's rounds, as many as fit and all of one size.
+
+    ``number_of_rounds`` and ``microbatches_per_round`` of `ScheduleInterleaved1F1B`
+    (torch/distributed/pipelining/schedules.py of PyTorch 2.13).
+
+    >>> [pytorch_group(4, count) for count in (3, 8, 10, 11)]
+    [3, 4, 5, None]
+    """
+    num_rounds = max(1, num_microbatches // pp)
+    return None if num_microbatches % num_rounds else num_microbatches // num_rounds
+
+
+GROUPS: dict[PipelineRuntime, Callable[[int, int], int | None]] = {
+    PipelineRuntime.PUBLISHED: ranks_group,
+    PipelineRuntime.MEGATRON_CORE: core_group,
+    PipelineRuntime.PYTORCH: pytorch_group,
+}
+ALLOWED = {
+    PipelineRuntime.PUBLISHED: "a multiple of pp={pp}",
+    PipelineRuntime.MEGATRON_CORE: "at least pp={pp}",
+    PipelineRuntime.PYTORCH: "a multiple of its {rounds} rounds of {pp} or more",
+}
+
+
+def interleaved(runtime: PipelineRuntime) -> Schedule:
+    """Return the interleaved 1F1B order with the groups of *runtime*.
+
+    >>> lists = interleaved(PipelineRuntime.PUBLISHED).actions(2, 2, 2)
+    >>> "".join(f"{a.phase}{a.virtual_stage}" for a in lists[1])
     'F0F0F1B1F1B1B0B0'
     """
-    forward, backward = _passes(pp, num_microbatches, vpp)
-    total = len(forward)
-    return [alternate(forward, backward, _warmup(rank, pp, total, vpp)) for rank in range(pp)]
+
+    def group_of(pp: int, num_microbatches: int) -> int:
+        size = GROUPS[runtime](pp, num_microbatches)
+        assert size is not None, "refused before"
+        return size
+
+    def rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+        group = group_of(pp, num_microbatches)
+        forward, backward = _passes(group, num_microbatches, vpp)
+        return alternate(forward, backward, _warmup(pp_rank, pp, group, vpp))
+
+    def actions(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
+        return [rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+
+    def in_flight(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
+        warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)
+        return min(num_microbatches * vpp, warmup + 1)
+
+    def refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
+        if vpp < 2 or pp < 2:
+            return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
+        if GROUPS[runtime](pp, num_microbatches) is None:
+            allowed = ALLOWED[runtime].format(pp=pp, rounds=num_microbatches // pp)
+            return f"interleaved needs num_microbatches={num_microbatches} to be {allowed}"
+        return None
+
+    return Schedule(
+        name="interleaved",
+        title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
+        source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
+        actions=actions,
+        rank_actions=rank_actions,
+        in_flight=in_flight,
+        bubble_fraction=plain_bubble_fraction,
+        refusal=refusal,
+        interleaves=True,
+        holds_sent=True,
+    )
 
 
-def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
-    forward, backward = _passes(pp, num_microbatches, vpp)
-    return alternate(forward, backward, _warmup(pp_rank, pp, len(forward), vpp))
-
-
-def _passes(pp: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
+def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
     """Return the order of forward and of backward passes, the same on every rank."""
     forward = [
-        Action(Phase.FORWARD, virtual_stage, group + offset)
-        for group in range(0, num_microbatches, pp)
+        Action(Phase.FORWARD, virtual_stage, microbatch)
+        for first in range(0, num_microbatches, group)
         for virtual_stage in range(vpp)
-        for offset in range(pp)
+        for microbatch in range(first, min(first + group, num_microbatches))
     ]
     backward = [
         Action(Phase.BACKWARD, vpp - 1 - virtual_stage, microbatch)
@@ -43,32 +124,5 @@ def _passes(pp: int, num_microbatches: int, vpp: int) -> tuple[list[Action], lis
     return forward, backward
 
 
-def _warmup(pp_rank: int, pp: int, total: int, vpp: int) -> int:
-    return min(total, 2 * (pp - pp_rank - 1) + (vpp - 1) * pp)
-
-
-def _in_flight(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
-    total = num_microbatches * vpp
-    return min(total, _warmup(pp_rank, pp, total, vpp) + 1)
-
-
-def _refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
-    if vpp < 2 or pp < 2:
-        return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
-    if num_microbatches % pp:
-        return f"interleaved needs num_microbatches={num_microbatches} to be a multiple of pp={pp}"
-    return None
-
-
-INTERLEAVED = Schedule(
-    name="interleaved",
-    title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
-    source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
-    actions=interleaved,
-    rank_actions=_rank_actions,
-    in_flight=_in_flight,
-    bubble_fraction=plain_bubble_fraction,
-    refusal=_refusal,
-    interleaves=True,
-    holds_sent=True,
-)
+def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:
+    return 2 * (pp - pp_rank - 1) + (vpp - 1) * group

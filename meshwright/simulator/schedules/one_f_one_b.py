@@ -1,5 +1,7 @@
 """1F1B: one forward, one backward; at most p - r microbatches in flight on rank r."""
 
+from dataclasses import replace
+
 from meshwright.simulator.schedules.actions import (
     Action,
     ActionLists,
@@ -30,6 +32,13 @@ def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
     return min(pp - pp_rank, num_microbatches)
 
 
+def _pytorch_refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
+    """Return the refusal of Schedule1F1B (torch.distributed.pipelining, PyTorch 2.5 to 2.13)."""
+    if num_microbatches < pp:
+        return f"num_microbatches={num_microbatches} is below pp={pp}; allowed: {pp} or more"
+    return refuse_virtual_stages(pp, num_microbatches, vpp)
+
+
 ONE_F_ONE_B = Schedule(
     name="1f1b",
     title="one forward, one backward; at most p - r microbatches in flight on rank r",
@@ -40,3 +49,5 @@ ONE_F_ONE_B = Schedule(
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
 )
+
+PYTORCH_ONE_F_ONE_B = replace(ONE_F_ONE_B, refusal=_pytorch_refusal)

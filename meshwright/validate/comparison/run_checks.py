@@ -39,7 +39,8 @@ def loss_check(saved: SavedPlan, losses: Sequence[float], reference: Sequence[fl
     is_equal = isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
     is_near = isclose(ours, theirs, rel_tol=NEAR_TOLERANCE)
     model, precision = saved.job.transformer, saved.job.precision
-    here, alone = (padded_vocab_size(model, tp) for tp in (saved.plan.tp, 1))
+    multiple = saved.stack.vocabulary_multiple
+    here, alone = (padded_vocab_size(model, tp, multiple) for tp in (saved.plan.tp, 1))
     verdict, reason = CheckVerdict.REPORTED, ""
     if precision is not Precision.FP32:
         word = "within" if is_near else "beyond"

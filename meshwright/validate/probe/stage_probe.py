@@ -232,7 +232,10 @@ def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
         )
     if not 0 <= rank < plan.world_size:
         raise PlanError(f"rank={rank} is out of range; allowed: 0 to {plan.world_size - 1}")
-    schedule, whole = get_schedule(plan.schedule), plan.num_microbatches(job)
+    schedule, whole = (
+        get_schedule(plan.schedule, saved.stack.pipeline_runtime),
+        plan.num_microbatches(job),
+    )
 
     def in_flight(count: int) -> int:
         index = pipeline_rank(plan, rank)

@@ -14,10 +14,12 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "ddp": build_ddp,
     "fsdp": build_fully_sharded,
     "megatron-core": MegatronProgram,
+    "megatron-core-2024": MegatronProgram,
     "megatron-lm-2021": MegatronProgram,
     "megatron-lm-2022": MegatronProgram,
     "parameter-server": build_servers,
     "torchtitan": build_fully_sharded,
+    "torchtitan-2024-12": build_fully_sharded,
 }
 
 

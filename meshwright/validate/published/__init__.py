@@ -1,5 +1,13 @@
 """Published runs, and a scoreboard of the simulator against them."""
 
+from meshwright.validate.published.peaks import (
+    ExcludedPeak,
+    PeakComparison,
+    PublishedPeak,
+    compare_peak,
+    load_excluded_peaks,
+    load_published_peaks,
+)
 from meshwright.validate.published.report import (
     TableStyle,
     format_comparisons,
@@ -31,22 +39,28 @@ from meshwright.validate.published.scoreboard import (
 
 __all__ = [
     "Comparison",
+    "ExcludedPeak",
     "ExcludedRun",
     "MemoryKind",
     "PaddedLength",
+    "PeakComparison",
     "PublishedLayer",
+    "PublishedPeak",
     "PublishedRun",
     "Quantity",
     "Scoreboard",
     "SourceSummary",
     "TableStyle",
     "Verdict",
+    "compare_peak",
     "format_comparisons",
     "format_scoreboard",
     "layer_time_s",
+    "load_excluded_peaks",
     "load_excluded_runs",
     "load_padded_lengths",
     "load_published_layers",
+    "load_published_peaks",
     "load_published_runs",
     "scoreboard",
     "scoreboard_json",

@@ -1,13 +1,10 @@
 """Published runs as typed rows: what was run, and the step time and memory that were printed."""
 
-import csv
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.hwprofiles import (
     Attention,
@@ -15,7 +12,6 @@ from meshwright.hwprofiles import (
     ProfileError,
     Recompute,
     load_stack,
-    nearest_names,
 )
 from meshwright.simulator import (
     ModelSpec,
@@ -26,6 +22,17 @@ from meshwright.simulator import (
     resolve_stages,
 )
 from meshwright.simulator.model import parse_model
+from meshwright.validate.published.rows import (
+    Count,
+    Note,
+    OptionalPositive,
+    Positive,
+    Row,
+    Text,
+    Tolerance,
+    empty_is_none,
+    load_rows,
+)
 
 RUNS_FILE = "published_runs.csv"
 LAYERS_FILE = "published_layers.csv"
@@ -94,26 +101,11 @@ _SWITCHES: dict[Family, dict[str, object]] = {
 }
 
 
-def _empty_is_none(value: object) -> object:
-    return None if value == "" else value
-
-
-Text = Annotated[str, Field(min_length=1, max_length=2000)]
-Note = Annotated[str, Field(max_length=2000)]
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Tolerance = Annotated[float, Field(gt=0, le=1)]
-OptionalPositive = Annotated[Positive | None, BeforeValidator(_empty_is_none)]
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    id: Text
+class _SourcedRow(Row):
     source: Text
 
 
-class _ModelRow(_Row):
+class _ModelRow(_SourcedRow):
     """The columns that say what was trained, on what, with which software."""
 
     family: Family
@@ -160,6 +152,7 @@ class PublishedRun(_ModelRow):
 
     Args:
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
+        gradients: Format in which they are kept and reduced; empty for that of the stack.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
             only its memory can be compared.
         peak_memory_gib: Printed memory of the fullest device, if any.
@@ -176,10 +169,11 @@ class PublishedRun(_ModelRow):
     vpp: Count
     schedule: Text
     stages: Note
+    gradients: Annotated[Precision | None, BeforeValidator(empty_is_none)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     step_time_s: OptionalPositive
     peak_memory_gib: OptionalPositive
-    memory_kind: Annotated[MemoryKind | None, BeforeValidator(_empty_is_none)]
+    memory_kind: Annotated[MemoryKind | None, BeforeValidator(empty_is_none)]
     out_of_memory: bool
 
     @model_validator(mode="after")
@@ -218,6 +212,8 @@ class PublishedRun(_ModelRow):
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,
+            gradient_precision=self.gradients,
+            reduce_precision=self.gradients,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             attention=self.attention,
@@ -233,14 +229,14 @@ class PublishedLayer(_ModelRow):
     time_s: Positive
 
 
-class ExcludedRun(_Row):
+class ExcludedRun(_SourcedRow):
     """A published run that the simulator cannot express, and why."""
 
     step_time_s: Positive
     reason: Text
 
 
-class PaddedLength(_Row):
+class PaddedLength(_SourcedRow):
     """Sequences that runs pad to less than the length they name, to that of their batch alone.
 
     Args:
@@ -265,9 +261,6 @@ class PaddedLength(_Row):
         return self
 
 
-R = TypeVar("R", bound=_Row)
-
-
 def load_published_runs(path: Path | None = None) -> tuple[PublishedRun, ...]:
     """Return the published runs.
 
@@ -280,7 +273,7 @@ def load_published_runs(path: Path | None = None) -> tuple[PublishedRun, ...]:
     >>> load_published_runs()[0].plan.world_size
     32
     """
-    runs = _load(PublishedRun, path, RUNS_FILE)
+    runs = load_rows(PublishedRun, path, RUNS_FILE)
     for run in runs:
         _check_layout(run, str(path or RUNS_FILE))
     return runs
@@ -298,7 +291,7 @@ def load_published_layers(path: Path | None = None) -> tuple[PublishedLayer, ...
     >>> len(load_published_layers())
     10
     """
-    return _load(PublishedLayer, path, LAYERS_FILE)
+    return load_rows(PublishedLayer, path, LAYERS_FILE)
 
 
 def load_excluded_runs(path: Path | None = None) -> tuple[ExcludedRun, ...]:
@@ -313,7 +306,7 @@ def load_excluded_runs(path: Path | None = None) -> tuple[ExcludedRun, ...]:
     >>> all(row.reason for row in load_excluded_runs())
     True
     """
-    return _load(ExcludedRun, path, EXCLUDED_FILE)
+    return load_rows(ExcludedRun, path, EXCLUDED_FILE)
 
 
 def load_padded_lengths(path: Path | None = None) -> tuple[PaddedLength, ...]:
@@ -328,7 +321,7 @@ def load_padded_lengths(path: Path | None = None) -> tuple[PaddedLength, ...]:
     >>> [each.padded_len for each in load_padded_lengths()][:3]
     [64, 128, 192]
     """
-    return _load(PaddedLength, path, LENGTHS_FILE)
+    return load_rows(PaddedLength, path, LENGTHS_FILE)
 
 
 def _check_layout(run: PublishedRun, file: str) -> None:
@@ -337,51 +330,3 @@ def _check_layout(run: PublishedRun, file: str) -> None:
     except PlanError as error:
         text = str(error).removeprefix(f"{run.id}: ")
         raise ProfileError(f"{file}: {run.id}: {text}") from None
-
-
-def _load(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, ...]:
-    file = str(path or built_in)
-    rows: list[R] = []
-    ids: set[str] = set()
-    reader = csv.DictReader(_text(path, built_in).splitlines())
-    _check_columns(row_type, reader.fieldnames or (), file)
-    for data in reader:
-        row = _checked(row_type, data, f"{file}: line {reader.line_num}")
-        if row.id in ids:
-            raise ProfileError(
-                f"{file}: line {reader.line_num}: id={row.id!r} repeats; allowed: each id once"
-            )
-        ids.add(row.id)
-        rows.append(row)
-    return tuple(rows)
-
-
-def _text(path: Path | None, built_in: str) -> str:
-    source = path or files("meshwright.validate") / "data" / built_in
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{source}: cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _check_columns(row_type: type[_Row], names: Sequence[str], file: str) -> None:
-    known = list(row_type.model_fields)
-    for name in names:
-        if name not in known:
-            near = ", ".join(nearest_names(name, known) or known)
-            raise ProfileError(f"{file}: column {name!r} is unknown; nearest: {near}")
-    for name in known:
-        if name not in names:
-            raise ProfileError(f"{file}: column {name!r} is missing; required: {', '.join(known)}")
-
-
-def _checked(row_type: type[R], data: Mapping[str, object], place: str) -> R:
-    try:
-        return row_type.model_validate(data)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        if fault["type"] == "value_error":
-            raise ProfileError(f"{place}: {fault['ctx']['error']}") from None
-        column = ".".join(str(part) for part in fault["loc"][:1])
-        rule = fault["msg"][0].lower() + fault["msg"][1:]
-        raise ProfileError(f"{place}: {column}={fault['input']!r}: {rule}") from None

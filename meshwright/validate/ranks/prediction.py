@@ -68,7 +68,7 @@ def capped(saved: SavedPlan) -> SavedPlan:
     Twice the stages are enough where a schedule holds no more passes at a time with more.
     """
     plan, job = saved.plan, saved.job
-    schedule = get_schedule(plan.schedule)
+    schedule = get_schedule(plan.schedule, saved.stack.pipeline_runtime)
     whole = plan.num_microbatches(job)
     few = 2 * plan.pp * plan.num_virtual_stages
     if few >= whole:

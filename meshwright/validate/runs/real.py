@@ -89,7 +89,8 @@ def reference_of(saved: SavedPlan) -> list[float]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return reference_losses(saved.job, REFERENCE_STEPS)
+        multiple = saved.stack.vocabulary_multiple
+        return reference_losses(saved.job, REFERENCE_STEPS, vocabulary_multiple=multiple)
     finally:
         torch.set_num_threads(num_threads)
 

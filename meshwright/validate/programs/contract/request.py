@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
 
 LEARNING_RATE = 1e-3
@@ -41,6 +42,12 @@ class ProgramRequest:
     initialise: bool
     num_microbatches: int
     dropout: float = 0.1
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the whole table, padded as the stack pads."""
+        multiple = self.stack.vocabulary_multiple
+        return padded_vocab_size(self.job.transformer, self.plan.tp, multiple)
 
 
 class RankProgram(Protocol):

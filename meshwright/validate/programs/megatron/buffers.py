@@ -74,8 +74,8 @@ class BucketRule(NamedTuple):
             stack: Whose rule.
             dp: Data-parallel ranks.
             is_first: Whether it is the model's first.
-            far_table: A table whose other copy is on another stage. It has a bucket of its own,
-                so that the same data-parallel rank owns the same part of both.
+            far_table: A sharded table whose other copy is on another stage. It has a bucket of
+                its own, so that the same data-parallel rank owns the same part of both.
         """
         if not stack.overlap_gradient_reduce:
             return cls(sys.maxsize, None)

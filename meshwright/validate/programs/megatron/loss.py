@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.hwprofiles import MEBI
+from meshwright.hwprofiles import MEBI, LossKernel
 from meshwright.validate.programs.fused import AutogradFunction, Context
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
@@ -13,8 +13,8 @@ NUM_STATISTICS = 3
 PART_BYTES = 64 * MEBI
 
 
-class _EagerLoss(AutogradFunction):
-    """Mean loss as Megatron-LM computes it; keeps fp32 probabilities.
+class _WideLoss(AutogradFunction):
+    """Mean loss as Megatron-LM computes it in fp32; keeps probabilities, which become the gradient.
 
     Three numbers a token are reduced over the ranks: maximum, target's logit, sum of exponents.
     """
@@ -25,9 +25,11 @@ class _EagerLoss(AutogradFunction):
         logits: Tensor,
         targets: Tensor,
         tp: TensorParallelGroup,
+        in_place: bool,  # noqa: FBT001 - autograd functions take no keywords
     ) -> Tensor:
-        maximum = tp.maximum(logits.max(dim=-1).values)
-        shifted = logits - maximum.unsqueeze(-1)
+        wide = logits.float()
+        maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
+        shifted = wide.sub_(maximum) if in_place else wide - maximum
         local, outside = _local_targets(targets, shifted.shape[-1], tp)
         target_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
         tp.sum(target_logit.masked_fill_(outside, 0.0))
@@ -41,7 +43,36 @@ class _EagerLoss(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
-        return probabilities.mul_(gradient / local.numel()), None, None
+        return probabilities.mul_(gradient / local.numel()), None, None, None
+
+
+class _CompiledLoss(AutogradFunction):
+    """Mean loss as Megatron-LM's fused form computes it, with two sums over the ranks.
+
+    What it compiles writes nothing in place, and makes the gradient in 16 bits at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
+        wide = logits.to(torch.float32, copy=True)
+        maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
+        exponents = wide - maximum
+        local, outside = _local_targets(targets, wide.shape[-1], tp)
+        target = exponents.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0.0)
+        exponents.exp_()
+        both = tp.sum(torch.cat((target, exponents.sum(dim=-1))))
+        target, total = both.chunk(2)
+        exponents.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exponents, local, outside)
+        ctx.format = logits.dtype
+        return (total.log() - target).mean()
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, local, outside = ctx.saved_tensors
+        _subtract_targets(probabilities, local, outside)
+        slopes = probabilities.mul_(gradient / local.numel())
+        return slopes.to(ctx.format), None, None
 
 
 def _local_targets(
@@ -139,7 +170,7 @@ class _FusedLoss(AutogradFunction):
 
 
 def vocabulary_loss(
-    logits: Tensor, targets: Tensor, tp: TensorParallelGroup, *, fused: bool
+    logits: Tensor, targets: Tensor, tp: TensorParallelGroup, *, kernel: LossKernel
 ) -> Tensor:
     """Return the mean loss of ``[tokens, batch, local rows]`` logits.
 
@@ -147,10 +178,12 @@ def vocabulary_loss(
         logits: This rank's part, in the precision of the products.
         targets: ``[tokens, batch]`` ids of the whole vocabulary.
         tp: Who holds the other rows.
-        fused: As Transformer Engine computes it; if not, as Megatron-LM does in fp32.
+        kernel: As Transformer Engine computes it (fused) or as Megatron-LM does, in fp32.
     """
-    if fused:
+    if kernel is LossKernel.FUSED:
         loss: Tensor = _FusedLoss.apply(logits, targets, tp)
+    elif kernel is LossKernel.COMPILED:
+        loss = _CompiledLoss.apply(logits, targets, tp)
     else:
-        loss = _EagerLoss.apply(logits.float(), targets, tp)
+        loss = _WideLoss.apply(logits, targets, tp, kernel is LossKernel.IN_PLACE)
     return loss

@@ -5,7 +5,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm
 from meshwright.validate.programs.layers import ResidualAdd
 from meshwright.validate.programs.megatron.tensor_parallel import (
@@ -68,10 +67,12 @@ class GatedSilu(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """Token and position tables; each rank holds some rows of the first."""
 
-    def __init__(self, model: ModelSpec, tp: TensorParallelGroup, *, dropout: float) -> None:
+    def __init__(
+        self, model: ModelSpec, tp: TensorParallelGroup, *, num_rows: int, dropout: float
+    ) -> None:
         super().__init__()
         self.tp, self.dropout = tp, dropout
-        self.num_rows = padded_vocab_size(model, tp.size) // tp.size
+        self.num_rows = num_rows
         self.weight = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
         learned = model.positions == "learned"
         shape = (model.max_positions, model.hidden_size)
@@ -121,13 +122,12 @@ class VocabularyHead(nn.Module):
         model: ModelSpec,
         tp: TensorParallelGroup,
         sink: GradientSink,
-        tied: nn.Parameter | None,
+        table: nn.Parameter,
     ) -> None:
         super().__init__()
         self.norm = megatron_norm(model)
         self.tp, self.sink = tp, sink
-        shape = (padded_vocab_size(model, tp.size) // tp.size, model.hidden_size)
-        self.output = OutputMatrix(nn.Parameter(torch.empty(shape)) if tied is None else tied)
+        self.output = OutputMatrix(table)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits of all tokens."""
@@ -146,8 +146,11 @@ class MegatronParts:
     seq_dim = 0
     fuses_qkv = True
 
-    def __init__(self, tp: TensorParallelGroup, sink: GradientSink, *, dropout: float) -> None:
+    def __init__(
+        self, tp: TensorParallelGroup, sink: GradientSink, *, vocab_size: int, dropout: float
+    ) -> None:
         self.tp, self.sink, self.dropout = tp, sink, dropout
+        self.num_rows = vocab_size // tp.size
         self.table: nn.Parameter | None = None
 
     def norm(self, model: ModelSpec) -> nn.Module:
@@ -178,11 +181,15 @@ class MegatronParts:
 
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the embedding, and remember its table for a tied head."""
-        embedding = VocabularyEmbedding(model, self.tp, dropout=self.dropout)
+        embedding = VocabularyEmbedding(
+            model, self.tp, num_rows=self.num_rows, dropout=self.dropout
+        )
         self.table = embedding.weight
         return embedding
 
     def head(self, model: ModelSpec) -> nn.Module:
         """Return the head."""
-        tied = self.table if model.tied_embeddings else None
-        return VocabularyHead(model, self.tp, self.sink, tied)
+        table = self.table if model.tied_embeddings else None
+        if table is None:
+            table = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
+        return VocabularyHead(model, self.tp, self.sink, table)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision
-from meshwright.simulator import ModelSpec, PlanError
+from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.schedules import Phase, get_schedule
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
@@ -64,7 +64,7 @@ class MegatronProgram:
         self.stages, self.buffers = _virtual_stages(request, self._groups)
         self.adam = ShardedAdam(self.buffers, self._groups.norm)
         index = self._groups.pipeline.index
-        actions = get_schedule(plan.schedule).rank_actions(
+        actions = get_schedule(plan.schedule, stack.pipeline_runtime).rank_actions(
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages
         )
         self._last_backward = {
@@ -75,7 +75,7 @@ class MegatronProgram:
         shares = rank_stages(job.model, plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
         stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
-        loss = partial(vocabulary_loss, tp=self._groups.tp, fused=stack.fused_loss)
+        loss = partial(vocabulary_loss, tp=self._groups.tp, kernel=stack.loss)
         self.pipeline = PipelineRank(
             actions,
             self.stages,
@@ -85,7 +85,7 @@ class MegatronProgram:
             lambda logits, targets: loss(logits, targets.t().contiguous()),
         )
         self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
-        self._unsplit = _unsplit_weights(self.stages, job.transformer, self._groups)
+        self._unsplit = _unsplit_weights(self.stages, request)
         self._table = _tied_table(self.stages, request)
 
     @property
@@ -191,18 +191,19 @@ def _virtual_stages(
                 model,
                 range(first, first + share.num_layers),
                 options,
-                MegatronParts(groups.tp, sink, dropout=dropout),
+                MegatronParts(groups.tp, sink, vocab_size=request.vocab_size, dropout=dropout),
                 has_embedding=share.has_embedding,
                 has_head=share.has_head,
             )
         if request.initialise:
-            fill_weights(stage, model, groups.tp)
-        far_table = _tied_table([stage], request)
+            fill_weights(stage, model, groups.tp, request.vocab_size)
+        shards = plan.zero_stage > 0 and plan.dp > 1
+        far_table = _tied_table([stage], request) if shards else None
         buffers = StageBuffers(
             stage,
             stack,
             groups.dp,
-            shards=plan.zero_stage > 0 and plan.dp > 1,
+            shards=shards,
             is_duplicate=_duplicates(stage, request, groups),
             rule=BucketRule.of(stack, plan.dp, is_first=share.has_embedding, far_table=far_table),
         )
@@ -220,7 +221,7 @@ def _duplicates(
     """Return which weights another rank counts in the gradient norm."""
     model = request.job.transformer
     copies = set()
-    for part in weight_parts(stage, model, request.plan.tp):
+    for part in weight_parts(stage, model, request.vocab_size):
         if part.whole.tp_dim is None and groups.tp.rank > 0:
             copies.add(part.parameter)
         if part.whole.name == "word_embedding.weight" and stage.embedding is None:
@@ -228,15 +229,13 @@ def _duplicates(
     return copies.__contains__
 
 
-def _unsplit_weights(
-    stages: list[VirtualStage], model: ModelSpec, groups: MegatronGroups
-) -> list[nn.Parameter]:
+def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> list[nn.Parameter]:
     """Return the weights that see only a rank's own tokens."""
     names = ("norm.", "attention_output.bias", "mlp_out.bias")
     return [
         part.parameter
         for stage in stages
-        for part in weight_parts(stage, model, groups.tp.size)
+        for part in weight_parts(stage, request.job.transformer, request.vocab_size)
         if part.whole.tp_dim is None and any(name in part.whole.name for name in names)
     ]
 
@@ -253,7 +252,7 @@ def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
     """Return the word table of *stage* if it has one."""
     return [
         part.parameter
-        for part in weight_parts(stage, request.job.transformer, request.plan.tp)
+        for part in weight_parts(stage, request.job.transformer, request.vocab_size)
         if part.whole.name == "word_embedding.weight"
     ]
 

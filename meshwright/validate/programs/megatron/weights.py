@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.model import ParameterTensor, padded_vocab_size, parameter_tensors
+from meshwright.simulator.model import ParameterTensor, parameter_tensors
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
@@ -34,12 +34,9 @@ class WeightPart(NamedTuple):
     name: str
 
 
-def weight_parts(stage: nn.Module, model: ModelSpec, tp: int) -> Iterator[WeightPart]:
+def weight_parts(stage: nn.Module, model: ModelSpec, vocab_size: int) -> Iterator[WeightPart]:
     """Yield every parameter of *stage* with the weight it is a part of."""
-    known = {
-        each.name: each
-        for each in parameter_tensors(model, vocab_size=padded_vocab_size(model, tp))
-    }
+    known = {each.name: each for each in parameter_tensors(model, vocab_size=vocab_size)}
     for path, parameter in stage.named_parameters():
         layer = _LAYER.fullmatch(path)
         prefix, inner = (f"layers.{layer[1]}.", layer[2]) if layer else ("", path)
@@ -56,9 +53,11 @@ def _weight_name(path: str) -> str:
     return path
 
 
-def fill_weights(stage: nn.Module, model: ModelSpec, tp: TensorParallelGroup) -> None:
+def fill_weights(
+    stage: nn.Module, model: ModelSpec, tp: TensorParallelGroup, vocab_size: int
+) -> None:
     """Give every parameter its part of the model's initial weights."""
-    for part in weight_parts(stage, model, tp.size):
+    for part in weight_parts(stage, model, vocab_size):
         with part.parameter.device:
             whole = initial_weight(part.name, part.whole.shape)
         part.parameter.data.copy_(_own_part(whole, part.whole, model, tp))

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import ResidualAdd, VirtualStage
@@ -123,9 +122,9 @@ class PlainParts:
         return Head(self.norm(model), model.hidden_size, self.vocab_size)
 
 
-def plain_parts(model: ModelSpec, *, tp: int, dropout: float) -> PlainParts:
-    """Return the parts of *model* with its vocabulary padded for *tp* ranks."""
-    return PlainParts(padded_vocab_size(model, tp), dropout if model.dropout else 0.0)
+def plain_parts(model: ModelSpec, *, vocab_size: int, dropout: float) -> PlainParts:
+    """Return the parts of *model* with tables of *vocab_size* rows."""
+    return PlainParts(vocab_size, dropout if model.dropout else 0.0)
 
 
 def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:

@@ -13,10 +13,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import chosen_formats, syncs_by_default
+from meshwright.simulator.layout import chosen_formats, reshards_units, syncs_by_default
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
@@ -193,7 +194,8 @@ class FullyShardedProgram:
         """
         self._optimizer.zero_grad()
         tokens, targets = _batch(self._request, self._layout, step)
-        with loss_context(is_split=self._request.plan.tp > 1), views_returned():
+        stops_early = set_checkpoint_early_stop(self._request.stack.recompute_stops_early)
+        with loss_context(is_split=self._request.plan.tp > 1), views_returned(), stops_early:
             self._run(tokens, targets)
         table = self._table()
         if table is not None:
@@ -262,7 +264,9 @@ def _compression(
 
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
-    parts = plain_parts(request.job.transformer, tp=request.plan.tp, dropout=request.dropout)
+    parts = plain_parts(
+        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+    )
     return build_stage(request, index, parts, device)
 
 
@@ -280,7 +284,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         stage,
         layout.data_mesh,
         policy,
-        reshards=plan.reshard_after_forward,
+        reshards=reshards_units(plan, request.stack),
         offloads=plan.offload is Offload.PARAMETERS,
     )
     return stage

@@ -4,6 +4,7 @@ from torch.optim import Optimizer
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import token_batch
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.loss import token_loss
@@ -16,7 +17,9 @@ from meshwright.validate.programs.pytorch.parts import initialise_whole, plain_p
 from meshwright.validate.programs.pytorch.precision import autocast
 
 
-def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> list[float]:
+def reference_losses(
+    job: TrainingJob, num_steps: int, dropout: float = 0.0, *, vocabulary_multiple: int = 1
+) -> list[float]:
     """Return the mean loss of each of the first *num_steps* steps, one sequence at a time.
 
     Weights are fp32; a 16-bit job computes under autocast. Agrees with another layout where that
@@ -26,9 +29,12 @@ def reference_losses(job: TrainingJob, num_steps: int, dropout: float = 0.0) -> 
         job: What is trained.
         num_steps: How many steps.
         dropout: Probability, where the model has dropout.
+        vocabulary_multiple: To which the table is padded.
     """
     model = job.transformer
-    parts = plain_parts(model, tp=1, dropout=dropout)
+    parts = plain_parts(
+        model, vocab_size=padded_vocab_size(model, 1, vocabulary_multiple), dropout=dropout
+    )
     options = LayerOptions(
         attention=Attention.FLASH, recompute=Recompute.NONE, dropout=parts.dropout
     )

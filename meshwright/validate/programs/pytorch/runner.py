@@ -15,7 +15,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import _utils as pipelining_parts
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.pytorch.layout import RankLayout
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch
@@ -114,7 +113,7 @@ def _pipeline_stage(
     size, tokens = plan.microbatch_size, job.seq_len
     dtype = DTYPES[job.precision]
     local_tokens = tokens // plan.tp if plan.sequence_parallel else tokens
-    vocabulary = padded_vocab_size(job.transformer, plan.tp) // (plan.tp if CHECKS_PARTS else 1)
+    vocabulary = _own_rows(request, layout) if CHECKS_PARTS else request.vocab_size
     hidden = _example((size, local_tokens, job.transformer.hidden_size), dtype)
     ids = torch.empty((size, tokens), dtype=torch.long, device="meta")
     logits = _example((size, tokens, vocabulary), dtype)
@@ -127,6 +126,12 @@ def _pipeline_stage(
         output_args=(logits if index == plan.num_stages - 1 else hidden,),
         group=layout.mesh["pp"].get_group(),
     )
+
+
+def _own_rows(request: ProgramRequest, layout: RankLayout) -> int:
+    """Return this rank's rows of the output matrix: DTensor cuts pieces of the first one's size."""
+    rows = -(-request.vocab_size // request.plan.tp)
+    return min(rows, request.vocab_size - layout.coordinate("tp") * rows)
 
 
 def _example(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -274,7 +274,9 @@ class CopiedReplicas:
 
 def whole_stage(request: ProgramRequest) -> VirtualStage:
     """Return the whole model in fp32."""
-    parts = plain_parts(request.job.transformer, tp=1, dropout=request.dropout)
+    parts = plain_parts(
+        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+    )
     stage = build_stage(request, 0, parts, request.device)
     if request.job.transformer.tied_embeddings:
         tie_embeddings(stage)

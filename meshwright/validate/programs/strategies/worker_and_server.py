@@ -42,12 +42,14 @@ def whole_model(request: ProgramRequest) -> VirtualStage:
     model, plan = request.job.transformer, request.plan
     dropout = request.dropout if model.dropout else 0.0
     options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
-    parts = MegatronParts(ALONE, _ReturnedGradient(), dropout=dropout)
+    parts = MegatronParts(
+        ALONE, _ReturnedGradient(), vocab_size=request.vocab_size, dropout=dropout
+    )
     layers = range(model.num_layers)
     with default_dtype(DTYPES[request.job.precision]), request.device:
         stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
     if request.initialise:
-        fill_weights(stage, model, ALONE)
+        fill_weights(stage, model, ALONE, request.vocab_size)
     return stage
 
 
@@ -106,8 +108,8 @@ class Worker:
         yield self.gradients, ByteKind.GRADIENTS
 
     def _pass(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        fused = self._request.stack.fused_loss
-        loss = vocabulary_loss(self._stage(tokens), targets, ALONE, fused=fused)
+        kernel = self._request.stack.loss
+        loss = vocabulary_loss(self._stage(tokens), targets, ALONE, kernel=kernel)
         (loss / self._request.num_microbatches).backward()
         return loss.detach()
 

@@ -1,0 +1,263 @@
+"""Single facts of a cluster or a stack: change one by name, tell which are not the built-in ones.
+
+A key is written as the fact stands in its file, after the name of the table or file that it is in:
+``loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
+``inter_node.bandwidth``.  A list counts from 1: ``intra_node.collectives.1.busbw``.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.hwprofiles.base import FROM_FILE, Profile
+from meshwright.hwprofiles.complaints import one_line
+from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
+from meshwright.hwprofiles.names import shown, suggestion
+from meshwright.hwprofiles.schema import Cluster
+from meshwright.hwprofiles.stack_schema import StackProfile
+from meshwright.hwprofiles.units import (
+    format_bandwidth,
+    format_bytes,
+    format_flops_per_s,
+    format_time,
+)
+
+R = TypeVar("R", bound=Profile)
+
+LEGIBLE = (format_bytes, format_bandwidth, format_flops_per_s, format_time)  # four digits
+EXACT = ("B", "B/s", "FLOP/s", "s", "USD/GPU-hour")
+IDENTITY = "name"  # by which the built-in profile is known, beside which a fact is shown
+PROFILES: Mapping[str, type[Profile]] = {"stack": StackProfile, "cluster": Cluster}
+
+
+class ChangedFact(NamedTuple):
+    """A fact that is not that of the built-in profile of the same name; None where it has none.
+
+    ``key`` is written as in files, ``field`` as in Python, where names end in units.
+    """
+
+    key: str
+    field: str
+    value: object
+    built_in: object
+
+
+def with_facts(
+    cluster: Cluster, stack: StackProfile, changes: Sequence[str]
+) -> tuple[Cluster, StackProfile]:
+    """Return *cluster* and *stack* with single facts changed, each checked as in its file.
+
+    Args:
+        cluster: Where the run is.
+        stack: With what software.
+        changes: Texts ``KEY=VALUE``. A value is written as in TOML; a text needs no quotes.
+
+    Raises:
+        ProfileError: If there is no such fact, or it cannot be so; names the change.
+
+    >>> cluster, stack = load_cluster("dgx-a100"), load_stack("fsdp")
+    >>> cluster, stack = with_facts(cluster, stack, ["loss=fused", "device.num_sms=96"])
+    >>> str(stack.loss), cluster.device.num_sms
+    ('fused', 96)
+    """
+    for change in changes:
+        key, sign, text = change.partition("=")
+        if not (sign and key.strip() and text.strip()):
+            raise ProfileError(f"--set {shown(change)} is not KEY=VALUE, as loss=fused")
+        path = key.strip().split(".")
+        kind = _profile_of(path)
+        rest = path[1:] if path[0] in PROFILES else path
+        try:
+            if kind is Cluster:
+                cluster = _changed(cluster, kind, rest, text.strip())
+            else:
+                stack = _changed(stack, kind, rest, text.strip())
+        except (ProfileError, ValidationError) as error:
+            reason = one_line(error) if isinstance(error, ValidationError) else str(error)
+            raise ProfileError(f"--set {change}: {reason}") from None
+    return (_checked(cluster), _checked(stack)) if changes else (cluster, stack)
+
+
+def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
+    """Return what differs from the built-in profile of the same name; nothing where none is.
+
+    >>> changed_facts(load_cluster("dgx-a100"))
+    ()
+    """
+    is_cluster = isinstance(profile, Cluster)
+    if profile.name not in (list_clusters() if is_cluster else list_stacks()):
+        return ()
+    built_in = load_cluster(profile.name) if is_cluster else load_stack(profile.name)
+    return () if profile == built_in else tuple(_differences(profile, built_in, "", ""))
+
+
+def profile_toml(profile: Profile) -> str:
+    """Return *profile* as a file that holds all its facts, a line each; it can be loaded.
+
+    The words before each ``=`` are what `with_facts` knows the fact by.
+
+    >>> print(profile_toml(load_cluster("dgx-a100").host_link).splitlines()[2])
+    bandwidth = "32 GB/s per direction"
+    """
+    return "".join(f"{line}\n" for line in _lines(profile, ""))
+
+
+def _lines(profile: Profile, prefix: str) -> Iterator[str]:
+    for name, field in type(profile).model_fields.items():
+        key, value = field.alias or name, getattr(profile, name)
+        kind = _annotation(type(profile), name)
+        if isinstance(value, Profile):
+            yield from _lines(value, f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and value:
+            for word, item in value.items():
+                inner = f"{prefix}{key}.{word}"
+                if isinstance(item, Profile):
+                    yield from _lines(item, f"{inner}.")
+                else:
+                    yield f"{inner} = {_written(get_args(kind)[-1], item)}"
+        elif value is None:
+            yield f"# {prefix}{key} is not given"
+        else:
+            yield f"{prefix}{key} = {_written(kind, value)}"
+
+
+def _written(kind: object, value: object) -> str:
+    """Return *value* of a field of type *kind* as TOML: the shortest text that is read so."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_written(get_args(kind)[0], item) for item in value)}]"
+    if isinstance(value, Profile):
+        return f"{{ {', '.join(_lines(value, ''))} }}"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    plain = json.dumps(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return plain
+    sizes = [*(write(value) for write in LEGIBLE), *(f"{value!r} {unit}" for unit in EXACT)]
+    texts = [f'"{size}{direction}"' for size in sizes for direction in ("", " per direction")]
+    return next(text for text in (plain, *texts) if _reads_as(kind, text, value))
+
+
+def _reads_as(kind: object, text: str, value: object) -> bool:
+    try:
+        return _read(kind, _toml_value(text)) == value
+    except ValidationError:
+        return False
+
+
+def _profile_of(path: Sequence[str]) -> type[Profile]:
+    if path[0] in PROFILES and len(path) > 1:
+        return PROFILES[path[0]]
+    having = {name: kind for name, kind in PROFILES.items() if _field(kind, path) is not None}
+    if len(having) == 1:
+        return next(iter(having.values()))
+    key = ".".join(path)
+    if having:
+        both = " or ".join(f"{name}.{key}" for name in having)
+        raise ProfileError(f"--set {shown(key)} is a fact of several files; allowed: {both}")
+    known = [each for kind in PROFILES.values() for each in kind.file_keys() if each != IDENTITY]
+    raise ProfileError(f"--set {shown(key)} is unknown; {suggestion(key, known)}")
+
+
+def _field(kind: type[Profile], path: Sequence[str]) -> tuple[str, int] | None:
+    """Return the field of *kind* that *path* begins with, and how many of its words name it."""
+    for name, field in kind.model_fields.items():
+        words = (field.alias or name).split(".")
+        if list(path[: len(words)]) == words:
+            return name, len(words)
+    return None
+
+
+def _changed(value: object, kind: object, path: Sequence[str], text: str) -> Any:  # noqa: ANN401
+    """Return *value*, of type *kind*, with what *path* leads to read from *text*."""
+    if not path:
+        return _read(kind, _toml_value(text))
+    if isinstance(value, Profile):
+        found = _field(type(value), path)
+        if found is None or found[0] == IDENTITY:
+            known = [key for key in value.file_keys() if key != IDENTITY]
+            raise ProfileError(f"unknown key {shown(path[0])}; {suggestion(path[0], known)}")
+        name, num_words = found
+        inner = _annotation(type(value), name)
+        changed = _changed(getattr(value, name), inner, path[num_words:], text)
+        return value.model_copy(update={name: changed})
+    entries = _entries(value)
+    if value is None:
+        raise ProfileError(f"{shown(path[0])} is of a table that is not given")
+    if path[0] not in entries:
+        raise ProfileError(f"unknown key {shown(path[0])}; {suggestion(path[0], entries)}")
+    inner = get_args(kind)[-1 if isinstance(value, Mapping) else 0]
+    entries[path[0]] = _changed(entries[path[0]], inner, path[1:], text)
+    if isinstance(value, Mapping):
+        return dict(zip(value, entries.values(), strict=True))
+    return tuple(entries.values())
+
+
+def _read(kind: object, value: object) -> object:
+    """Return what a file means by *value* of a field of type *kind*."""
+    known_at_run_time = cast("type[object]", kind)
+    return TypeAdapter(known_at_run_time).validate_python(value, context=FROM_FILE)
+
+
+def _annotation(kind: type[Profile], name: str) -> object:
+    """Return the type of a field with its limits; a table's or a list's alone."""
+    field = kind.model_fields[name]
+    if not field.metadata or get_origin(field.annotation) in (dict, tuple):
+        return field.annotation
+    return cast("Any", Annotated)[(field.annotation, *field.metadata)]
+
+
+def _entries(value: object) -> dict[str, object]:
+    """Return the items of a table by key, or of a list by number; none of anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, tuple):
+        return {str(number): item for number, item in enumerate(value, 1)}
+    return {}
+
+
+def _toml_value(text: str) -> object:
+    """Return *text* as TOML reads a value, or as a text where it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"] if text.isprintable() else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def _checked(record: R) -> R:
+    """Return *record* made again, so that facts are held to those beside them."""
+    values = {
+        name: _checked(value) if isinstance(value, Profile) else value
+        for name in type(record).model_fields
+        for value in [getattr(record, name)]
+    }
+    try:
+        return type(record).model_validate(values)
+    except ValidationError as error:
+        raise ProfileError(f"--set: {one_line(error)}") from None
+
+
+def _differences(value: object, built_in: object, key: str, field: str) -> Iterator[ChangedFact]:
+    if value == built_in:
+        return
+    parts, others = _parts(value), _parts(built_in)
+    if not parts or parts.keys() != others.keys():
+        yield ChangedFact(key.removeprefix("."), field.removeprefix("."), value, built_in)
+        return
+    for names, part in parts.items():
+        yield from _differences(part, others[names], f"{key}.{names[0]}", f"{field}.{names[1]}")
+
+
+def _parts(value: object) -> dict[tuple[str, str], object]:
+    """Return what *value* is made of, by its key in a file and its name in Python."""
+    if isinstance(value, Profile):
+        fields = type(value).model_fields.items()
+        return {(field.alias or name, name): getattr(value, name) for name, field in fields}
+    if isinstance(value, tuple) and not any(isinstance(each, Profile) for each in value):
+        return {}
+    return {(key, key): item for key, item in _entries(value).items()}

@@ -1,0 +1,235 @@
+"""Exact peaks of live memory that Megatron-LM's own tests record, and what is predicted for them.
+
+Its tests print ``max_memory_allocated`` of the last rank: live tensors, and what cuBLAS works in.
+Each host thread that multiplies has a buffer of cuBLAS's (the one that runs forward passes and
+autograd's), of 32 MiB on Hopper and later and 8.125 MiB before, or what the environment says,
+as PyTorch's deterministic mode does: 32 MiB (``parseChosenWorkspaceSize`` of CUDABlas in
+PyTorch 2.4, ``CUBLAS_WORKSPACE_CONFIG=:4096:8``).  Transformer Engine has one more of 32 MiB, 4
+before Hopper (``get_cublas_workspace_size_bytes`` of its module/base.py, 1.x).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.hwprofiles import (
+    GIBI,
+    MEBI,
+    Attention,
+    Device,
+    LossKernel,
+    Precision,
+    Recompute,
+    StackProfile,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator import (
+    ModelSpec,
+    ParallelPlan,
+    TrainingJob,
+    resolve_stages,
+    simulate,
+)
+from meshwright.simulator.model import parse_model
+from meshwright.validate.published.rows import (
+    Count,
+    Note,
+    OptionalPositive,
+    Positive,
+    Row,
+    Text,
+    load_rows,
+)
+
+PEAKS_FILE = "published_peaks.csv"
+EXCLUDED_FILE = "published_peaks_excluded.csv"
+STACK = "megatron-core"
+NUM_THREADS = 2  # that multiply: of forward passes, and autograd's
+HOPPER_WORKSPACE = 32 * MEBI
+OLDER_WORKSPACE = 8_519_680  # 2 x 4,096 KiB and 8 x 16 KiB
+OLDER_ENGINE_WORKSPACE = 4 * MEBI
+
+
+class PublishedPeak(Row):
+    """The peak of one of Megatron-LM's tests.
+
+    Args:
+        options: Arguments of the run that its layout does not say, without dashes.
+        peak_memory_gib: Most memory that the last rank had allocated.
+    """
+
+    cluster: Text
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    ffn_hidden_size: Count
+    vocab_size: Count
+    seq_len: Count
+    precision: Precision
+    global_batch_size: Count
+    microbatch_size: Count
+    tp: Count
+    pp: Count
+    dp: Count
+    vpp: Count
+    options: Note
+    peak_memory_gib: Positive
+
+    @property
+    def switches(self) -> Mapping[str, str]:
+        """The options by name; those without a value have an empty one."""
+        words = (word.partition("=") for word in self.options.split())
+        return {name: value for name, _, value in words}
+
+
+class ExcludedPeak(Row):
+    """A peak of a run that the simulator cannot express, and why."""
+
+    peak_memory_gib: OptionalPositive
+    reason: Text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakComparison:
+    """A published peak beside its prediction, in bytes."""
+
+    row: PublishedPeak
+    attention: Attention
+    published_bytes: float
+    predicted_bytes: int
+
+    @property
+    def error_fraction(self) -> float:
+        """Prediction over publication, less one: negative is too little."""
+        return self.predicted_bytes / self.published_bytes - 1
+
+
+def load_published_peaks(path: Path | None = None) -> tuple[PublishedPeak, ...]:
+    """Return the published peaks.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> load_published_peaks()[0].pp
+    4
+    """
+    return load_rows(PublishedPeak, path, PEAKS_FILE)
+
+
+def load_excluded_peaks(path: Path | None = None) -> tuple[ExcludedPeak, ...]:
+    """Return the published peaks that are left out, each with its reason.
+
+    Args:
+        path: A table with the same columns, by default the built-in one.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+
+    >>> all(row.reason for row in load_excluded_peaks())
+    True
+    """
+    return load_rows(ExcludedPeak, path, EXCLUDED_FILE)
+
+
+def compare_peak(row: PublishedPeak) -> PeakComparison:
+    """Return what is predicted for the last rank of *row*."""
+    cluster, stack, model = load_cluster(row.cluster), _stack(row), _model(row)
+    job = TrainingJob(
+        model=model,
+        global_batch_size=row.global_batch_size,
+        seq_len=row.seq_len,
+        precision=row.precision,
+    )
+    result = simulate(job, _plan(row, model), cluster, stack)
+    live = result.memory.by_stage[-1].peak_bytes
+    return PeakComparison(
+        row=row,
+        attention=result.plan.attention,
+        published_bytes=row.peak_memory_gib * GIBI,
+        predicted_bytes=live + workspace_bytes(row, cluster.device),
+    )
+
+
+def workspace_bytes(row: PublishedPeak, device: Device) -> int:
+    """Return the bytes that libraries for matrix products hold on a device."""
+    is_older = Precision.FP8 not in device.peak_flops_per_s  # which Hopper brought
+    own = HOPPER_WORKSPACE
+    if is_older and "deterministic-mode" not in row.switches:
+        own = OLDER_WORKSPACE
+    has_engine = row.switches["transformer-impl"] != "local"
+    engine = OLDER_ENGINE_WORKSPACE if is_older else HOPPER_WORKSPACE
+    return NUM_THREADS * own + has_engine * engine
+
+
+def _stack(row: PublishedPeak) -> StackProfile:
+    fuses = "cross-entropy-loss-fusion" in row.switches
+    facts = {
+        "loss": LossKernel.COMPILED if fuses else LossKernel.IN_PLACE,
+        "fused_gradient_accumulation": "no-gradient-accumulation-fusion" not in row.switches,
+        "overlap_gradient_reduce": "overlap-grad-reduce" in row.switches,
+        "overlap_parameter_gather": "overlap-param-gather" in row.switches,
+    }
+    return load_stack(STACK).model_copy(update=facts)
+
+
+def _model(row: PublishedPeak) -> ModelSpec:
+    switches = row.switches
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size")
+    has_bias = "disable-bias-linear" not in switches
+    data: dict[str, object] = {
+        "name": "published",
+        **{field: getattr(row, field) for field in (*sizes, "vocab_size", "seq_len")},
+        "gated_mlp": "swiglu" in switches,
+        "tied_embeddings": "untie-embeddings-and-output-weights" not in switches,
+        "positions": "rotary" if "position-embedding-type" in switches else "learned",
+        "norm": "rmsnorm" if "normalization" in switches else "layernorm",
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "mlp_bias": has_bias,
+    }
+    return parse_model(data, origin=row.id)
+
+
+def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
+    switches = row.switches
+    return ParallelPlan(
+        tp=row.tp,
+        pp=row.pp,
+        dp=row.dp,
+        num_virtual_stages=row.vpp,
+        microbatch_size=row.microbatch_size,
+        schedule="interleaved" if row.vpp > 1 else "1f1b",
+        zero_stage=int("use-distributed-optimizer" in switches),
+        sequence_parallel="sequence-parallel" in switches,
+        recompute=Recompute.FULL if "recompute" in switches else Recompute.NONE,
+        attention=_attention(row),
+        stages=_stages(row, model),
+    )
+
+
+def _attention(row: PublishedPeak) -> Attention:
+    """Return the kernel: as printed; Megatron's own layers, and older software, have none fused."""
+    stated = row.switches.get("attention-backend")
+    is_unfused = stated == "unfused" or row.switches["transformer-impl"] == "local"
+    by_default = stated is None and "_lts_" in row.id
+    return Attention.UNFUSED if is_unfused or by_default else Attention.FLASH
+
+
+def _stages(row: PublishedPeak, model: ModelSpec) -> tuple[int, ...]:
+    """Return the layers of each stage: even, or as the options say."""
+    count, switches = row.pp * row.vpp, row.switches
+    if "account-for-embedding-in-pipeline-split" in switches:
+        share = (model.num_layers + 2) // count
+        return (share - 1, *(share,) * (count - 2), share - 1)
+    first, last = (f"decoder-{each}-pipeline-num-layers" for each in ("first", "last"))
+    if first in switches:
+        ends = int(switches[first]), int(switches[last])
+        middle = (model.num_layers - sum(ends)) // (count - 2)
+        return (ends[0], *(middle,) * (count - 2), ends[1])
+    return resolve_stages(model, row.seq_len, count, StageSplit.EVEN)

@@ -1,0 +1,93 @@
+"""Tables of published figures: lines of a CSV file as typed rows."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from meshwright.hwprofiles import ProfileError, nearest_names
+
+
+def empty_is_none(value: object) -> object:
+    """Return None for an empty cell."""
+    return None if value == "" else value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+Note = Annotated[str, Field(max_length=2000)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Tolerance = Annotated[float, Field(gt=0, le=1)]
+OptionalPositive = Annotated[Positive | None, BeforeValidator(empty_is_none)]
+
+
+class Row(BaseModel):
+    """A line of a table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Text
+
+
+R = TypeVar("R", bound=Row)
+
+
+def load_rows(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, ...]:
+    """Return the rows of a table, each checked.
+
+    Args:
+        row_type: What a row is; its fields are the columns.
+        path: The table, or None for the built-in one.
+        built_in: Name of that.
+
+    Raises:
+        ProfileError: Naming file, line, column and value of the first mistake.
+    """
+    file = str(path or built_in)
+    rows: list[R] = []
+    ids: set[str] = set()
+    reader = csv.DictReader(_text(path, built_in).splitlines())
+    _check_columns(row_type, reader.fieldnames or (), file)
+    for data in reader:
+        row = _checked(row_type, data, f"{file}: line {reader.line_num}")
+        if row.id in ids:
+            raise ProfileError(
+                f"{file}: line {reader.line_num}: id={row.id!r} repeats; allowed: each id once"
+            )
+        ids.add(row.id)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _text(path: Path | None, built_in: str) -> str:
+    source = path or files("meshwright.validate") / "data" / built_in
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{source}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _check_columns(row_type: type[Row], names: Sequence[str], file: str) -> None:
+    known = list(row_type.model_fields)
+    for name in names:
+        if name not in known:
+            near = ", ".join(nearest_names(name, known) or known)
+            raise ProfileError(f"{file}: column {name!r} is unknown; nearest: {near}")
+    for name in known:
+        if name not in names:
+            raise ProfileError(f"{file}: column {name!r} is missing; required: {', '.join(known)}")
+
+
+def _checked(row_type: type[R], data: Mapping[str, object], place: str) -> R:
+    try:
+        return row_type.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        if fault["type"] == "value_error":
+            raise ProfileError(f"{place}: {fault['ctx']['error']}") from None
+        column = ".".join(str(part) for part in fault["loc"][:1])
+        rule = fault["msg"][0].lower() + fault["msg"][1:]
+        raise ProfileError(f"{place}: {column}={fault['input']!r}: {rule}") from None
