@@ -91,7 +91,7 @@ def _listed_flops(model: ImageModel | ChainModel) -> int:
         fuses_residual=False,
         saves_first=True,
         weight_gradients=WeightGradients.ADDED,
-        loss=LossKernelKernel.EAGER,
+        loss=LossKernel.EAGER,
     )
 
     def forward(kind: BlockKind) -> int:
