@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 
-from meshwright.hwprofiles import StackProfile
+from meshwright.hwprofiles import LossKernel, StackProfile
 from meshwright.simulator.blocks.kinds import OUTPUT, listed, walk
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
