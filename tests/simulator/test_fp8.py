@@ -51,7 +51,7 @@ from meshwright.simulator.step.build import build_step
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
-STACKS = ("fsdp", "megatron-core", "torchtitan")
+STACKS = ("fsdp", "megatron-core", "torchtitan", "torchtitan-2024-12")
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 
@@ -65,6 +65,7 @@ def ideal_device() -> Device:
         | {
             "half_rate_intensity": 0.0,
             "misaligned_fraction": 0.25,
+            "misaligned_linear_fraction": None,
             "fp8": DEVICE.gemm.fp8.model_copy(update=perfect),
         }
     )

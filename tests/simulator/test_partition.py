@@ -105,7 +105,9 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_stages_are_read_as_a_rule_or_as_counts() -> None:
     assert parse_stages("balanced") is StageSplit.BALANCED
     assert parse_stages("3,2,2,1") == (3, 2, 2, 1)
-    with pytest.raises(PlanError, match=r"^stages='3;2' is neither a rule \(even, ends, balanced, "):
+    with pytest.raises(
+        PlanError, match=r"^stages='3;2' is neither a rule \(even, ends, balanced, "
+    ):
         parse_stages("3;2")
     model = load_model("gpt2")
     assert resolve_stages(model, 1024, 4, StageSplit.EVEN) == (3, 3, 3, 3)
