@@ -39,7 +39,10 @@ class GemmKernels(Profile):
     """How fast matrix multiplications run, as a share of the peak.
 
     A tile of m x n outputs runs at ``plateau * AI / (AI + half_rate_intensity)`` of the peak, where
-    ``AI = m n / (m + n)``, and pays for ``k + prologue_k`` steps.
+    ``AI = m n / (m + n)``, and pays for ``k + prologue_k`` steps.  In 16 bits a product with a dim
+    that is no multiple of a load reaches ``misaligned_fraction`` of that, one of a linear layer
+    ``misaligned_linear_fraction`` where it is given: its operands' rows are read one by one, those
+    of attention's batches as many small ones.
     """
 
     plateau_fraction: PositiveFraction
@@ -47,6 +50,7 @@ class GemmKernels(Profile):
     half_rate_intensity: Ratio
     partial_wave_fraction: Fraction
     misaligned_fraction: PositiveFraction
+    misaligned_linear_fraction: PositiveFraction | None = None
     kind: Source
     source: Text
     fp8: Fp8Kernels | None = None

@@ -1,5 +1,7 @@
 """Times of operators on one device: closed forms on an ideal device, bounds on real ones."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +57,7 @@ def ideal_device(**changes: float) -> Device:
         "half_rate_intensity": 0.0,
         "partial_wave_fraction": 0.0,
         "misaligned_fraction": 0.25,
+        "misaligned_linear_fraction": None,
     }
     kernels = DEVICE.gemm.model_copy(update=perfect | changes)
     return DEVICE.model_copy(update={"gemm": kernels, "num_sms": 100})
@@ -113,6 +116,12 @@ def test_a_dim_off_the_load_width_slows_16_bit_products_alone(axis: str) -> None
     ratio = gemm_cost(odd, slow, BF16).time_ps / gemm_cost(odd, fast, BF16).time_ps
     assert ratio == pytest.approx(4, rel=1e-6)
     assert gemm_cost(odd, slow, FP32) == gemm_cost(odd, fast, FP32)
+    # A linear layer's may have a share of their own, and attention's keep theirs.
+    apart = ideal_device(misaligned_linear_fraction=0.5)
+    ratio = gemm_cost(odd, apart, BF16).time_ps / gemm_cost(odd, fast, BF16).time_ps
+    assert ratio == pytest.approx(2, rel=1e-6)
+    scores = replace(odd, is_attention=True)
+    assert gemm_cost(scores, apart, BF16) == gemm_cost(odd, slow, BF16)
 
 
 def test_a_thin_product_costs_its_traffic() -> None:

@@ -51,8 +51,8 @@ from meshwright.simulator.step.build import build_step
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
-STACKS = ("fsdp", "megatron-core", "torchtitan")
-DATED = ("llm-foundry-2023", "megatron-core-2024", "torchtitan-2024-12", "torchtitan-2025-11")
+STACKS = ("fsdp", "megatron-core", "torchtitan", "torchtitan-2024-12")
+DATED = ("llm-foundry-2023", "megatron-core-2024")
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 
@@ -66,6 +66,7 @@ def ideal_device() -> Device:
         | {
             "half_rate_intensity": 0.0,
             "misaligned_fraction": 0.25,
+            "misaligned_linear_fraction": None,
             "fp8": DEVICE.gemm.fp8.model_copy(update=perfect),
         }
     )

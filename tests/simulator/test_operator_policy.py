@@ -31,7 +31,7 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.layout.mesh import Axis
 
 RELAXED = settings(deadline=None, max_examples=40)
-TITAN = load_stack("torchtitan")
+TITAN = load_stack("torchtitan-2024-12")  # recomputation stops early
 LLAMA, GPT = load_model("llama3-8b"), load_model("gpt2")
 OP = Recompute.SELECTIVE_OP
 TABLE = BlockTable()

@@ -25,6 +25,7 @@ def test_plans_span_what_programs_can_express() -> None:
         "dataparallel",
         "fsdp",
         "torchtitan",
+        "torchtitan-2024-12",
         "megatron-core",
         "megatron-lm-2021",
         "megatron-lm-2022",

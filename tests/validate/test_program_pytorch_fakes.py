@@ -198,7 +198,7 @@ def test_chosen_operators_run_again_and_others_do_not(
     usual = {"tp": 2, "sequence_parallel": sequence}
     model = LLAMA.model_copy(update={"dropout": False})
     none, chosen, full = (
-        counted(request("torchtitan", plan(recompute=mode, **usual), model=model))[0]
+        counted(request("torchtitan-2024-12", plan(recompute=mode, **usual), model=model))[0]
         for mode in (Recompute.NONE, Recompute.SELECTIVE_OP, Recompute.FULL)
     )
     weights = WIDTH * (8 + WIDTH + 48)

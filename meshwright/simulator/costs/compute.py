@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from meshwright.hwprofiles import Device, Precision, Source
+from meshwright.hwprofiles import Device, GemmKernels, Precision, Source
 from meshwright.simulator.blocks import FlashAttention, Gemm, ImplicitGemm, MemoryBound
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.errors import PlanError
@@ -46,7 +46,7 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
     facts = kernels.of(precision)
     best_s = _tiled_s(gemm, device, precision)
     if precision is not Precision.FP32 and _is_misaligned(gemm):
-        best_s /= kernels.misaligned_fraction
+        best_s /= _misaligned_fraction(gemm, kernels)
     traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
     return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
 
@@ -106,6 +106,12 @@ def _waves(gemm: Gemm, tile: tuple[int, int], num_sms: int, partial_share: float
 def _intensity_fraction(rows: int, columns: int, half_rate_intensity: float) -> float:
     intensity = rows * columns / (rows + columns)
     return intensity / (intensity + half_rate_intensity)
+
+
+def _misaligned_fraction(gemm: Gemm, kernels: GemmKernels) -> float:
+    if gemm.is_attention or kernels.misaligned_linear_fraction is None:
+        return kernels.misaligned_fraction
+    return kernels.misaligned_linear_fraction
 
 
 def _is_misaligned(gemm: Gemm) -> bool:
