@@ -175,6 +175,7 @@ class RankOracle(TorchDispatchMode):
     def _count_storages(self, result: object, given: object, where: str) -> None:
         new = [tensor for tensor in tensors_in(result) if tensor not in self.memories]
         if new:
+            self.memories.choose_place(given)
             old = {storage_identity(tensor.untyped_storage()) for tensor in tensors_in(given)}
             for tensor in new:
                 if storage_identity(tensor.untyped_storage()) not in old:

@@ -1,50 +1,38 @@
-"""A GPU that is not there: what a script does with ``cuda`` is done on tensors of the host."""
+"""A GPU that is not there: tensors say that they are on it, and move there and back."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.amp import autocast_mode
-from torch.optim import optimizer as optimizers
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device, _foreach_utils
 
-from meshwright.validate.counting import IdleEvent, IdleStream
-from meshwright.validate.scripts.torchrun import RANKS_PER_NODE
+from meshwright.validate.scripts.memories import GPU, HOST, ScriptMemories, is_gpu
 
-GPU = "cuda"
-HOST = torch.device("cpu")
-CAPABILITY = (9, 0)  # of a recent GPU: libraries choose their formats and kernels by it
-MEMORY_BYTES = 2**40  # nothing is too large to be counted
-
-
-def is_gpu(device: object) -> bool:
-    """Return whether a script means a GPU by *device*.
-
-    >>> [is_gpu(each) for each in ("cuda:1", torch.device("cuda"), 0, "cpu", None, True)]
-    [True, True, True, False, False, False]
-    """
-    if isinstance(device, torch.device):
-        return device.type == GPU
-    if isinstance(device, str):
-        return device.partition(":")[0] == GPU
-    return isinstance(device, int) and not isinstance(device, bool)
+_ASK_DEVICE = torch.ops.prim.device.default
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined] # properties made in C
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_NUMBER = torch.Tensor.get_device
+_UNMOVED = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
 
 
 class GpuNames(TorchFunctionMode):
-    """Puts on the host what a script puts on a GPU; tells of each tensor that comes there.
+    """Says of tensors that they are on the script's GPU, and moves them there and back.
 
     Args:
-        arrived: Is told each tensor that the script puts on a GPU.
+        memories: Know which tensors are on the GPU.
+        local_rank: Number of the GPU.
     """
 
-    def __init__(self, arrived: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, memories: ScriptMemories, local_rank: int) -> None:
         super().__init__()
-        self._arrived = arrived
+        self._memories = memories
+        self._gpu = torch.device(GPU, local_rank)
+        self._answers = {_IS_CUDA: True, _DEVICE: self._gpu, _NUMBER: local_rank}
 
     def __torch_function__(
         self,
@@ -53,158 +41,66 @@ class GpuNames(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Call *func* with the host in the place of a GPU."""
+        """Call *func*, devices in full; or answer for a tensor that is on the GPU."""
         named = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return self._moved(args[0], args[0])
-        if func is torch.Tensor.pin_memory:
+        if func in _UNMOVED:
             return args[0]
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined] # a C property
-            return True
-        went = is_gpu(named.get("device"))
-        if went:
-            named["device"] = HOST
-        if func is torch.Tensor.to:
-            went = went or any(is_gpu(each) for each in args[1:2])
-            args = (args[0], *(HOST if is_gpu(each) else each for each in args[1:]))
-        elif any(isinstance(each, torch.device) and each.type == GPU for each in args):
-            args = tuple(HOST if isinstance(each, torch.device) else each for each in args)
-            went = True
-        result = func(*args, **named)
-        return self._moved(result, args[0] if args else None) if went else result
+        if func in self._answers and self._memories.is_on_gpu(args[0]):
+            return self._answers[func]
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._gpu)
+        device = named.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else None)
+        leaves = func is torch.Tensor.cpu or (func is torch.Tensor.to and device in ("cpu", HOST))
+        if leaves and self._memories.is_on_gpu(args[0]):
+            args = (self._host_copy(args[0]), *args[1:])
+        elif is_gpu(named.get("device")):
+            named["device"] = self._gpu
+        elif func is torch.Tensor.to and is_gpu(device):
+            args = (args[0], self._gpu, *args[2:])
+        return func(*args, **named)
 
-    def _moved(self, result: object, given: object) -> object:
-        if not isinstance(result, torch.Tensor):
-            return result
-        if result is given and not hasattr(result, "fake_mode"):
-            result = result.clone()  # on a GPU it would be another tensor
-        self._arrived(result)
-        return result
-
-
-class NoGpu:
-    """The functions of ``torch.cuda`` on a rank's GPU, which has all the memory there is.
-
-    Args:
-        local_rank: Number of the GPU in its node.
-        world_size: Ranks of the run.
-        live_bytes: Returns what is live on it.
-        peak_bytes: Returns the most that was.
-    """
-
-    def __init__(
-        self,
-        local_rank: int,
-        world_size: int,
-        live_bytes: Callable[[], int],
-        peak_bytes: Callable[[], int],
-    ) -> None:
-        self._stream = IdleStream()
-        self._live, self._peak = live_bytes, peak_bytes
-        self._local_rank, self._count = local_rank, min(world_size, RANKS_PER_NODE)
-
-    def functions(self) -> dict[str, object]:
-        """Return what stands in ``torch.cuda``, by name."""
-        properties = SimpleNamespace(
-            name="counted GPU",
-            total_memory=MEMORY_BYTES,
-            major=CAPABILITY[0],
-            minor=CAPABILITY[1],
-            multi_processor_count=132,
-            gcnArchName="",
-        )
-        answers: dict[str, object] = {
-            "is_available": True,
-            "is_initialized": True,
-            "device_count": self._count,
-            "current_device": self._local_rank,
-            "get_device_name": properties.name,
-            "get_device_capability": CAPABILITY,
-            "get_device_properties": properties,
-            "is_bf16_supported": True,
-            "is_tf32_supported": True,
-            "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
-            "current_stream": self._stream,
-            "default_stream": self._stream,
-            "get_arch_list": [f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"],
-            "initial_seed": 0,
-            "memory_stats": defaultdict(int),
-            "utilization": 0,
-            "is_current_stream_capturing": False,
-            **dict.fromkeys(_NOTHING),
-        }
-        made: dict[str, object] = {name: _answering(value) for name, value in answers.items()}
-        for name in ("memory_allocated", "memory_reserved"):
-            made[name] = lambda *_args, **_kwargs: self._live()
-        for name in ("max_memory_allocated", "max_memory_reserved"):
-            made[name] = lambda *_args, **_kwargs: self._peak()
-        for name in ("get_rng_state", "get_rng_state_all"):
-            made[name] = lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8)
-        for name in ("stream", "device"):
-            made[name] = lambda *_args, **_kwargs: nullcontext()
-        return {**made, "Stream": IdleStream, "Event": IdleEvent}
-
-
-_NOTHING = (
-    "init",
-    "_lazy_init",
-    "_lazy_call",
-    "set_device",
-    "set_stream",
-    "synchronize",
-    "empty_cache",
-    "ipc_collect",
-    "reset_peak_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_accumulated_memory_stats",
-    "set_per_process_memory_fraction",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-)
-
-
-def _answering(value: object) -> Callable[..., object]:
-    return lambda *_args, **_kwargs: value
+    def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the host, where PyTorch thinks that the tensor is."""
+        self._memories.leaves_gpu = True
+        try:
+            return torch.ops.aten._to_copy.default(tensor, device=HOST)  # noqa: SLF001
+        finally:
+            self._memories.leaves_gpu = False
 
 
 @contextmanager
-def without_gpu(gpu: NoGpu, names: GpuNames) -> Iterator[None]:
-    """Let the code inside use GPUs that are not there, and what PyTorch does only on those."""
-    construct, place = torch.autocast.__init__, _device.DeviceContext.__init__
-    asked = {name: getattr(torch, name) for name in ("is_autocast_enabled", "get_autocast_dtype")}
+def gpu_of_fakes() -> Iterator[None]:
+    """Let tensors without data be on a GPU that PyTorch need not have.
 
-    def autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == GPU:
-            device_type = HOST.type
-            if not args and kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float16  # that of a GPU
-        construct(self, device_type, *args, **kwargs)
+    Its C++ code is told that they are on the host: autograd would ask a GPU for its streams.
+    What it makes by that word on the host comes to the GPU with the first tensor that is there.
+    """
+    dispatch, common = FakeTensor.__torch_dispatch__, FakeTensor._find_common_device  # noqa: SLF001
+    handlers = fake_tensor._DISPATCH_META_HANDLERS  # noqa: SLF001 - where the mode answers
+    ask = handlers[_ASK_DEVICE]
 
-    def context(self: _device.DeviceContext, device: object) -> None:
-        place(self, HOST if is_gpu(device) else device)
+    def told(device: torch.device) -> torch.device:
+        return HOST if device.type == GPU else device
 
-    def of_host(name: str) -> Callable[..., object]:
-        return lambda device=GPU: asked[name](HOST.type if device == GPU else device)
+    def of_tensor(_cls: type, func: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = dispatch(func, types, args, kwargs or {})
+        return told(result) if func is _ASK_DEVICE else result
+
+    def together(func: torch._ops.OpOverload, flat_args: Sequence[object]) -> Any:  # noqa: ANN401
+        fakes = [each for each in flat_args if isinstance(each, FakeTensor)]
+        gpus = [each.fake_device for each in fakes if each.fake_device.type == GPU]
+        if gpus and func not in _COPIES:
+            for each in fakes:
+                if each.fake_device.type == HOST.type and each.dim():
+                    each.fake_device = gpus[0]
+        return common(func, flat_args)
 
     with ExitStack() as stack:
-        for name, function in gpu.functions().items():
-            stack.enter_context(patch.object(torch.cuda, name, function))
-        for name in asked:
-            stack.enter_context(patch.object(torch, name, of_host(name)))
-        changes = (
-            (torch.autocast, "__init__", autocast),
-            (_device.DeviceContext, "__init__", context),
-            *((each, _FOREACH, lambda: [HOST.type, GPU]) for each in (optimizers, _foreach_utils)),
-        )
-        for owner, name, function in changes:
-            stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(names)
+        for change in (
+            patch.dict(handlers, {_ASK_DEVICE: lambda args: told(ask(args))}),
+            patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor)),
+            patch.object(FakeTensor, "_find_common_device", staticmethod(together)),
+            patch.object(FakeTensorMode, "avoid_device_init", property(lambda _mode: True)),
+        ):
+            stack.enter_context(change)
         yield
-
-
-_FOREACH = "_get_foreach_kernels_supported_devices"  # an optimizer of a GPU updates all at once
-assert autocast_mode.autocast is torch.autocast

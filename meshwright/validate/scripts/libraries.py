@@ -10,11 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, unset_fake_temporarily
 from torch.amp import GradScaler
 from torch.distributed import checkpoint
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.optim.optimizer import _foreach_supported_types as step_types
+from torch.utils._foreach_utils import _foreach_supported_types as norm_types
 from torch.utils.data import DataLoader
 
-from meshwright.validate.scripts.host import HostValues
+from meshwright.validate.scripts.tensors import ScriptTensors
 
 _FINITE = {torch.isfinite: True, torch.Tensor.isfinite: True}
 _NOT_FINITE = dict.fromkeys(
@@ -22,6 +23,7 @@ _NOT_FINITE = dict.fromkeys(
 )
 _VERDICTS = _FINITE | _NOT_FINITE
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__}
+_FOREACH = (step_types, norm_types)  # of tensors that optimizers and norms take all at once
 _SAVES = ((torch, "save"), (checkpoint, "save"), (checkpoint, "async_save"))
 
 
@@ -34,7 +36,7 @@ class AnsweredValues(TorchFunctionMode):
         values: Notes what was answered.
     """
 
-    def __init__(self, values: HostValues) -> None:
+    def __init__(self, values: ScriptTensors) -> None:
         super().__init__()
         self._values = values
 
@@ -59,9 +61,9 @@ class AnsweredValues(TorchFunctionMode):
 
 
 @contextmanager
-def libraries_answered(values: HostValues) -> Iterator[None]:
+def libraries_answered(values: ScriptTensors) -> Iterator[None]:
     """Let the code inside compile, save, scale gradients and load data, as far as counting can."""
-    load, share = DataLoader.__init__, DistributedDataParallel.__init__
+    load = DataLoader.__init__
 
     def loader(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         here = {"num_workers": 0, "pin_memory": False, "persistent_workers": False}
@@ -78,18 +80,10 @@ def libraries_answered(values: HostValues) -> Iterator[None]:
     def stepped(_self: object, optimizer: Any, _state: object, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         return optimizer.step(*args, **kwargs)  # of finite gradients
 
-    def replicate(
-        self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> None:  # noqa: ANN401
-        for name in ("device_ids", "output_device"):
-            kwargs.pop(name, None)
-        share(self, module, None, None, *args[2:], **kwargs)
-
     changes: list[tuple[object, str, object]] = [
         (torch, "compile", compiled),
         (nn.Module, "compile", compiled),
         (DataLoader, "__init__", loader),
-        (DistributedDataParallel, "__init__", replicate),
         (GradScaler, "_maybe_opt_step", stepped),
         # Its weak references keep ``Module.to`` from exchanging parameters; nobody asks for them.
         (FakeTensorConverter, "set_tensor_memo", lambda *_args: None),
@@ -98,5 +92,8 @@ def libraries_answered(values: HostValues) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, function in changes:
             stack.enter_context(patch.object(owner, name, function))
+        for kinds in _FOREACH:
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
         stack.enter_context(AnsweredValues(values))
         yield

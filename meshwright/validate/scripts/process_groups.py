@@ -59,7 +59,7 @@ class GroupNames:
 def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[None]:
     """Let the code inside make process groups as *rank* of *world_size*; none communicates."""
     construct = distributed_c10d._new_process_group_helper  # noqa: SLF001 - where all are made
-    start, make_mesh = dist.init_process_group, DeviceMesh.__init__
+    start = dist.init_process_group
 
     def init_process_group(*_args: object, **_kwargs: object) -> None:
         start("fake", store=fake_store(), rank=rank, world_size=world_size)
@@ -69,9 +69,6 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
     ) -> Any:
         kwargs.pop("backend_options", None)
         return construct(size, own, ranks, "fake", *args, **kwargs)
-
-    def mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        make_mesh(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     with ExitStack() as stack:
         for module in (dist, distributed_c10d):

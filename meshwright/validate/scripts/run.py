@@ -4,26 +4,27 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.simulator import PlanError
 from meshwright.validate.counting import (
-    Memories,
     RankOracle,
     StorageGroup,
     fake_tensors,
     gpu_kernels,
     library_on_fakes,
-    tensors_in,
 )
-from meshwright.validate.ranks import ByteKind, RankMeasurement
-from meshwright.validate.scripts.gpu import GpuNames, NoGpu, without_gpu
-from meshwright.validate.scripts.host import HostValues
+from meshwright.validate.ranks import RankMeasurement
+from meshwright.validate.scripts.autocast import gpu_autocast
+from meshwright.validate.scripts.cuda import idle_gpu
+from meshwright.validate.scripts.gpu import GpuNames, gpu_of_fakes
 from meshwright.validate.scripts.libraries import libraries_answered
+from meshwright.validate.scripts.memories import ScriptMemories
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
+from meshwright.validate.scripts.tensors import ScriptTensors
 from meshwright.validate.scripts.torchrun import as_rank, launched, run_script
 
 MOST_SHOWN = 20
@@ -67,32 +68,22 @@ class ScriptCount:
     notes: tuple[tuple[str, str, int], ...]
 
 
-class ScriptMemories(Memories):
-    """Tensors with data are the host's, until the script puts them on its GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cuda"))
-
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, FakeTensor) and tensor not in self.device
-
-
 class ScriptOracle(RankOracle):
     """Counts a script, whose groups get their names as they are made."""
 
-    def __init__(self, names: GroupNames) -> None:
+    def __init__(self, names: GroupNames, memories: ScriptMemories) -> None:
         super().__init__({})
-        self.memories = ScriptMemories()
+        self.memories = memories
         self._names = names
+
+    def __torch_dispatch__(self, *call: Any) -> object:  # noqa: ANN401
+        """Count one operator, which is no longer to be answered for a GPU."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001
+            return super().__torch_dispatch__(*call)
 
     def axis_of(self, ranks: tuple[int, ...]) -> str:
         """Return the name of a group."""
         return self._names.name(ranks)
-
-    def put_on_device(self, tensor: torch.Tensor) -> None:
-        """Count a tensor as the device's from now on."""
-        for local in tensors_in(tensor):
-            self.memories.device.add(local, ByteKind.ACTIVATIONS, "a copy from the host")
 
 
 def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount:
@@ -104,16 +95,10 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
         PlanError: If it ends before it has made its steps, or asks for what only data can answer.
     """
     names = GroupNames(run.world_size, run.groups)
-    oracle, values = ScriptOracle(names), HostValues()
+    memories = ScriptMemories()
+    oracle, tensors = ScriptOracle(names, memories), ScriptTensors(memories)
     steps = ScriptSteps(oracle, run.num_steps, progress)
-    memory = oracle.memories.device
-    gpu = NoGpu(
-        int(launched(run.rank, run.world_size)["LOCAL_RANK"]),
-        run.world_size,
-        lambda: memory.live_bytes,
-        lambda: memory.peak_bytes,
-    )
-    on_gpu = GpuNames(oracle.put_on_device)
+    own_gpu = int(launched(run.rank, run.world_size)["LOCAL_RANK"])
     with ExitStack() as stack:
         for context in (
             redirect_stdout(sys.stderr),
@@ -121,10 +106,13 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
             groups_on_demand(run.rank, run.world_size, names),
             library_on_fakes(),
             gpu_kernels(),
-            libraries_answered(values),
-            without_gpu(gpu, on_gpu),
+            gpu_of_fakes(),
+            gpu_autocast(memories),
+            idle_gpu(run.rank, run.world_size, memories),
+            libraries_answered(tensors),
             fake_tensors(),
-            values,
+            tensors,
+            GpuNames(memories, own_gpu),
             steps.followed(),
             oracle,
         ):
@@ -132,7 +120,7 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
         try:
             run_script(run.words)
         except StepsCounted:
-            return _result(run, oracle, values)
+            return _result(run, oracle, tensors)
         except SystemExit as end:
             if end.code:
                 raise
@@ -142,7 +130,7 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
     )
 
 
-def _result(run: ScriptRun, oracle: RankOracle, values: HostValues) -> ScriptCount:
+def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> ScriptCount:
     memories = oracle.memories
     return ScriptCount(
         run=run,
@@ -160,5 +148,5 @@ def _result(run: ScriptRun, oracle: RankOracle, values: HostValues) -> ScriptCou
         ),
         flops_by_operator=oracle.flops_by_operator,
         largest=tuple(oracle.largest_at_peak(MOST_SHOWN)),
-        notes=tuple((what, where, n) for (what, where), n in sorted(values.notes.items())),
+        notes=tuple((what, where, n) for (what, where), n in sorted(tensors.notes.items())),
     )
