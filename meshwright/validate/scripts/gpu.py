@@ -10,7 +10,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from meshwright.validate.scripts.memories import GPU, HOST, ScriptMemories, is_gpu
+from meshwright.validate.scripts.memories import GPU, HOST, STAND_IN, ScriptMemories, is_gpu
 
 _ASK_DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
@@ -48,16 +48,28 @@ class GpuNames(TorchFunctionMode):
         if func in self._answers and self._memories.is_on_gpu(args[0]):
             return self._answers[func]
         if func is torch.Tensor.cuda:
-            return args[0].to(self._gpu)
-        device = named.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else None)
-        leaves = func is torch.Tensor.cpu or (func is torch.Tensor.to and device in ("cpu", HOST))
-        if leaves and self._memories.is_on_gpu(args[0]):
-            args = (self._host_copy(args[0]), *args[1:])
-        elif is_gpu(named.get("device")):
+            func, args, named = torch.Tensor.to, (args[0], self._gpu), {}
+        if func is torch.Tensor.to:
+            return self._moved(args, named)
+        if func is torch.Tensor.cpu and self._memories.is_on_gpu(args[0]):
+            return self._host_copy(args[0])
+        if is_gpu(named.get("device")):
             named["device"] = self._gpu
-        elif func is torch.Tensor.to and is_gpu(device):
-            args = (args[0], self._gpu, *args[2:])
         return func(*args, **named)
+
+    def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> object:
+        """Return what ``to`` returns: the tensor itself, if it is there and stays as it is."""
+        tensor, device = args[0], named.get("device", args[1] if len(args) > 1 else None)
+        if is_gpu(device):
+            named |= dict(zip(("device", "dtype", "non_blocking", "copy"), args[1:], strict=False))
+            is_there = self._memories.is_on_gpu(tensor) and not named.get("copy")
+            if is_there and named.get("dtype") in (None, tensor.dtype):
+                return tensor
+            named["device"] = None if is_there else self._gpu
+            return tensor.to(**named)
+        if device in ("cpu", HOST) and self._memories.is_on_gpu(tensor):
+            tensor = self._host_copy(tensor)
+        return tensor.to(*args[1:], **named)
 
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the host, where PyTorch thinks that the tensor is."""
@@ -80,7 +92,7 @@ def gpu_of_fakes() -> Iterator[None]:
     ask = handlers[_ASK_DEVICE]
 
     def told(device: torch.device) -> torch.device:
-        return HOST if device.type == GPU else device
+        return STAND_IN if device.type == GPU else device
 
     def of_tensor(_cls: type, func: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         result = dispatch(func, types, args, kwargs or {})
@@ -95,8 +107,17 @@ def gpu_of_fakes() -> Iterator[None]:
                     each.fake_device = gpus[0]
         return common(func, flat_args)
 
+    run = FakeTensorMode.dispatch
+
+    def placed(mode: FakeTensorMode, func: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        named = dict(kwargs or {})
+        if named.get("device") == STAND_IN:
+            named["device"] = torch.device(GPU, torch.cuda.current_device())
+        return run(mode, func, types, args, named)
+
     with ExitStack() as stack:
         for change in (
+            patch.object(FakeTensorMode, "dispatch", placed),
             patch.dict(handlers, {_ASK_DEVICE: lambda args: told(ask(args))}),
             patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor)),
             patch.object(FakeTensor, "_find_common_device", staticmethod(together)),

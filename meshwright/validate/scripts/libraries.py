@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, unset_fake_temporarily
 from torch.amp import GradScaler
-from torch.distributed import checkpoint
+from torch.distributed import checkpoint, tensor
 from torch.overrides import TorchFunctionMode
 from torch.optim.optimizer import _foreach_supported_types as step_types
 from torch.utils._foreach_utils import _foreach_supported_types as norm_types
@@ -24,6 +24,7 @@ _NOT_FINITE = dict.fromkeys(
 _VERDICTS = _FINITE | _NOT_FINITE
 _ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__}
 _FOREACH = (step_types, norm_types)  # of tensors that optimizers and norms take all at once
+_RANDOM = (tensor._random, tensor._dispatch)  # noqa: SLF001
 _SAVES = ((torch, "save"), (checkpoint, "save"), (checkpoint, "async_save"))
 
 
@@ -87,6 +88,8 @@ def libraries_answered(values: ScriptTensors) -> Iterator[None]:
         (GradScaler, "_maybe_opt_step", stepped),
         # Its weak references keep ``Module.to`` from exchanging parameters; nobody asks for them.
         (FakeTensorConverter, "set_tensor_memo", lambda *_args: None),
+        # Random numbers without data need no generator that ranks agree on.
+        *((module, "is_rng_supported_mesh", lambda _mesh: False) for module in _RANDOM),
         *((module, name, saved) for module, name in _SAVES),
     ]
     with ExitStack() as stack:

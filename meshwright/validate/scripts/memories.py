@@ -6,6 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.validate.counting import Memories, tensors_in
 
 GPU, HOST = "cuda", torch.device("cpu")
+# What PyTorch's C++ code takes a GPU for: autograd has a word for it, and needs no hardware.
+STAND_IN = torch.device("lazy", 0)
 
 
 def is_gpu(device: object) -> bool:
@@ -15,7 +17,7 @@ def is_gpu(device: object) -> bool:
     [True, True, True, False, False, False]
     """
     if isinstance(device, torch.device):
-        return device.type == GPU
+        return device.type in (GPU, STAND_IN.type)
     if isinstance(device, str):
         return device.partition(":")[0] == GPU
     return isinstance(device, int) and not isinstance(device, bool)

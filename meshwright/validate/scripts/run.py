@@ -17,6 +17,7 @@ from meshwright.validate.counting import (
     library_on_fakes,
 )
 from meshwright.validate.ranks import RankMeasurement
+from meshwright.validate.scripts.attention import gpu_attention
 from meshwright.validate.scripts.autocast import gpu_autocast
 from meshwright.validate.scripts.cuda import idle_gpu
 from meshwright.validate.scripts.gpu import GpuNames, gpu_of_fakes
@@ -107,6 +108,7 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
             library_on_fakes(),
             gpu_kernels(),
             gpu_of_fakes(),
+            gpu_attention(memories),
             gpu_autocast(memories),
             idle_gpu(run.rank, run.world_size, memories),
             libraries_answered(tensors),

@@ -73,7 +73,7 @@ class ScriptTensors(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         if current_fake_mode() is None:
-            return func(*args, **kwargs)
+            return func(*args, **_on_host(kwargs))
         if any(map(is_wrapper, types)):
             return NotImplemented
         given = tensors_in((args, kwargs))
@@ -88,7 +88,7 @@ class ScriptTensors(TorchDispatchMode):
         if func is _COPY and self._is_there(args[0], kwargs):
             return torch.ops.aten.detach.default(args[0])
         try:
-            result = func(*args, **self._placed(kwargs, given))
+            result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ScriptRefusedError(
                 f"{script_place()}: {func} has a size that depends on data, which is not there "
@@ -102,13 +102,10 @@ class ScriptTensors(TorchDispatchMode):
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> object:
         """Run an operator on data; numbers that are not whole lose theirs on the GPU."""
-        named = dict(kwargs)
-        if is_gpu(named.get("device")):
-            if func is _COPY and args[0].is_floating_point():
-                return func(*args, **kwargs)
-            named["device"] = HOST
+        if func is _COPY and is_gpu(kwargs.get("device")) and args[0].is_floating_point():
+            return func(*args, **kwargs)
         with unset_fake_temporarily():
-            return func(*args, **named)
+            return func(*args, **_on_host(kwargs))
 
     def _can_have_data(self, func: torch._ops.OpOverload, result: object) -> bool:
         """Tell whether a new tensor is made again, with data: whole numbers, unless very many."""
@@ -127,16 +124,6 @@ class ScriptTensors(TorchDispatchMode):
         goes = is_gpu(kwargs.get("device")) and kwargs.get("memory_format") is None
         return goes and is_same and self._memories.is_on_gpu(tensor)
 
-    def _placed(self, kwargs: dict[str, Any], given: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Return keywords in which a result of tensors on the GPU is there, too.
-
-        PyTorch names the device that it was told, unless the script moves the tensor.
-        """
-        device = kwargs.get("device")
-        if device != HOST or self._memories.leaves_gpu or not any(map(self._memories.is_on_gpu, given)):
-            return kwargs
-        return {name: value for name, value in kwargs.items() if name != "device"}
-
     def _constant(self, tensor: torch.Tensor) -> object:
         known = getattr(tensor, "constant", None)
         if known is not None:
@@ -147,3 +134,8 @@ class ScriptTensors(TorchDispatchMode):
             answer = False
         self.note(f"a value of a tensor without data: {answer}")
         return answer
+
+
+def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords that name the host in the place of a GPU: data are there alone."""
+    return {**kwargs, "device": HOST} if is_gpu(kwargs.get("device")) else dict(kwargs)
