@@ -26,12 +26,14 @@ class GroupNames:
         self._world_size = world_size
         self._names = {tuple(sorted(ranks)): name for ranks, name in known.items()}
 
-    def learn(self, mesh: DeviceMesh) -> None:
-        """Take the names of a mesh's dims for the groups along them that this rank is in."""
-        for dim in mesh.mesh_dim_names or ():
-            ranks = tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dim))))
-            if len(ranks) > 1:
-                self._names.setdefault(ranks, dim)
+    def learn(self, mesh: DeviceMesh, rank: int) -> None:
+        """Take the names of a mesh's dims for the groups along them that *rank* is in."""
+        ranks = mesh.mesh
+        where = (ranks == rank).nonzero().tolist()
+        for index, dim in enumerate(mesh.mesh_dim_names or ()):
+            if where and ranks.shape[index] > 1:
+                own = ranks[tuple(slice(None) if i == index else at for i, at in enumerate(where[0]))]
+                self._names.setdefault(tuple(sorted(own.tolist())), dim)
 
     def name(self, ranks: tuple[int, ...]) -> str:
         """Return what to call the group of *ranks*, which are in order.
@@ -59,7 +61,7 @@ class GroupNames:
 def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[None]:
     """Let the code inside make process groups as *rank* of *world_size*; none communicates."""
     construct = distributed_c10d._new_process_group_helper  # noqa: SLF001 - where all are made
-    start = dist.init_process_group
+    start, make_mesh = dist.init_process_group, DeviceMesh.__init__
 
     def init_process_group(*_args: object, **_kwargs: object) -> None:
         start("fake", store=fake_store(), rank=rank, world_size=world_size)
@@ -70,7 +72,12 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
         kwargs.pop("backend_options", None)
         return construct(size, own, ranks, "fake", *args, **kwargs)
 
+    def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        make_mesh(self, *args, **kwargs)
+        names.learn(self, rank)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(DeviceMesh, "__init__", mesh))
         for module in (dist, distributed_c10d):
             stack.enter_context(patch.object(module, "init_process_group", init_process_group))
             for name, answer in _OBJECTS.items():
