@@ -12,6 +12,7 @@ from meshwright.validate.counting.internals import (
     fake_tensors,
     is_wrapper,
     library_on_fakes,
+    storage_identity,
     tensors_in,
 )
 from meshwright.validate.counting.oracle import RankOracle
@@ -34,5 +35,6 @@ __all__ = [
     "is_wrapper",
     "library_on_fakes",
     "stand_in",
+    "storage_identity",
     "tensors_in",
 ]

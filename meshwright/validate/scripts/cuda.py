@@ -62,9 +62,15 @@ def idle_gpu(rank: int, world_size: int, memories: Memories) -> Iterator[None]:
         return load(*args, map_location=HOST if is_gpu(map_location) else map_location, **kwargs)
 
     with ExitStack() as stack:
-        for module, functions in ((torch.cuda, answers), (torch.accelerator, accelerator)):
-            for name, function in functions.items():
-                stack.enter_context(patch.object(module, name, function, create=True))
+        for name, function in accelerator.items():
+            stack.enter_context(patch.object(torch.accelerator, name, function))
+        for name, function in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, function, create=True))
+            for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, function))
+        for name in ("_get_accelerator", "_accelerator_getAccelerator"):
+            stack.enter_context(patch.object(torch._C, name, accelerator["current_accelerator"]))  # noqa: SLF001
         stack.enter_context(patch.object(torch, "Generator", HostGenerator))
         stack.enter_context(patch.object(torch, "load", load_here))
         yield

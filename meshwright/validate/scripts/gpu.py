@@ -10,12 +10,14 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from meshwright.validate.counting import storage_identity
 from meshwright.validate.scripts.memories import GPU, HOST, STAND_IN, ScriptMemories, is_gpu
 
 _ASK_DEVICE = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # noqa: SLF001
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined] # properties made in C
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NUMBER = torch.Tensor.get_device
 _UNMOVED = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
 
@@ -51,6 +53,12 @@ class GpuNames(TorchFunctionMode):
             func, args, named = torch.Tensor.to, (args[0], self._gpu), {}
         if func is torch.Tensor.to:
             return self._moved(args, named)
+        if func == _SET_DATA and isinstance(args[0], FakeTensor):
+            args[0].fake_device = args[1].device
+        if func is torch.Tensor.type and len(args) == 1 and self._memories.is_on_gpu(args[0]):
+            return str(func(*args)).replace("torch.", "torch.cuda.").replace("cuda.cuda", "cuda")
+        if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return storage_identity(args[0].untyped_storage())  # of all that have no data it is 0
         if func is torch.Tensor.cpu and self._memories.is_on_gpu(args[0]):
             return self._host_copy(args[0])
         if is_gpu(named.get("device")):
@@ -115,8 +123,16 @@ def gpu_of_fakes() -> Iterator[None]:
             named["device"] = torch.device(GPU, torch.cuda.current_device())
         return run(mode, func, types, args, named)
 
+    group = torch._C._group_tensors_by_device_and_dtype  # noqa: SLF001
+
+    def grouped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        gpu = torch.device(GPU, torch.cuda.current_device())
+        groups = group(*args, **kwargs).items()
+        return {(gpu if device == STAND_IN else device, dtype): at for (device, dtype), at in groups}
+
     with ExitStack() as stack:
         for change in (
+            patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped),  # noqa: SLF001
             patch.object(FakeTensorMode, "dispatch", placed),
             patch.dict(handlers, {_ASK_DEVICE: lambda args: told(ask(args))}),
             patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor)),

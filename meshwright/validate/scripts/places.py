@@ -8,27 +8,29 @@ import torch
 
 _OURS = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 
 
 def script_place() -> str:
     """Return the file and line of the script, or of what it imports, that runs now.
 
-    The innermost that is neither of an installed library nor of Python itself; where there is
-    none, the innermost that is not of PyTorch.
+    The innermost that is neither of an installed library nor of Python itself; after it, where
+    a library was called, the line of that.
     """
-    frame, nearest = sys._getframe(1), ""  # noqa: SLF001 - there is no other way to ask
+    frame, inner = sys._getframe(1), ""  # noqa: SLF001 - there is no other way to ask
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", _TORCH, _OURS)):
             place = f"{_short(file)}:{frame.f_lineno}"
             if not file.startswith(_LIBRARIES):
-                return place
-            nearest = nearest or place
+                return f"{place} ({inner})" if inner else place
+            inner = inner or place
         frame = frame.f_back  # type: ignore[assignment] # None above the outermost
-    return nearest or "somewhere in PyTorch"
+    return inner or "somewhere in PyTorch"
 
 
 def _short(file: str) -> str:
+    """Return a path from the working folder, or from where libraries are."""
     path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    folders = [folder for folder in (*_LIBRARIES, Path.cwd()) if path.is_relative_to(folder)]
+    return str(path.relative_to(folders[-1])) if folders else file

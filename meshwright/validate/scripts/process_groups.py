@@ -24,7 +24,8 @@ class GroupNames:
 
     def __init__(self, world_size: int, known: dict[tuple[int, ...], str]) -> None:
         self._world_size = world_size
-        self._names = {tuple(sorted(ranks)): name for ranks, name in known.items()}
+        self._known = {tuple(sorted(ranks)): name for ranks, name in known.items()}
+        self._dims: dict[tuple[int, ...], dict[str, None]] = {}
 
     def learn(self, mesh: DeviceMesh, rank: int) -> None:
         """Take the names of a mesh's dims for the groups along them that *rank* is in."""
@@ -33,7 +34,7 @@ class GroupNames:
         for index, dim in enumerate(mesh.mesh_dim_names or ()):
             if where and ranks.shape[index] > 1:
                 own = ranks[tuple(slice(None) if i == index else at for i, at in enumerate(where[0]))]
-                self._names.setdefault(tuple(sorted(own.tolist())), dim)
+                self._dims.setdefault(tuple(sorted(own.tolist())), {})[dim] = None
 
     def name(self, ranks: tuple[int, ...]) -> str:
         """Return what to call the group of *ranks*, which are in order.
@@ -42,9 +43,9 @@ class GroupNames:
         >>> [names.name(each) for each in [(0, 1), (2, 3), tuple(range(0, 16, 4)), tuple(range(16))]]
         ['tp', 'ranks 2, 3', 'ranks 0 to 12 by 4', 'world']
         """
-        if ranks not in self._names:
-            self._names[ranks] = self._describe(ranks)
-        return self._names[ranks]
+        if ranks in self._known:
+            return self._known[ranks]
+        return "/".join(self._dims.get(ranks, ())) or self._describe(ranks)
 
     def _describe(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) == self._world_size:
@@ -78,14 +79,13 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(DeviceMesh, "__init__", mesh))
+        stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         for module in (dist, distributed_c10d):
             stack.enter_context(patch.object(module, "init_process_group", init_process_group))
             for name, answer in _OBJECTS.items():
                 stack.enter_context(patch.object(module, name, answer))
             for name in ("barrier", "monitored_barrier"):
                 stack.enter_context(patch.object(module, name, _nothing))
-            for name in ("is_nccl_available", "is_gloo_available"):
-                stack.enter_context(patch.object(module, name, lambda: True))
         stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", helper))
         try:
             yield
