@@ -178,7 +178,8 @@ def _command(name: str) -> Callable[..., int]:
         if name == "calibrate":
             return as_command(run_calibrate, CalibrateOptions)
         if name == "count":
-            return as_command(cli.run_count, cli.CountOptions, cli.ValidateOutput)
+            records = cli.CountOptions, cli.ValidateOutput
+            return as_command(cli.run_count, *records, ends_in_words=True)
         return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
     from meshwright.planner import options
     from meshwright.planner.cli import commands

@@ -187,7 +187,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         clear_sharding_cache()
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Any:  # noqa: ANN401 - untyped in torch
     """Return the store of a process group whose communication does nothing."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415

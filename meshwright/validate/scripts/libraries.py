@@ -10,19 +10,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, unset_fake_temporarily
 from torch.amp import GradScaler
 from torch.distributed import checkpoint, tensor
-from torch.overrides import TorchFunctionMode
 from torch.optim.optimizer import _foreach_supported_types as step_types
+from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _foreach_supported_types as norm_types
 from torch.utils.data import DataLoader
 
-from meshwright.validate.scripts.tensors import ScriptTensors
+from meshwright.validate.scripts.gpu import ScriptTensors
 
 _FINITE = {torch.isfinite: True, torch.Tensor.isfinite: True}
 _NOT_FINITE = dict.fromkeys(
     (torch.isnan, torch.isinf, torch.Tensor.isnan, torch.Tensor.isinf), False
 )
 _VERDICTS = _FINITE | _NOT_FINITE
-_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__}
+_ARRAYS: set[object] = {torch.Tensor.numpy, torch.Tensor.__array__}
 _FOREACH = (step_types, norm_types)  # of tensors that optimizers and norms take all at once
 _RANDOM = (tensor._random, tensor._dispatch)  # noqa: SLF001
 _SAVES = ((torch, "save"), (checkpoint, "save"), (checkpoint, "async_save"))
@@ -67,7 +67,11 @@ def libraries_answered(values: ScriptTensors) -> Iterator[None]:
     load = DataLoader.__init__
 
     def loader(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        here = {"num_workers": 0, "pin_memory": False, "persistent_workers": False}
+        here: dict[str, object] = {
+            "num_workers": 0,
+            "pin_memory": False,
+            "persistent_workers": False,
+        }
         here |= {"prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
         load(self, *args, **kwargs | here)
 

@@ -1,7 +1,9 @@
 """Process groups of any number of ranks, made when the script asks, whatever backend it names."""
+# ruff: noqa: ANN401 - arguments of any call
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -33,14 +35,16 @@ class GroupNames:
         where = (ranks == rank).nonzero().tolist()
         for index, dim in enumerate(mesh.mesh_dim_names or ()):
             if where and ranks.shape[index] > 1:
-                own = ranks[tuple(slice(None) if i == index else at for i, at in enumerate(where[0]))]
+                own = ranks[
+                    tuple(slice(None) if i == index else at for i, at in enumerate(where[0]))
+                ]
                 self._dims.setdefault(tuple(sorted(own.tolist())), {})[dim] = None
 
     def name(self, ranks: tuple[int, ...]) -> str:
         """Return what to call the group of *ranks*, which are in order.
 
         >>> names = GroupNames(16, {(0, 1): "tp"})
-        >>> [names.name(each) for each in [(0, 1), (2, 3), tuple(range(0, 16, 4)), tuple(range(16))]]
+        >>> [names.name(each) for each in [(0, 1), (2, 3), (0, 4, 8, 12), tuple(range(16))]]
         ['tp', 'ranks 2, 3', 'ranks 0 to 12 by 4', 'world']
         """
         if ranks in self._known:
@@ -50,7 +54,7 @@ class GroupNames:
     def _describe(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) == self._world_size:
             return "world"
-        strides = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
+        strides = {after - before for before, after in pairwise(ranks)}
         if len(ranks) < MOST_NAMED or len(strides) > 1:
             shown = ", ".join(map(str, ranks[:MOST_NAMED]))
             return f"ranks {shown}" + (", ..." if len(ranks) > MOST_NAMED else "")
@@ -69,11 +73,11 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
 
     def helper(
         size: int, own: int, ranks: list[int], _backend: object, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         kwargs.pop("backend_options", None)
         return construct(size, own, ranks, "fake", *args, **kwargs)
 
-    def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def mesh(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         make_mesh(self, *args, **kwargs)
         names.learn(self, rank)
 
@@ -99,7 +103,7 @@ def _nothing(*_args: object, **_kwargs: object) -> None:
     """Stand for communication that moves no data."""
 
 
-def _own_for_all(objects: list[object], own: object, group: object = None) -> None:
+def _own_for_all(objects: list[object], own: object, *_: object, **__: object) -> None:
     objects[:] = [own] * len(objects)
 
 

@@ -12,7 +12,6 @@ from meshwright.validate.ranks import ByteKind, write_measurement
 from meshwright.validate.scripts.run import ScriptCount
 
 MOST_TENSORS = 8  # of the terminal; the document has more
-MOST_NOTES = 12
 
 
 def count_report(count: ScriptCount) -> RenderableType:
@@ -21,11 +20,8 @@ def count_report(count: ScriptCount) -> RenderableType:
     for head, rows in _tables(count):
         if rows:
             parts += [Text(""), _table(head, rows)]
-    notes = [f"{number:,} x {what}, at {where}" for what, where, number in count.notes]
-    parts += [Text("")] * bool(notes) + [Text(f"note: {each}") for each in notes[:MOST_NOTES]]
-    if len(notes) > MOST_NOTES:
-        parts.append(Text(f"and {len(notes) - MOST_NOTES:,} more notes in --json"))
-    return Group(*parts)
+    notes = [f"note: {each}" for each in _notes(count)]
+    return Group(*parts, *(Text(line) for line in ["", *notes] if notes))
 
 
 def count_page(count: ScriptCount) -> str:
@@ -35,7 +31,7 @@ def count_page(count: ScriptCount) -> str:
         if rows:
             rule = ["---", *["---:"] * (len(head) - 1)]
             lines += ["", *(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))]
-    lines += ["", *(f"- {number:,} x {what}, at `{where}`" for what, where, number in count.notes)]
+    lines += ["", *(f"- {each}" for each in _notes(count))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -79,6 +75,18 @@ def _head(count: ScriptCount) -> list[str]:
         f"FLOPs    {measured.flops:,}",
         f"peak     {measured.peak_bytes:,} bytes of live tensors",
     ]
+
+
+def _notes(count: ScriptCount) -> list[str]:
+    """Return what was answered without data: how often, and where first."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for what, where, number in count.notes:
+        places.setdefault(what, []).append((where, number))
+    lines = []
+    for what, found in places.items():
+        more = f" and {len(found) - 1} more places" if len(found) > 1 else ""
+        lines.append(f"{sum(n for _, n in found):,} x {what}, at {found[0][0]}{more}")
+    return lines
 
 
 def _tables(count: ScriptCount) -> Iterable[tuple[Sequence[str], list[tuple[str, ...]]]]:

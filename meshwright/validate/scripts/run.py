@@ -17,15 +17,18 @@ from meshwright.validate.counting import (
     library_on_fakes,
 )
 from meshwright.validate.ranks import RankMeasurement
-from meshwright.validate.scripts.attention import gpu_attention
-from meshwright.validate.scripts.autocast import gpu_autocast
-from meshwright.validate.scripts.cuda import idle_gpu
-from meshwright.validate.scripts.gpu import GpuNames, gpu_of_fakes
+from meshwright.validate.scripts.gpu import (
+    GpuNames,
+    ScriptMemories,
+    ScriptTensors,
+    gpu_attention,
+    gpu_autocast,
+    gpu_of_fakes,
+    idle_gpu,
+)
 from meshwright.validate.scripts.libraries import libraries_answered
-from meshwright.validate.scripts.memories import ScriptMemories
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
-from meshwright.validate.scripts.tensors import ScriptTensors
 from meshwright.validate.scripts.torchrun import as_rank, launched, run_script
 
 MOST_SHOWN = 20
@@ -69,6 +72,17 @@ class ScriptCount:
     notes: tuple[tuple[str, str, int], ...]
 
 
+class ScriptFailedError(Exception):
+    """A script ended by an exception of its own, its cause.
+
+    Args:
+        num_steps: Steps that it had made.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(f"the script failed after {num_steps} steps")
+
+
 class ScriptOracle(RankOracle):
     """Counts a script, whose groups get their names as they are made."""
 
@@ -90,16 +104,18 @@ class ScriptOracle(RankOracle):
 def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount:
     """Run a script as one rank, on tensors without data, and return what its last step does.
 
-    What it prints goes to standard error.  An exception of the script comes out as it is.
+    What it prints goes to standard error.
 
     Raises:
+        ScriptFailedError: If it raises, or ends with a status of failure.
         PlanError: If it ends before it has made its steps, or asks for what only data can answer.
     """
     names = GroupNames(run.world_size, run.groups)
     memories = ScriptMemories()
     oracle, tensors = ScriptOracle(names, memories), ScriptTensors(memories)
     steps = ScriptSteps(oracle, run.num_steps, progress)
-    own_gpu = int(launched(run.rank, run.world_size)["LOCAL_RANK"])
+    own = launched(run.rank, run.world_size)
+    number, count = int(own["LOCAL_RANK"]), int(own["LOCAL_WORLD_SIZE"])
     with ExitStack() as stack:
         for context in (
             redirect_stdout(sys.stderr),
@@ -107,14 +123,14 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
             groups_on_demand(run.rank, run.world_size, names),
             library_on_fakes(),
             gpu_kernels(),
-            gpu_of_fakes(),
+            gpu_of_fakes(number),
             gpu_attention(memories),
             gpu_autocast(memories),
-            idle_gpu(run.rank, run.world_size, memories),
+            idle_gpu(number, count, memories),
             libraries_answered(tensors),
             fake_tensors(),
             tensors,
-            GpuNames(memories, own_gpu),
+            GpuNames(memories, number),
             steps.followed(),
             oracle,
         ):
@@ -123,9 +139,13 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
             run_script(run.words)
         except StepsCounted:
             return _result(run, oracle, tensors)
-        except SystemExit as end:
-            if end.code:
-                raise
+        except (Exception, SystemExit) as error:
+            if tensors.refused is not None:
+                raise tensors.refused from error
+            if not isinstance(error, SystemExit) or error.code:
+                raise ScriptFailedError(steps.num_done) from error
+    if tensors.refused is not None:
+        raise tensors.refused
     raise PlanError(
         f"the script ended after {steps.num_done} of {run.num_steps} steps of an optimizer; "
         "allowed: a script that trains, or fewer --steps"

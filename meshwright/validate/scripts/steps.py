@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from meshwright.validate.counting import RankOracle, tensors_in
 from meshwright.validate.ranks import ByteKind
 
 
-class StepsCounted(BaseException):  # noqa: N818 - it ends a script that has done all that it should
+class StepsCounted(BaseException):
     """The steps that were asked for are counted.
 
     No `Exception`, so that no script catches it.
@@ -89,8 +88,11 @@ class ScriptSteps:
         self._oracle.start_step()
 
     def _mark_kept(self) -> None:
-        """Say what parameters and optimizer states are for; the weights of none but an optimizer
-        are its states: it keeps a copy in fp32 beside those that compute."""
+        """Say what parameters and optimizer states are for.
+
+        Weights that an optimizer has, and no module, are its states: a copy in fp32 beside those
+        that compute.
+        """
         for optimizer in self._optimizers:
             for states in optimizer.state.values():
                 for state in tensors_in(states):

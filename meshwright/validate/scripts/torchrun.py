@@ -32,8 +32,8 @@ def check_script(words: Sequence[str]) -> None:
 def launched(rank: int, world_size: int) -> dict[str, str]:
     """Return the variables that ``torchrun`` sets for *rank*, eight ranks a node.
 
-    >>> launched(9, 16)["LOCAL_RANK"], launched(9, 16)["GROUP_RANK"], launched(0, 4)["LOCAL_WORLD_SIZE"]
-    ('1', '1', '4')
+    >>> [launched(9, 16)[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
+    ['9', '1', '1']
     """
     on_node = min(RANKS_PER_NODE, world_size)
     numbers = {

@@ -11,17 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.validate.scripts.memories import GPU, ScriptMemories
+from meshwright.validate.scripts.gpu.memories import GPU, ScriptMemories
 
 _KEY = "AutocastCUDA"
 _LOWER = (
     "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input "
     "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linear addbmm "
-    "baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
-    "scaled_dot_product_attention"
-).split()
+    "baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
+)
 _FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm "
@@ -30,8 +29,10 @@ _FP32 = (
     "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
     "binary_cross_entropy_with_logits dist cdist renorm logsumexp prod prod.dim_int cumprod cumsum "
     "sum sum.dim_IntList"
-).split()
-_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+)
+_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+)
 
 
 class GpuCasts:
@@ -62,7 +63,8 @@ class GpuCasts:
 
     def widest(self, values: object) -> torch.dtype:
         """Return the format in which an operator on several tensors runs."""
-        kinds = {each.dtype for each in _tensors(values) if self._is_cast(each)}
+        tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+        kinds = {each.dtype for each in tensors if self._is_cast(each)}
         return torch.float32 if torch.float32 in kinds else torch.get_autocast_dtype(GPU)
 
     def _is_cast(self, tensor: torch.Tensor) -> bool:
@@ -70,11 +72,9 @@ class GpuCasts:
         return is_float and self._memories.is_on_gpu(tensor)
 
 
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]  # noqa: SLF001
-
-
-def _casting(casts: GpuCasts, name: str, choose: Callable[[object], torch.dtype]) -> Callable[..., Any]:
+def _casting(
+    casts: GpuCasts, name: str, choose: Callable[[object], torch.dtype]
+) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -117,9 +117,12 @@ def gpu_autocast(memories: ScriptMemories) -> Iterator[None]:
         casts.forget()
         clear()
 
-    kernels = {name: _casting(casts, name, lambda _: torch.get_autocast_dtype(GPU)) for name in _LOWER}
-    kernels |= {name: _casting(casts, name, lambda _: torch.float32) for name in _FP32}
-    kernels |= {name: _casting(casts, name, casts.widest) for name in _WIDEST}
+    kernels = {
+        name: _casting(casts, name, lambda _: torch.get_autocast_dtype(GPU))
+        for name in _LOWER.split()
+    }
+    kernels |= {name: _casting(casts, name, lambda _: torch.float32) for name in _FP32.split()}
+    kernels |= {name: _casting(casts, name, casts.widest) for name in _WIDEST.split()}
     kernels |= {f"{name}.int": _softmax(name) for name in ("softmax", "log_softmax")}
     try:
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)

@@ -20,8 +20,8 @@ from meshwright.validate.counting import (
     is_wrapper,
     tensors_in,
 )
-from meshwright.validate.scripts.memories import HOST, ScriptMemories, is_gpu
-from meshwright.validate.scripts.places import script_place
+from meshwright.validate.scripts.gpu.memories import HOST, ScriptMemories, is_gpu
+from meshwright.validate.scripts.gpu.places import script_place
 
 MOST_BYTES = 2**28  # of whole numbers that are made with data: a mask of 16,384 x 16,384
 _ATEN = torch.ops.aten
@@ -48,11 +48,13 @@ class ScriptTensors(TorchDispatchMode):
 
     Attributes:
         notes: How often which question was answered so at which place.
+        refused: The last question that had no answer, if any; a script may go on without.
     """
 
     def __init__(self, memories: ScriptMemories) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self.notes: Counter[tuple[str, str]] = Counter()
+        self.refused: ScriptRefusedError | None = None
         self._memories = memories
 
     def note(self, what: str) -> None:
@@ -78,22 +80,20 @@ class ScriptTensors(TorchDispatchMode):
             return NotImplemented
         given = tensors_in((args, kwargs))
         has_data = not any(isinstance(tensor, FakeTensor) for tensor in given)
-        if given and has_data:
+        if has_data and given:
             return self._with_data(func, args, kwargs)
-        if func is _VALUE:
-            return self._constant(given[0])
-        if func in _SAME:
-            self.note("whether tensors without data are equal: True")
-            return True
+        if func is _VALUE or func in _SAME:
+            return self._answer(func, given[0])
         if func is _COPY and self._is_there(args[0], kwargs):
-            return torch.ops.aten.detach.default(args[0])
+            func, kwargs = torch.ops.aten.detach.default, {}
         try:
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise ScriptRefusedError(
+            self.refused = ScriptRefusedError(
                 f"{script_place()}: {func} has a size that depends on data, which is not there "
                 "when a script is counted; allowed: sizes that are known before"
-            ) from error
+            )
+            raise self.refused from error
         if not given and self._can_have_data(func, result):
             return self._with_data(func, args, kwargs)
         return result
@@ -124,7 +124,10 @@ class ScriptTensors(TorchDispatchMode):
         goes = is_gpu(kwargs.get("device")) and kwargs.get("memory_format") is None
         return goes and is_same and self._memories.is_on_gpu(tensor)
 
-    def _constant(self, tensor: torch.Tensor) -> object:
+    def _answer(self, func: torch._ops.OpOverload, tensor: torch.Tensor) -> object:
+        if func in _SAME:
+            self.note("whether tensors without data are equal: True")
+            return True
         known = getattr(tensor, "constant", None)
         if known is not None:
             with unset_fake_temporarily():

@@ -45,7 +45,7 @@ class ScriptMemories(Memories):
         return any(local in self.device for local in tensors_in(tensor))
 
     def choose_place(self, given: object) -> None:
-        """Put the next tensors with data on the GPU if that is named, or what they are made of is."""
+        """Put the next tensors with data on the GPU if it is named, or they are made of such."""
         named = given[1].get("device") if isinstance(given, tuple) and given else None
         comes = is_gpu(named) or any(map(self.is_on_gpu, tensors_in(given)))
         self._made_on_gpu = comes and not self.leaves_gpu

@@ -3,15 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 
 from meshwright.validate.counting import IdleEvent, IdleStream, Memories
-from meshwright.validate.scripts.memories import GPU, HOST, is_gpu
-from meshwright.validate.scripts.torchrun import launched
+from meshwright.validate.scripts.gpu.memories import GPU, HOST, is_gpu
 
 CAPABILITY = (9, 0)  # of a recent GPU: libraries choose their formats and kernels by it
 MEMORY_BYTES = 2**40  # nothing is too large to be counted
@@ -20,7 +20,7 @@ _NOTHING = (
     "reset_peak_memory_stats reset_max_memory_allocated reset_accumulated_memory_stats "
     "set_per_process_memory_fraction manual_seed manual_seed_all seed seed_all set_rng_state "
     "set_rng_state_all check_error"
-).split()
+)
 _TYPES = {
     "FloatTensor": torch.float32,
     "HalfTensor": torch.float16,
@@ -35,16 +35,36 @@ _TYPES = {
 class HostGenerator(torch.Generator):
     """A source of random numbers, of a host or of a GPU that is not there."""
 
-    def __new__(cls, device: object = HOST) -> "HostGenerator":
+    def __new__(cls, device: Any = HOST) -> Self:  # noqa: ANN401 - as torch's
         """Return one of the host."""
-        return super().__new__(cls, HOST if is_gpu(device) else device)
+        make: Callable[..., Self] = super().__new__
+        return make(cls, HOST if is_gpu(device) else device)
+
+
+class OldType(type):
+    """The type of tensors on a GPU by their format, as old code makes and knows them."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> torch.Tensor:  # noqa: ANN401
+        """Return a tensor of a size, or of values."""
+        if args and isinstance(args[0], list | tuple):
+            return torch.tensor(args[0], dtype=cls.dtype, device=GPU)
+        return torch.empty(*args, dtype=cls.dtype, device=GPU)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype is cls.dtype
 
 
 @contextmanager
-def idle_gpu(rank: int, world_size: int, memories: Memories) -> Iterator[None]:
-    """Let ``torch.cuda`` and ``torch.accelerator`` answer for a GPU that is not there."""
-    own = launched(rank, world_size)
-    number, count = int(own["LOCAL_RANK"]), int(own["LOCAL_WORLD_SIZE"])
+def idle_gpu(number: int, count: int, memories: Memories) -> Iterator[None]:
+    """Let ``torch.cuda`` and ``torch.accelerator`` answer for a GPU that is not there.
+
+    Args:
+        number: Of the GPU in its node.
+        count: GPUs of a node.
+        memories: What is live on it.
+    """
     answers = _answers(number, count, memories)
     accelerator = {
         "is_available": answers["is_available"],
@@ -56,10 +76,10 @@ def idle_gpu(rank: int, world_size: int, memories: Memories) -> Iterator[None]:
         **{name: answers[name] for name in ("set_stream", "synchronize", "empty_cache")},
         **{name: answers[name] for name in ("memory_allocated", "max_memory_allocated")},
     }
-    load = torch.load
+    load: Callable[..., object] = torch.load
 
-    def load_here(*args: Any, map_location: object = None, **kwargs: Any) -> object:  # noqa: ANN401
-        return load(*args, map_location=HOST if is_gpu(map_location) else map_location, **kwargs)
+    def load_here(file: object, map_location: object = None, **kwargs: object) -> object:
+        return load(file, HOST if is_gpu(map_location) else map_location, **kwargs)
 
     with ExitStack() as stack:
         for name, function in accelerator.items():
@@ -102,10 +122,10 @@ def _answers(number: int, count: int, memories: Memories) -> dict[str, Callable[
         "memory_stats": defaultdict(int),
         "utilization": 0,
         "is_current_stream_capturing": False,
-        **dict.fromkeys(_NOTHING),
+        **dict.fromkeys(_NOTHING.split()),
     }
     made: dict[str, Callable[..., Any] | type] = {
-        name: _answering(lambda value=value: value) for name, value in values.items()
+        name: _answering(partial(_identity, value)) for name, value in values.items()
     }
     made |= {name: _answering(nullcontext) for name in ("stream", "device")}
     for name in ("get_rng_state", "get_rng_state_all"):
@@ -114,20 +134,13 @@ def _answers(number: int, count: int, memories: Memories) -> dict[str, Callable[
         made[f"memory_{kind}"] = _answering(lambda: memories.device.live_bytes)
         made[f"max_memory_{kind}"] = _answering(lambda: memories.device.peak_bytes)
     for name, dtype in _TYPES.items():
-        made[name] = _typed(dtype)
+        made[name] = OldType(name, (), {"dtype": dtype})
     return {**made, "Stream": IdleStream, "Event": IdleEvent}
+
+
+def _identity(value: object) -> object:
+    return value
 
 
 def _answering(answer: Callable[[], object]) -> Callable[..., object]:
     return lambda *_args, **_kwargs: answer()
-
-
-def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return what makes a tensor of a size, or of values, on the GPU."""
-
-    def make(*args: Any) -> torch.Tensor:  # noqa: ANN401
-        if args and isinstance(args[0], list | tuple):
-            return torch.tensor(args[0], dtype=dtype, device=GPU)
-        return torch.empty(*args, dtype=dtype, device=GPU)
-
-    return make

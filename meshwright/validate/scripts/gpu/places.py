@@ -3,10 +3,11 @@
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-_OURS = str(Path(__file__).resolve().parents[1])
+_OURS = str(Path(__file__).resolve().parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 
@@ -17,7 +18,8 @@ def script_place() -> str:
     The innermost that is neither of an installed library nor of Python itself; after it, where
     a library was called, the line of that.
     """
-    frame, inner = sys._getframe(1), ""  # noqa: SLF001 - there is no other way to ask
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to ask
+    inner = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", _TORCH, _OURS)):
@@ -25,12 +27,13 @@ def script_place() -> str:
             if not file.startswith(_LIBRARIES):
                 return f"{place} ({inner})" if inner else place
             inner = inner or place
-        frame = frame.f_back  # type: ignore[assignment] # None above the outermost
+        frame = frame.f_back
     return inner or "somewhere in PyTorch"
 
 
 def _short(file: str) -> str:
     """Return a path from the working folder, or from where libraries are."""
     path = Path(file)
-    folders = [folder for folder in (*_LIBRARIES, Path.cwd()) if path.is_relative_to(folder)]
+    roots = (*map(Path, _LIBRARIES), Path.cwd())
+    folders = [folder for folder in roots if path.is_relative_to(folder)]
     return str(path.relative_to(folders[-1])) if folders else file

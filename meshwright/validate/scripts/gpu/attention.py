@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional
 
-from meshwright.validate.scripts.memories import GPU, ScriptMemories
+from meshwright.validate.scripts.gpu.memories import GPU, ScriptMemories
 
 MOST_WIDE = 256  # of a head in the flash kernel (sdp_utils.cpp, `check_head_dim_size_flash`)
 FLASH_FORMATS = (torch.float16, torch.bfloat16)
