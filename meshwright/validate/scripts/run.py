@@ -153,7 +153,10 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
 
 
 def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> ScriptCount:
+    """Return what was counted; of a script that never names a GPU, what is on its host."""
     memories = oracle.memories
+    has_gpu = memories.device.peak_bytes > 0
+    place = memories.device if has_gpu else memories.host
     return ScriptCount(
         run=run,
         measurement=RankMeasurement(
@@ -162,13 +165,13 @@ def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> Scrip
             backend="fake",
             flops=oracle.flops,
             collectives=oracle.collectives,
-            peak_bytes=oracle.peak_bytes,
-            bytes_at_peak=oracle.bytes_at_peak,
-            host_bytes=memories.host.peak_bytes,
+            peak_bytes=place.peak_bytes,
+            bytes_at_peak=place.bytes_at_peak(),
+            host_bytes=memories.host.peak_bytes if has_gpu else 0,
             host_traffic=memories.traffic,
             versions={"torch": torch.__version__},
         ),
         flops_by_operator=oracle.flops_by_operator,
-        largest=tuple(oracle.largest_at_peak(MOST_SHOWN)),
+        largest=tuple(place.largest_at_peak(MOST_SHOWN)),
         notes=tuple((what, where, n) for (what, where), n in sorted(tensors.notes.items())),
     )

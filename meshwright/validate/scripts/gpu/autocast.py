@@ -125,9 +125,10 @@ def gpu_autocast(memories: ScriptMemories) -> Iterator[None]:
     kernels |= {name: _casting(casts, name, casts.widest) for name in _WIDEST.split()}
     kernels |= {f"{name}.int": _softmax(name) for name in ("softmax", "log_softmax")}
     try:
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-        for name, kernel in kernels.items():
-            library.impl(name, kernel, _KEY, allow_override=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, _KEY, allow_override=True)
         with patch.object(torch, "clear_autocast_cache", forget):
             yield
     finally:
