@@ -68,10 +68,9 @@ def write_count(count: ScriptCount, folder: Path) -> None:
 
 def _head(count: ScriptCount) -> list[str]:
     run, measured = count.run, count.measurement
-    versions = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
     return [
         " ".join(run.words),
-        f"rank     {run.rank:,} of {run.world_size:,}, step {run.num_steps:,}, {versions}",
+        f"rank     {run.rank:,} of {run.world_size:,}, step {run.num_steps:,}",
         f"FLOPs    {measured.flops:,}",
         f"peak     {measured.peak_bytes:,} bytes of live tensors",
     ]
