@@ -208,7 +208,8 @@ def test_sizes_that_depend_on_data_are_refused_by_place(
     question: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "asks.py"
-    code = f"import torch\nx = torch.randn(3, device='cuda')\ntry:\n    {question}\nexcept Exception:\n    pass\n"
+    made = "import torch\nx = torch.randn(3, device='cuda')\n"
+    code = f"{made}try:\n    {question}\nexcept Exception:\n    pass\n"
     path.write_text(code, encoding="utf-8")
     assert main(["count", str(path)]) == 2
     error = capsys.readouterr().err

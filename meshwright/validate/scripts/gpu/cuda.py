@@ -10,11 +10,12 @@ from unittest.mock import patch
 
 import torch
 
+from meshwright.hwprofiles import GIBI
 from meshwright.validate.counting import IdleEvent, IdleStream, Memories
 from meshwright.validate.scripts.gpu.memories import GPU, HOST, is_gpu
 
 CAPABILITY = (9, 0)  # of a recent GPU: libraries choose their formats and kernels by it
-MEMORY_BYTES = 2**40  # nothing is too large to be counted
+MEMORY_BYTES = 1024 * GIBI  # nothing is too large to be counted
 _NOTHING = (
     "init _lazy_init _lazy_call set_device set_stream synchronize empty_cache ipc_collect "
     "reset_peak_memory_stats reset_max_memory_allocated reset_accumulated_memory_stats "
