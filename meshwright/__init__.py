@@ -77,6 +77,7 @@ COMMANDS = (
     "simulate",
     "matmul",
     "validate",
+    "count",
     "calibrate",
     "models",
     "clusters",
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and words[:1] not in (["validate"], ["calibrate"]):
+    if arguments is None and words[:1] not in (["validate"], ["count"], ["calibrate"]):
         _hasten_start()
     try:
         status = _run(words)
@@ -172,13 +173,16 @@ def _command(name: str) -> Callable[..., int]:
     """Return one of `COMMANDS`, with no more imported than it needs."""
     from meshwright.planner.options import as_command
 
-    if name in {"validate", "calibrate"}:
+    if name in {"validate", "count", "calibrate"}:
+        from meshwright.validate import cli
         from meshwright.validate.calibration import CalibrateOptions, run_calibrate
-        from meshwright.validate.cli import ValidateOptions, ValidateOutput, run_validate
 
         if name == "calibrate":
             return as_command(run_calibrate, CalibrateOptions)
-        return as_command(run_validate, ValidateOptions, ValidateOutput)
+        if name == "count":
+            records = cli.CountOptions, cli.ValidateOutput
+            return as_command(cli.run_count, *records, ends_in_words=True)
+        return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
     from meshwright.planner import options
     from meshwright.planner.cli import commands
 

@@ -36,6 +36,7 @@ TAKES_TORCH = {"agreement plans", "slurm script", "torchrun script"}
 # take most of a minute each: `scripts/refresh docs/agreement.md` makes them.
 LARGE = {"gpt3 on 3072": (3024,)}
 EXAMPLES_NOT_RUN = {
+    "# train.py": "the script of a session, which runs it",
     "from meshwright.validate import format_comparisons": "the tables of its page, made once",
     "from pathlib import Path": "reads what a search left or a cluster sent; test_launch does that",
 }
@@ -56,7 +57,7 @@ def current_regions() -> Iterator[object]:
             if region.kind is Kind.MADE and region.name in SLOW:
                 continue
             marks = [pytest.mark.xdist_group(shared(page, region))]
-            if region.name in TAKES_TORCH or region.name.startswith("validate "):
+            if region.name in TAKES_TORCH or region.name.startswith(("validate ", "count ")):
                 marks.append(needs_torch)
             if "--rank" in region.name:
                 marks.append(pytest.mark.slow)

@@ -76,7 +76,9 @@ ALLOWED: dict[str, str] = {
         "comparison counting device programs programs.contract "
         "programs.layers programs.pytorch ranks runs"
     ),
-    "validate.cli": "comparison launch probe programs ranks runs",
+    "validate.scripts.gpu": "counting",
+    "validate.scripts": "counting ranks scripts.gpu",
+    "validate.cli": "comparison launch probe programs ranks runs scripts",
     "validate.published": "",
     "validate": "calibration cli comparison launch published ranks runs",
     "validate.calibration.steps": "launch programs programs.contract ranks",

@@ -20,7 +20,7 @@ from documents.pages import DocumentError, commands_of, fences, read_page
 
 PROGRAM = "meshwright "  # how a line begins that is run
 COLUMNS = "118"  # wide enough that no report of the pages is folded
-NAMED_FILE = re.compile(r"# (?P<name>[\w.-]+\.toml)\n")
+NAMED_FILE = re.compile(r"# (?P<name>[\w.-]+\.(toml|py))\n")
 # Commands of pages, as the shell would match them, and why nothing runs them for the pages.
 NOT_RUN = {
     "bash scripts/*": "installs the project anew; the gate is one of them",
@@ -74,7 +74,7 @@ class Terminal:
         self._commands = commands_of(page)
         self._outputs: dict[str, str] = {}
         self.folder = scratch_folder()
-        for text in fences(page, "toml"):
+        for text in (*fences(page, "toml"), *fences(page, "python")):
             if named := NAMED_FILE.match(text):
                 (self.folder / named["name"]).write_text(text, encoding="utf-8")
 

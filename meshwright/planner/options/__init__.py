@@ -8,6 +8,7 @@ from meshwright.planner.options.plan_options import (
     option_of,
 )
 from meshwright.planner.options.records import (
+    MAX_GPUS,
     FileOptions,
     JobOptions,
     MatmulOptions,
@@ -32,6 +33,7 @@ from meshwright.planner.options.words import (
 __all__ = [
     "LAYOUT",
     "LIMITS",
+    "MAX_GPUS",
     "REPLICATION",
     "FileOptions",
     "Given",

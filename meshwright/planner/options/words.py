@@ -82,7 +82,9 @@ class OptionGroup:
         return cls(options, lambda given: cast("Callable[..., object]", record)(**given))
 
 
-def as_command(run: Callable[..., int], *groups: type | OptionGroup) -> Callable[..., int]:
+def as_command(
+    run: Callable[..., int], *groups: type | OptionGroup, ends_in_words: bool = False
+) -> Callable[..., int]:
     """Return *run* as typer wants it: a parameter for each option of the groups it takes.
 
     Typer sees texts and flags; the texts are read here, so that a mistake has our words.
@@ -90,6 +92,7 @@ def as_command(run: Callable[..., int], *groups: type | OptionGroup) -> Callable
     Args:
         run: Takes what each group builds, in order; returns the exit status.
         groups: Groups of options, or record types of this package.
+        ends_in_words: Whether all from the first word on is another program's, options too.
     """
     taken = [each if isinstance(each, OptionGroup) else OptionGroup.of(each) for each in groups]
 
@@ -105,6 +108,7 @@ def as_command(run: Callable[..., int], *groups: type | OptionGroup) -> Callable
     target = cast("Any", command)  # a function's attributes, which its type does not know
     target.__doc__ = run.__doc__
     target.__signature__ = inspect.Signature(parameters)
+    target.ends_in_words = ends_in_words
     target.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
@@ -180,7 +184,9 @@ def run_command_line(
         epilog="meshwright --version shows the version.",
     )
     for name in named:
-        app.command(name)(command(name))
+        run = command(name)
+        between = not cast("Any", run).ends_in_words
+        app.command(name, context_settings={"allow_interspersed_args": between})(run)
     try:
         status = get_group(app).main(
             args=list(words) or ["--help"], prog_name="meshwright", standalone_mode=False

@@ -110,7 +110,7 @@ def mode_of(options: ValidateOptions, output: OutputOptions) -> Mode:
         raise PlanError(f"--json {output.json} has no effect with --emit; allowed: --out DIR")
     if mode is Mode.EMIT and output.out is None:
         raise PlanError("--emit needs a folder to write; allowed: --out DIR")
-    _check_range("--steps", options.steps, MAX_STEPS)
+    check_range("--steps", options.steps, MAX_STEPS)
     seconds = options.timeout
     if seconds is not None and not (isfinite(seconds) and 1 <= seconds <= MAX_TIMEOUT_S):
         raise PlanError(
@@ -135,6 +135,7 @@ def _mode(options: ValidateOptions) -> Mode:
     return Mode.FAKE if options.backend in (None, Backend.FAKE) else Mode.RUN
 
 
-def _check_range(option: str, value: int | None, most: int) -> None:
+def check_range(option: str, value: int | None, most: int) -> None:
+    """Raise PlanError unless a number that was given is 1 to *most*."""
     if value is not None and not 1 <= value <= most:
         raise PlanError(f"{option} {value} is out of range; allowed 1 to {most}")

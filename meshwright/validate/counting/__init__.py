@@ -1,13 +1,40 @@
 """What one rank of a PyTorch program computes, sends and holds, counted exactly."""
 
 from meshwright.validate.counting.absent_ranks import fake_ranks
-from meshwright.validate.counting.accelerator import stand_in
+from meshwright.validate.counting.accelerator import IdleEvent, IdleStream, stand_in
 from meshwright.validate.counting.fake_cluster import fake_cluster
+from meshwright.validate.counting.gpu_kernels import gpu_kernels
+from meshwright.validate.counting.internals import (
+    clear_sharding_cache,
+    communication_of,
+    current_fake_mode,
+    fake_store,
+    fake_tensors,
+    is_wrapper,
+    library_on_fakes,
+    storage_identity,
+    tensors_in,
+)
 from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.counting.storages import Memories, StorageGroup
 
 __all__ = [
+    "IdleEvent",
+    "IdleStream",
+    "Memories",
     "RankOracle",
+    "StorageGroup",
+    "clear_sharding_cache",
+    "communication_of",
+    "current_fake_mode",
     "fake_cluster",
     "fake_ranks",
+    "fake_store",
+    "fake_tensors",
+    "gpu_kernels",
+    "is_wrapper",
+    "library_on_fakes",
     "stand_in",
+    "storage_identity",
+    "tensors_in",
 ]

@@ -19,7 +19,14 @@ REGISTER = "_setup_privateuseone_for_python_backend"
 
 
 class IdleEvent:
-    """A moment on a stream; all work is done at once, so that none waits for it."""
+    """A moment on a stream; all work is done at once, so that none waits for it.
+
+    Args:
+        options: Of no effect.
+    """
+
+    def __init__(self, **options: object) -> None:
+        """Make an event."""
 
     def record(self, _stream: object = None) -> None:
         """Mark the moment."""
@@ -30,16 +37,34 @@ class IdleEvent:
     def synchronize(self) -> None:
         """Let the host wait."""
 
+    def query(self) -> bool:
+        """Return whether all work before it is done."""
+        return True
+
+    def elapsed_time(self, _end: object) -> float:
+        """Return the milliseconds to another one: work takes none."""
+        return 0.0
+
 
 class IdleStream:
     """An order of work on the device; all is done in the order in which it is called.
 
     Args:
+        device: Of no effect.
         priority: Of no effect.
     """
 
-    def __init__(self, priority: int = 0) -> None:
-        self.priority = priority
+    cuda_stream = 0
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device, self.priority = device, priority
+
+    def is_capturing(self) -> bool:
+        """Return whether work is recorded instead of done."""
+        return False
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work."""
 
     def wait_stream(self, _stream: object) -> None:
         """Wait for all work of another stream."""

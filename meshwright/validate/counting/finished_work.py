@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 T = TypeVar("T")
 DEVICES = ("CPU", "CUDA")  # dispatch keys of the operators
@@ -28,7 +29,8 @@ def finished_work(outputs: list[torch.Tensor]) -> dist.Work:
 
 def done(result: T, tensors: Iterable[torch.Tensor]) -> torch.futures.Future[T]:
     """Return a future that holds *result* already; it must know of which GPUs its *tensors* are."""
-    gpus = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+    real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+    gpus = sorted({tensor.device.index for tensor in real if tensor.device.type == "cuda"})
     future: torch.futures.Future[T] = torch.futures.Future(devices=[f"cuda:{gpu}" for gpu in gpus])
     future.set_result(result)
     return future

@@ -179,19 +179,24 @@ def _attention_flops(tensors: Sequence[torch.Tensor]) -> int:
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a world whose communication does nothing."""
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
-    except ImportError as error:
-        raise UnsupportedTorchError(f"no fake process group: torch {torch.__version__}") from error
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_cache()
+        clear_sharding_cache()
 
 
-def _clear_sharding_cache() -> None:
+def fake_store() -> Any:  # noqa: ANN401 - untyped in torch
+    """Return the store of a process group whose communication does nothing."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+    except ImportError as error:
+        raise UnsupportedTorchError(f"no fake process group: torch {torch.__version__}") from error
+    return FakeStore()
+
+
+def clear_sharding_cache() -> None:
     """Forget shardings of DTensor: they name groups of meshes that the next ones may equal."""
     clear = getattr(sharding_debug, "_clear_sharding_prop_cache", None)
     if clear is not None:

@@ -84,6 +84,10 @@ class RankOracle(TorchDispatchMode):
         for local in tensors_in(tensor):
             self.memories.mark(local, kind)
 
+    def axis_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the name of the group of *ranks*, which are in order."""
+        return self._axes.get(ranks, UNKNOWN_GROUP)
+
     def start_step(self) -> None:
         """Forget FLOPs, communication and copies; the peaks start at what is live now."""
         self._flops.clear()
@@ -171,6 +175,7 @@ class RankOracle(TorchDispatchMode):
     def _count_storages(self, result: object, given: object, where: str) -> None:
         new = [tensor for tensor in tensors_in(result) if tensor not in self.memories]
         if new:
+            self.memories.choose_place(given)
             old = {storage_identity(tensor.untyped_storage()) for tensor in tensors_in(given)}
             for tensor in new:
                 if storage_identity(tensor.untyped_storage()) not in old:
@@ -189,7 +194,7 @@ class RankOracle(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(process_group_of(communication, args, kwargs))
         if len(ranks) == 1:
             return
-        axis = self._axes.get(tuple(sorted(ranks)), UNKNOWN_GROUP)
+        axis = self.axis_of(tuple(sorted(ranks)))
         for op, size_bytes in _operations(name, args, kwargs, result):
             num_ranks = 2 if op in MESSAGES.values() else len(ranks)
             self._calls[axis, str(op), num_ranks, size_bytes] += 1

@@ -170,6 +170,9 @@ class Memories:
         self._copied.clear()
         self.note_peaks(afresh=True)
 
+    def choose_place(self, given: object) -> None:
+        """Learn what an operator made its new tensors of; here their device says where they are."""
+
     def add(self, tensor: torch.Tensor, where: str) -> None:
         """Count the storage of *tensor*, an activation until it is marked, from now on."""
         self._holding(tensor).add(tensor, ByteKind.ACTIVATIONS, where)

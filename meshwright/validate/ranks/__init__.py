@@ -1,5 +1,12 @@
 """What each rank, device or process of a plan is to do, and what one was seen to do."""
 
+from meshwright.validate.ranks.groups import (
+    MESH_DIMS,
+    different_parts,
+    mesh_shape,
+    plan_groups,
+    table_ranks,
+)
 from meshwright.validate.ranks.measurement import (
     Backend,
     ByteKind,
@@ -28,6 +35,7 @@ from meshwright.validate.ranks.prediction import (
 from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
 
 __all__ = [
+    "MESH_DIMS",
     "SEND",
     "SERVERS",
     "Backend",
@@ -38,14 +46,18 @@ __all__ = [
     "ServerLayout",
     "capped",
     "default_ranks",
+    "different_parts",
     "is_asynchronous",
     "member_kind",
+    "mesh_shape",
     "num_members",
     "num_processes",
     "pipeline_rank",
+    "plan_groups",
     "predict_members",
     "predicted_rounds",
     "read_measurement",
+    "table_ranks",
     "usual_members",
     "without_dropout",
     "write_measurement",

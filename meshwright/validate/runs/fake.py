@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 NUM_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's buckets
 
 
-def check_torch() -> None:
-    """Raise PlanError where PyTorch is not installed."""
+def check_torch(command: str = "validate") -> None:
+    """Raise PlanError where PyTorch, which a *command* needs, is not installed."""
     if find_spec("torch") is None:
         raise PlanError(
-            'validate needs PyTorch; install it with: pip install "meshwright[validate]"'
+            f'{command} needs PyTorch; install it with: pip install "meshwright[validate]"'
         )
 
 

@@ -11,9 +11,13 @@ from meshwright.simulator import ParallelPlan
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
-
-MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
-AXES = {"pp": "pp", "dp_replicate": "replica", "dp_shard": "dp", "tp": "tp"}
+from meshwright.validate.ranks import (
+    MESH_DIMS,
+    different_parts,
+    mesh_shape,
+    plan_groups,
+    table_ranks,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +65,15 @@ class RankLayout:
 def make_layout(request: ProgramRequest) -> RankLayout:
     """Return the layout of the request's plan; makes the process groups that it needs."""
     plan, rank = request.plan, request.rank
-    shape = (plan.pp, plan.dp // plan.num_shards, plan.num_shards, plan.tp)
-    mesh = init_device_mesh(request.device.type, shape, mesh_dim_names=MESH_DIMS)
-    members = {dim: tuple(_along(rank, shape, index)) for index, dim in enumerate(MESH_DIMS)}
-    groups = {tuple(range(plan.world_size)): "world"}
-    different = _different_parts(plan, rank)
-    groups[different] = groups.get(different, "parts")
-    groups |= {members[dim]: AXES[dim] for dim in MESH_DIMS}
-    ends = _ends(request, members["pp"])
-    if ends:
-        groups.setdefault(ends, "table")
+    mesh = init_device_mesh(request.device.type, mesh_shape(plan), mesh_dim_names=MESH_DIMS)
+    groups = plan_groups(plan, rank, is_tied=request.job.transformer.tied_embeddings)
+    different = different_parts(plan, rank)
+    ends = table_ranks(plan, rank) if request.job.transformer.tied_embeddings else ()
     return RankLayout(
         mesh=mesh,
         norm_group=_group(different, groups, plan.world_size),
         table_group=_group(ends, groups, plan.world_size),
-        groups={ranks: axis for ranks, axis in groups.items() if len(ranks) > 1},
+        groups=groups,
     )
 
 
@@ -108,44 +106,11 @@ def build_stage(
     return stage
 
 
-def _along(rank: int, shape: tuple[int, ...], dim: int) -> range:
-    """Return the ranks that differ from *rank* along one dim of a mesh only.
-
-    >>> list(_along(5, (2, 2, 2), 1))
-    [5, 7]
-    """
-    stride = 1
-    for size in shape[dim + 1 :]:
-        stride *= size
-    first = rank - rank // stride % shape[dim] * stride
-    return range(first, first + stride * shape[dim], stride)
-
-
-def _different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
-    """Return the ranks of the replica of *rank*: all that hold different parts of the model.
-
-    >>> _different_parts(ParallelPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
-    (2, 3)
-    """
-    size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
-    stride = plan.dp * plan.tp
-    first = rank % stride // size * size
-    return tuple(
-        stage * stride + first + offset for stage in range(plan.pp) for offset in range(size)
-    )
-
-
-def _ends(request: ProgramRequest, pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    is_copied = request.job.transformer.tied_embeddings and len(pipeline) > 1
-    ends = (pipeline[0], pipeline[-1])
-    return ends if is_copied and request.rank in ends else ()
-
-
 def _group(
     ranks: tuple[int, ...], groups: dict[tuple[int, ...], str], world_size: int
 ) -> dist.ProcessGroup | None:
     """Return the process group of *ranks*, or None where it would have fewer than two."""
-    assert not ranks or ranks in groups
+    assert len(ranks) < 2 or ranks in groups
     if len(ranks) < 2:
         return None
     if len(ranks) == world_size:

@@ -1,0 +1,166 @@
+"""The command ``meshwright count``: a user's own script as one rank of any world.
+
+Imports are local, so that the other commands wait for none of it, and PyTorch is imported only by
+what runs it.
+"""
+# ruff: noqa: PLC0415
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.planner.cli import STEP_WIDTH, check_outputs, progress_bar, show, write_text
+from meshwright.planner.options import MAX_GPUS
+from meshwright.simulator import ModelSpec, PlanError
+from meshwright.validate.cli.options import ValidateOutput, check_range
+from meshwright.validate.ranks import Backend
+
+if TYPE_CHECKING:
+    from meshwright.planner.reports import SavedPlan
+    from meshwright.validate.scripts import ScriptCount, ScriptFailedError, ScriptRun
+
+DISAGREES = FAILED = 1
+MOST_STEPS = 1_000
+DEFAULT_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's buckets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountOptions:
+    """Which script to count, and as whom."""
+
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]", help="As after torchrun; or -- -m MODULE [ARGS]."),
+    ] = None
+    rank: Annotated[int, typer.Option(metavar="R", help="Which rank it is.")] = 0
+    world: Annotated[
+        int | None, typer.Option(metavar="N", help="How many ranks there are [the plan's, or 1].")
+    ] = None
+    steps: Annotated[
+        int, typer.Option(metavar="K", help="Optimizer steps to run; the last is counted.")
+    ] = DEFAULT_STEPS
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="PLAN", help="A plan.json; compare with what it predicts."),
+    ] = None
+
+
+def run_count(options: CountOptions, output: ValidateOutput) -> int:
+    """Count what one rank of a training script computes, sends and holds, without GPUs."""
+    from meshwright.planner.reports import read_plan
+    from meshwright.validate.runs import check_torch
+
+    saved = None if options.plan is None else read_plan(Path(options.plan))
+    world = _world(options, saved)
+    folder = check_outputs(output)
+    check_torch("count")
+    from meshwright.validate.scripts import ScriptFailedError, ScriptRun, check_script, write_count
+
+    words = tuple(options.script or ())
+    check_script(words)
+    run = ScriptRun(
+        words=words,
+        rank=options.rank,
+        world_size=world,
+        num_steps=options.steps,
+        groups=_names(options.rank, saved),
+    )
+    try:
+        count = _counted(run)
+    except ScriptFailedError as failure:
+        return _fail(failure)
+    if folder is not None:
+        write_count(count, folder)
+    return _show(count, saved, output)
+
+
+def _counted(run: "ScriptRun") -> "ScriptCount":
+    from meshwright.validate.scripts import count_script
+
+    with progress_bar() as progress:
+        if progress is not None:
+            progress("steps", 0, run.num_steps)
+        return count_script(
+            run, lambda done: progress("steps", done, run.num_steps) if progress else None
+        )
+
+
+def _names(rank: int, saved: "SavedPlan | None") -> dict[tuple[int, ...], str]:
+    """Return the axes of a plan by the ranks of their groups; without a plan none is known."""
+    from meshwright.validate.ranks import plan_groups
+
+    if saved is None:
+        return {}
+    model = saved.job.model
+    is_tied = isinstance(model, ModelSpec) and model.tied_embeddings
+    return plan_groups(saved.plan, rank, is_tied=is_tied)
+
+
+def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutput) -> int:
+    """Print a count, and where there is a plan what it predicts; return the status."""
+    from rich.console import Group
+
+    from meshwright.validate.comparison import (
+        Validation,
+        rank_kinds,
+        validation_document,
+        validation_report,
+    )
+    from meshwright.validate.scripts import count_document, count_report
+
+    if saved is None:
+        show(output.json, count_document(count), count_report(count), STEP_WIDTH)
+        return 0
+    measurements = {count.run.rank: count.measurement}
+    validation = Validation(
+        saved=saved,
+        backend=Backend.FAKE,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        measurements=measurements,
+        kinds=rank_kinds(saved, measurements),
+    )
+    document = {**count_document(count), "comparison": validation_document(validation)}
+    report = Group(count_report(count), "", validation_report(validation))
+    show(output.json, document, report, STEP_WIDTH)
+    return 0 if validation.agrees else DISAGREES
+
+
+def _fail(failure: "ScriptFailedError") -> int:
+    """Print how a script failed, in its own words, and where we stopped; return the status."""
+    import traceback
+
+    cause = failure.__cause__
+    assert cause is not None  # it is raised from one
+    if not isinstance(cause, SystemExit):
+        own = traceback.extract_tb(cause.__traceback__)
+        through = [i for i, frame in enumerate(own) if "runpy" in frame.filename]
+        start = through[-1] + 1 if through else 0
+        tail = traceback.format_list(own[start:]) + traceback.format_exception_only(cause)
+        lines = ["Traceback (most recent call last):\n", *tail]
+        write_text(sys.stderr, "".join(lines))
+    elif isinstance(cause.code, str):
+        write_text(sys.stderr, f"{cause.code}\n")
+    write_text(sys.stderr, f"error: {failure}\n")
+    return FAILED
+
+
+def _world(options: CountOptions, saved: "SavedPlan | None") -> int:
+    """Return how many ranks there are.
+
+    Raises:
+        PlanError: If a number is out of range, or not the plan's.
+    """
+    from meshwright.validate.ranks import num_members
+
+    check_range("--steps", options.steps, MOST_STEPS)
+    check_range("--world", options.world, MAX_GPUS)
+    planned = None if saved is None else num_members(saved)
+    if planned is not None and options.world not in (None, planned):
+        raise PlanError(f"--world {options.world} is not the plan's; allowed: {planned}")
+    world = options.world or planned or 1
+    if not 0 <= options.rank < world:
+        raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {world - 1}")
+    return world

@@ -1,0 +1,69 @@
+"""The process groups that a rank of a plan is in, by the axes of its mesh."""
+
+from meshwright.simulator import ParallelPlan
+
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+_AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
+
+
+def mesh_shape(plan: ParallelPlan) -> tuple[int, ...]:
+    """Return the sizes of `MESH_DIMS`; tensor ranks vary fastest.
+
+    >>> mesh_shape(ParallelPlan(tp=2, dp=4, dp_shard=2, zero_stage=3, stages=(1,)))
+    (1, 2, 2, 2)
+    """
+    return (plan.pp, plan.dp // plan.num_shards, plan.num_shards, plan.tp)
+
+
+def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[int, ...], str]:
+    """Return the axis of each group that *rank* is in, by its ranks; none has one rank only.
+
+    Args:
+        plan: The layout.
+        rank: Which one.
+        is_tied: Whether first and last pipeline rank hold copies of one table.
+
+    >>> plan_groups(ParallelPlan(tp=2, dp=2, stages=(1,)), 1, is_tied=False)
+    {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
+    """
+    shape = mesh_shape(plan)
+    groups = {tuple(range(plan.world_size)): "world"}
+    groups.setdefault(different_parts(plan, rank), "parts")
+    groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
+    if is_tied:
+        groups.setdefault(table_ranks(plan, rank), "table")
+    return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
+
+
+def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """Return the ranks of the replica of *rank*: all that hold different parts of the model.
+
+    >>> different_parts(ParallelPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
+    (2, 3)
+    """
+    size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
+    stride = plan.dp * plan.tp
+    first = rank % stride // size * size
+    return tuple(
+        stage * stride + first + offset for stage in range(plan.pp) for offset in range(size)
+    )
+
+
+def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """Return the first and the last rank of a pipeline, if *rank* is one of them."""
+    pipeline = _along(rank, mesh_shape(plan), 0)
+    ends = (pipeline[0], pipeline[-1])
+    return ends if len(pipeline) > 1 and rank in ends else ()
+
+
+def _along(rank: int, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return the ranks that differ from *rank* along one dim of a mesh only.
+
+    >>> _along(5, (2, 2, 2), 1)
+    (5, 7)
+    """
+    stride = 1
+    for size in shape[dim + 1 :]:
+        stride *= size
+    first = rank - rank // stride % shape[dim] * stride
+    return tuple(range(first, first + stride * shape[dim], stride))

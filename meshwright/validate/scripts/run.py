@@ -1,0 +1,177 @@
+"""A user's own script as one rank of a world: run, counted, and stopped after some steps."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.simulator import PlanError
+from meshwright.validate.counting import (
+    RankOracle,
+    StorageGroup,
+    fake_tensors,
+    gpu_kernels,
+    library_on_fakes,
+)
+from meshwright.validate.ranks import RankMeasurement
+from meshwright.validate.scripts.gpu import (
+    GpuNames,
+    ScriptMemories,
+    ScriptTensors,
+    gpu_attention,
+    gpu_autocast,
+    gpu_of_fakes,
+    idle_gpu,
+)
+from meshwright.validate.scripts.libraries import libraries_answered
+from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
+from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
+from meshwright.validate.scripts.torchrun import as_rank, launched, run_script
+
+MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptRun:
+    """What to run, and as whom.
+
+    Args:
+        words: The script and its arguments, or ``-m``, a module and its.
+        rank: Which one, from 0.
+        world_size: How many there are.
+        num_steps: Steps to run; the last is counted.
+        groups: Names of process groups by their ranks, where somebody has names.
+    """
+
+    words: tuple[str, ...]
+    rank: int
+    world_size: int
+    num_steps: int
+    groups: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptCount:
+    """What a script was seen to do.
+
+    Args:
+        run: What was run.
+        measurement: Of the last step.
+        flops_by_operator: Its FLOPs, by operator.
+        largest: The tensors that took most bytes at its peak, largest first.
+        notes: What the script was answered without data, where, and how often.
+    """
+
+    run: ScriptRun
+    measurement: RankMeasurement
+    flops_by_operator: dict[str, int]
+    largest: tuple[StorageGroup, ...]
+    notes: tuple[tuple[str, str, int], ...]
+
+
+class ScriptFailedError(Exception):
+    """A script ended by an exception of its own, its cause.
+
+    Args:
+        num_steps: Steps that it had made.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(f"the script failed after {num_steps} steps")
+
+
+class ScriptOracle(RankOracle):
+    """Counts a script, whose groups get their names as they are made."""
+
+    def __init__(self, names: GroupNames, memories: ScriptMemories) -> None:
+        super().__init__({})
+        self.memories = memories
+        self._names = names
+
+    def __torch_dispatch__(self, *call: Any) -> object:  # noqa: ANN401
+        """Count one operator, which is no longer to be answered for a GPU."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001
+            return super().__torch_dispatch__(*call)
+
+    def axis_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the name of a group."""
+        return self._names.name(ranks)
+
+
+def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount:
+    """Run a script as one rank, on tensors without data, and return what its last step does.
+
+    What it prints goes to standard error.
+
+    Raises:
+        ScriptFailedError: If it raises, or ends with a status of failure.
+        PlanError: If it ends before it has made its steps, or asks for what only data can answer.
+    """
+    names = GroupNames(run.world_size, run.groups)
+    memories = ScriptMemories()
+    oracle, tensors = ScriptOracle(names, memories), ScriptTensors(memories)
+    steps = ScriptSteps(oracle, run.num_steps, progress)
+    own = launched(run.rank, run.world_size)
+    number, count = int(own["LOCAL_RANK"]), int(own["LOCAL_WORLD_SIZE"])
+    with ExitStack() as stack:
+        for context in (
+            redirect_stdout(sys.stderr),
+            as_rank(run.words, run.rank, run.world_size),
+            groups_on_demand(run.rank, run.world_size, names),
+            library_on_fakes(),
+            gpu_kernels(),
+            gpu_of_fakes(number),
+            gpu_attention(memories),
+            gpu_autocast(memories),
+            idle_gpu(number, count, memories),
+            libraries_answered(tensors),
+            fake_tensors(),
+            tensors,
+            GpuNames(memories, number),
+            steps.followed(),
+            oracle,
+        ):
+            stack.enter_context(context)
+        try:
+            run_script(run.words)
+        except StepsCounted:
+            return _result(run, oracle, tensors)
+        except (Exception, SystemExit) as error:
+            if tensors.refused is not None:
+                raise tensors.refused from error
+            if not isinstance(error, SystemExit) or error.code:
+                raise ScriptFailedError(steps.num_done) from error
+    if tensors.refused is not None:
+        raise tensors.refused
+    raise PlanError(
+        f"the script ended after {steps.num_done} of {run.num_steps} steps of an optimizer; "
+        "allowed: a script that trains, or fewer --steps"
+    )
+
+
+def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> ScriptCount:
+    """Return what was counted; of a script that never names a GPU, what is on its host."""
+    memories = oracle.memories
+    has_gpu = memories.device.peak_bytes > 0
+    place = memories.device if has_gpu else memories.host
+    return ScriptCount(
+        run=run,
+        measurement=RankMeasurement(
+            rank=run.rank,
+            world_size=run.world_size,
+            backend="fake",
+            flops=oracle.flops,
+            collectives=oracle.collectives,
+            peak_bytes=place.peak_bytes,
+            bytes_at_peak=place.bytes_at_peak(),
+            host_bytes=memories.host.peak_bytes if has_gpu else 0,
+            host_traffic=memories.traffic,
+            versions={"torch": torch.__version__},
+        ),
+        flops_by_operator=oracle.flops_by_operator,
+        largest=tuple(place.largest_at_peak(MOST_SHOWN)),
+        notes=tuple((what, where, n) for (what, where), n in sorted(tensors.notes.items())),
+    )
