@@ -1,14 +1,14 @@
 """Kernels of NVIDIA's Apex, which Megatron-Core takes where they are installed; PyPI lacks them.
 
-Each makes the tensors that the kernel makes. Import this before Megatron-Core.
+Each makes the tensors that the kernel makes.
 """
 
 import sys
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from meshwright.validate.programs.fused import accumulate_weight_gradient
 
@@ -21,9 +21,11 @@ class FusedLayerNormAffineFunction:
         """Is only asked for its arguments."""
 
     @staticmethod
-    def apply(values: Tensor, weight: Tensor, bias: Tensor, shape: torch.Size, eps: float) -> Tensor:
+    def apply(
+        values: Tensor, weight: Tensor, bias: Tensor, shape: torch.Size, eps: float
+    ) -> Tensor:
         """Return the normalised values."""
-        return F.layer_norm(values, shape, weight, bias, eps)
+        return functional.layer_norm(values, shape, weight, bias, eps)
 
 
 def softmax(scores: Tensor, scale: Tensor) -> Tensor:
@@ -41,24 +43,24 @@ def add_weight_gradient(inputs: Tensor, gradient: Tensor, buffer: Tensor) -> Non
     accumulate_weight_gradient(buffer, inputs, gradient)
 
 
-def _module(name: str, **contents: object) -> None:
-    module = ModuleType(name)
-    vars(module).update(contents)
-    sys.modules[name] = module
-
-
-_module("apex")
-_module("apex.normalization")
-_module(
-    "apex.normalization.fused_layer_norm",
-    FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
-)
-_module(
-    "scaled_upper_triang_masked_softmax_cuda", forward=softmax, backward=softmax_backward
-)
-_module("scaled_masked_softmax_cuda", get_batch_per_block=lambda *_: 4)
-_module(
-    "fused_weight_gradient_mlp_cuda",
-    wgrad_gemm_accum_fp32=add_weight_gradient,
-    wgrad_gemm_accum_fp16=add_weight_gradient,
-)
+def install() -> None:
+    """Let Megatron-Core, which is imported after this, find the kernels."""
+    modules = {
+        "apex": {},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": {
+            "FusedLayerNormAffineFunction": FusedLayerNormAffineFunction
+        },
+        "scaled_upper_triang_masked_softmax_cuda": {
+            "forward": softmax,
+            "backward": softmax_backward,
+        },
+        "scaled_masked_softmax_cuda": {"get_batch_per_block": lambda *_: 4},
+        "fused_weight_gradient_mlp_cuda": {
+            "wgrad_gemm_accum_fp32": add_weight_gradient,
+            "wgrad_gemm_accum_fp16": add_weight_gradient,
+        },
+    }
+    for name, contents in modules.items():
+        module = sys.modules[name] = ModuleType(name)
+        vars(module).update(contents)

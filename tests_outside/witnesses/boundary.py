@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.overrides import TorchFunctionMode
 
 _VALUE = torch.ops.aten._local_scalar_dense.default
@@ -35,32 +36,32 @@ def values_answered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modules_converted() -> Iterator[None]:
-    """Let ``module.bfloat16()`` and the like give a module new parameters.
+    """Let ``module.bfloat16()`` and the like convert parameters as they do those with data.
 
-    PyTorch would swap the old for the new, which it refuses for tensors without data that
-    anything refers to weakly. What frameworks note on a parameter stays with it.
+    PyTorch would not convert one without data that anything refers to weakly, as its own record of
+    them does, and would lose what a framework has noted on it.
     """
-    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    apply = nn.Module._apply
 
-    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for child in module.children() if recurse else ():
-            child._apply(fn)
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
-            if id(old) not in converted:
-                with torch.no_grad():
-                    new = nn.Parameter(fn(old), old.requires_grad)
-                notes = {key: value for key, value in vars(old).items() if key not in vars(new)}
-                vars(new).update(notes)
-                converted[id(old)] = (old, new)
-            module._parameters[name] = converted[id(old)][1]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else fn(buffer)
-        return module
+    def convert(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        own = [each for each in module._parameters.values() if each is not None]
+        notes = [dict(vars(each)) for each in own]
+        converted = apply(module, *args, **kwargs)
+        for each, noted in zip(own, notes, strict=True):
+            new = vars(each)
+            new.update({name: value for name, value in noted.items() if name not in new})
+        return converted
 
-    with patch.object(nn.Module, "_apply", apply):
+    with (
+        patch.object(FakeTensorConverter, "set_tensor_memo", lambda *_: None),
+        patch.object(nn.Module, "_apply", convert),
+    ):
         yield
+
+
+def addresses_answered() -> contextlib.AbstractContextManager[object]:
+    """Give each storage an address of its own; of tensors without data all are 0."""
+    return patch.object(Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager

@@ -25,9 +25,7 @@ def groups_of(plan: ParallelPlan, rank: int) -> Mapping[tuple[int, ...], str]:
         ],
         "batch": [stage + index * tp + own_tp for index in range(dp)],
         "tp": [stage + own_dp * tp + other for other in range(tp)],
-        "replica": [
-            stage + index * tp + own_tp for index in range(own_dp % shards, dp, shards)
-        ],
+        "replica": [stage + index * tp + own_tp for index in range(own_dp % shards, dp, shards)],
         "dp": [stage + index * tp + own_tp for index in range(first, first + shards)],
         "pp": [index * tp * dp + own_dp * tp + own_tp for index in range(pp)],
     }

@@ -1,39 +1,42 @@
 """Megatron-Core's own GPT, buckets, optimizer and schedules, one rank of them."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-
-import witnesses.apex  # noqa: F401 - before Megatron-Core, which looks for Apex
-from megatron.core import optimizer, parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer import clip_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import random
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn import functional
 
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
+from witnesses import apex
+from witnesses.boundary import gpu_answers
 from witnesses.groups import groups_of
+
+apex.install()  # before Megatron-Core, which looks for it
+
+from megatron.core import optimizer, parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models import backends
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 class NoTracker(random.CudaRNGStatesTracker):
@@ -58,7 +61,9 @@ def random_numbers() -> AbstractContextManager[object]:
 def fused_kernels() -> Iterator[AbstractContextManager[object]]:
     """Yield what stands for kernels of Apex and Transformer Engine: one pass, no temporaries."""
 
-    def norm(_size: int, _flag: Tensor, lists: list[list[Tensor]], *_: object):
+    def norm(
+        _size: int, _flag: Tensor, lists: list[list[Tensor]], *_: object
+    ) -> tuple[Tensor, None]:
         return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 
     def scale(_size: int, _flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
@@ -78,6 +83,24 @@ def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.opti
     return torch.optim.AdamW(*args, fused=True, **kwargs)
 
 
+@contextmanager
+def answers() -> Iterator[None]:
+    """Let the job run: there is one GPU, its random numbers, and Apex's kernels.
+
+    Whoever asks Megatron-Core for an RMSNorm changes the norm of all models after it.
+    """
+    norm = patch.object(backends, "LNImpl", backends.LNImpl)
+    with gpu_answers(), random_numbers(), norm, ExitStack() as stack:
+        for kernel in fused_kernels():
+            stack.enter_context(kernel)
+        yield
+
+
+def job(saved: SavedPlan) -> "MegatronJob":
+    """Return a rank of the job."""
+    return MegatronJob(saved)
+
+
 class MegatronJob:
     """A rank of a job; it must be made on a fake cluster.
 
@@ -87,8 +110,6 @@ class MegatronJob:
 
     def __init__(self, saved: SavedPlan) -> None:
         self._saved = saved
-        random_numbers().__enter__()
-        for p in fused_kernels(): p.__enter__()
         job, plan = saved.job, saved.plan
         virtual = plan.num_virtual_stages
         parallel_state.destroy_model_parallel()
@@ -143,32 +164,30 @@ class MegatronJob:
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradient buffers and the optimizer's states."""
         for chunk in self._chunks:
-            for buffer in chunk.module.buffers():
-                yield buffer, ByteKind.ACTIVATIONS
-            for parameter in chunk.parameters():
-                yield parameter, ByteKind.PARAMETERS
+            yield from ((buffer, ByteKind.ACTIVATIONS) for buffer in chunk.module.buffers())
+            yield from ((parameter, ByteKind.PARAMETERS) for parameter in chunk.parameters())
             for buffer in chunk.buffers:
                 yield buffer.grad_data, ByteKind.GRADIENTS
                 if buffer.param_data is not None:
                     yield buffer.param_data, ByteKind.PARAMETERS
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield parameter, ByteKind.OPTIMIZER
-                    for state in optimizer.optimizer.state.get(parameter, {}).values():
-                        if isinstance(state, Tensor):
-                            yield state, ByteKind.OPTIMIZER
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            masters = (each for group in part.optimizer.param_groups for each in group["params"])
+            for master in masters:
+                states = part.optimizer.state.get(master, {}).values()
+                yield from ((each, ByteKind.OPTIMIZER) for each in (master, *states))
 
     def _chunk(self, index: int) -> DistributedDataParallel:
         job, plan = self._saved.job, self._saved.plan
         model, virtual = job.transformer, plan.num_virtual_stages
         stage = index if virtual > 1 else None
-        where = {"ignore_virtual": False, "vp_stage": stage} 
+        where = {"ignore_virtual": False, "vp_stage": stage}
         gpt = GPTModel(
             self._config,
             block_spec(self._config, stage),
             vocab_size=padded_vocab_size(model, plan.tp),
-            max_sequence_length=model.max_positions if model.positions == "learned" else job.seq_len,
+            max_sequence_length=model.max_positions
+            if model.positions == "learned"
+            else job.seq_len,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=model.tied_embeddings,
@@ -232,7 +251,7 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         add_bias_linear=model.mlp_bias,
         add_qkv_bias=model.attention_bias,
         gated_linear_unit=model.gated_mlp,
-        activation_func=F.silu if model.gated_mlp else F.gelu,
+        activation_func=functional.silu if model.gated_mlp else functional.gelu,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         hidden_dropout=dropout,
         attention_dropout=dropout,

@@ -2,18 +2,20 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from meshwright.hwprofiles import Recompute
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.validate.ranks import ByteKind
+from witnesses.groups import groups_of
 
 # Without a GPU torchtitan would speak to torch.cuda all the same.
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
@@ -37,6 +39,16 @@ CHECKPOINTS = {
 }
 
 
+def answers() -> AbstractContextManager[object]:
+    """Return the context in which the job runs."""
+    return patch.dict(os.environ, LOCAL_RANK="0")
+
+
+def job(saved: SavedPlan) -> "TorchtitanJob":
+    """Return a rank of the job."""
+    return TorchtitanJob(saved)
+
+
 class TorchtitanJob:
     """A rank of a job; it must be made on a fake cluster.
 
@@ -57,7 +69,6 @@ class TorchtitanJob:
         )
         with (
             patch.dict(train_spec._extra_train_specs, {NAME: spec}),
-            patch.dict(os.environ, LOCAL_RANK="0"),
             stages_with_shapes(saved),
         ):
             self._trainer = train.Trainer(job_config(job, plan))
@@ -66,12 +77,7 @@ class TorchtitanJob:
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:
         """Axis of each process group, by its global ranks."""
-        names = {"batch": "dp", "pp": "pp", "dp_replicate": "replica", "fsdp": "dp", "tp": "tp"}
-        dims = self._trainer.parallel_dims
-        groups = {tuple(range(self._saved.plan.world_size)): "world"}
-        for name, axis in names.items():
-            groups[tuple(dims._meshes[name].mesh.flatten().tolist())] = axis
-        return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
+        return groups_of(self._saved.plan, dist.get_rank())
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step."""
@@ -97,9 +103,8 @@ class TorchtitanJob:
         job, plan = self._saved.job, self._saved.plan
         shape = (local_batch_size(job, plan), job.seq_len)
         while True:
-            yield {"input": torch.zeros(shape, dtype=torch.long)}, torch.zeros(
-                shape, dtype=torch.long
-            )
+            ids, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+            yield {"input": ids}, labels
 
 
 class QuietMetrics:
@@ -175,7 +180,7 @@ def stage_modules(plan: ParallelPlan) -> list[list[str]]:
     return stages
 
 
-def stages_with_shapes(saved: SavedPlan):
+def stages_with_shapes(saved: SavedPlan) -> AbstractContextManager[object]:
     """Tell pipeline stages their shapes, which they would send each other in the first step."""
     job, plan = saved.job, saved.plan
     size, seq_len, width = plan.microbatch_size, job.seq_len, job.transformer.hidden_size
@@ -184,7 +189,9 @@ def stages_with_shapes(saved: SavedPlan):
     def example(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    def stage(module: nn.Module, index: int, count: int, device: object, group: object):
+    def stage(
+        module: nn.Module, index: int, count: int, _device: object, group: dist.ProcessGroup
+    ) -> PipelineStage:
         is_first, is_last = index == 0, index == count - 1
         ids = torch.empty((size, seq_len), dtype=torch.long, device="meta")
         tokens = seq_len // plan.tp
