@@ -1,4 +1,4 @@
-"""Counts one rank of a framework's program: ``python -m witnesses.counting [NAME ...]``.
+"""Counts one rank of a framework's program, for the tests and for `count.py` beside this folder.
 
 The command counts all ranks of the plans of these names, or of all, prints how they compare with
 what is predicted, and with ``--write`` records them for docs/agreement.md.
@@ -133,7 +133,3 @@ def main(words: Sequence[str]) -> int:
         if "--write" in words:
             record(counts)
     return int(surprises > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
