@@ -74,6 +74,7 @@ MAKERS: dict[str, Maker] = {
     "agreement plans": _alone(agreement.plan_table),
     "agreement ranks": _alone(agreement.rank_table),
     "agreement hosts": _alone(agreement.host_table),
+    "agreement outside": _alone(agreement.outside_table),
     "agreement farthest": lambda place: agreement.farthest(place.page),
     "search speed": _alone(speed.processes),
     "search growth": _alone(speed.growth),

@@ -276,6 +276,24 @@ def test_each_operation_of_a_rank_of_3072() -> None:
     )
 
 
+def test_what_is_one_kernel_on_a_gpu_is_one_on_fake_tensors() -> None:
+    tokens, width = 6, 8
+    with fake_cluster(0, 1):
+        values = torch.ones(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(width, dtype=torch.bfloat16, requires_grad=True)
+        with RankOracle({}) as oracle:
+            normed = F.rms_norm(values, (width,), weight)
+            # In the values' width, and a number a token in fp32.
+            assert oracle.live_bytes == normed.nbytes + tokens * 4
+            dropped = F.dropout(normed, 0.1)
+            assert oracle.live_bytes == 3 * normed.nbytes // 2 + tokens * 4 + dropped.nbytes
+            dropped.sum().backward()
+    # With data both run as they always do on a CPU.
+    values = torch.ones(tokens, width)
+    assert F.rms_norm(values, (width,)).allclose(values)
+    assert F.dropout(values, 0.0).equal(values)
+
+
 def test_a_group_of_one_and_waiting_cost_nothing() -> None:
     oracle = RankOracle({})
     with fake_cluster(2, 4):

@@ -1,6 +1,6 @@
 """What a GPU's kernels give out where a CPU's, and so those of fake tensors, differ in width."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -16,12 +16,43 @@ def gpu_kernels() -> Iterator[None]:
     # Fake tensors would take batch norm apart, into operators of a CPU.
     names = torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit  # noqa: SLF001
     batch_norm = {each.default: _batch_norm_of_a_gpu for each in names}
-    kernels = {torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu, **batch_norm}
+    kernels = {
+        torch.ops.aten.native_layer_norm.default: _layer_norm_of_a_gpu,
+        torch.ops.aten._fused_rms_norm.default: _rms_norm_of_a_gpu,  # noqa: SLF001
+        **batch_norm,
+    }
     with (
+        _kernel("_fused_rms_norm", _without_data, "CPU"),
+        _kernel("dropout", _dropout_of_a_gpu, "AutogradCPU"),
         patch.dict(op_implementations_dict, kernels),
         patch.dict(decomposition_table, batch_norm),
     ):
         yield
+
+
+@contextmanager
+def _kernel(name: str, function: Callable[..., object], key: str) -> Iterator[None]:
+    """Let an operator be one kernel, as on a GPU, that a CPU would take apart."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl(name, function, key)
+        yield
+    finally:
+        library._destroy()  # noqa: SLF001 - else it stays for the rest of the process
+
+
+def _without_data(*_: object) -> None:
+    raise NotImplementedError("a kernel of GPUs has run on a tensor with data")
+
+
+def _dropout_of_a_gpu(values: Tensor, probability: float, train: bool) -> Tensor:  # noqa: FBT001
+    """Return what is left, and keep a mask of one byte an element; a CPU's is of the values' width.
+
+    `is_fused_kernel_acceptable` of aten/src/ATen/native/Dropout.cpp asks for a GPU.
+    """
+    if not train or probability == 0:
+        return values
+    return torch.native_dropout(values, probability, train)[0]
 
 
 def _layer_norm_of_a_gpu(
@@ -37,6 +68,18 @@ def _layer_norm_of_a_gpu(
         values.new_empty((*tokens, *(1 for _ in dims)), dtype=torch.float32) for _ in range(2)
     )
     return values.new_empty(values.shape), mean, deviation
+
+
+def _rms_norm_of_a_gpu(
+    _mode: object, _operator: object, values: Tensor, dims: list[int], *_: object
+) -> tuple[Tensor, Tensor]:
+    """Return the normalised values and a number a token in fp32.
+
+    One kernel (`_fused_rms_norm_cuda` of layer_norm_kernel.cu, from PyTorch 2.9), many on a CPU.
+    """
+    tokens = values.shape[: -len(dims)]
+    scale = values.new_empty((*tokens, *(1 for _ in dims)), dtype=torch.float32)
+    return values.new_empty(values.shape), scale
 
 
 def _batch_norm_of_a_gpu(*arguments: object) -> tuple[Tensor, Tensor, Tensor]:

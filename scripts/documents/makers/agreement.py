@@ -57,6 +57,13 @@ def host_table() -> str:
     return table(HOST_HEAD, rows, rule=RULE)
 
 
+def outside_table() -> str:
+    """Return what frameworks' own programs were counted to do, beside what is predicted now."""
+    from meshwright.validate.outside import TABLE_HEAD, outside_rows  # noqa: PLC0415
+
+    return table(TABLE_HEAD, outside_rows(), rule=RULE)
+
+
 def farthest(page: str) -> str:
     """Return the largest difference of a peak in the page's tables of ranks and hosts."""
     differences = [

@@ -1,0 +1,156 @@
+"""GPT-2 and Llama of transformers under Accelerate, one rank: DDP, or FSDP2."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
+
+from meshwright.hwprofiles import Precision, Recompute
+from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import TrainingJob
+from meshwright.validate.ranks import ByteKind
+from witnesses.boundary import addresses_answered
+from witnesses.groups import groups_of
+
+BLOCKS = {GPT2LMHeadModel: "GPT2Block", LlamaForCausalLM: "LlamaDecoderLayer"}
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """Let the job run: Accelerate asks the environment who it is.
+
+    That a row of tokens is one sequence shows only in their positions, which have no values here;
+    attention would get a mask else.
+    """
+    world = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    here = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    with (
+        patch.dict(os.environ, world | here | {"OMP_NUM_THREADS": "1"}),
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
+        addresses_answered(),
+    ):
+        for state in (AcceleratorState, GradientState):
+            state._reset_state()
+        PartialState._reset_state()
+        yield
+
+
+def job(saved: SavedPlan) -> "HuggingFaceJob":
+    """Return a rank of the job."""
+    return HuggingFaceJob(saved)
+
+
+class HuggingFaceJob:
+    """A rank of a job; it must be made on a fake cluster.
+
+    Args:
+        saved: Which job.
+    """
+
+    def __init__(self, saved: SavedPlan) -> None:
+        self._saved = saved
+        job, plan = saved.job, saved.plan
+        model = language_model(job)
+        if plan.recompute is Recompute.FULL:
+            model.gradient_checkpointing_enable()
+        self._accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="bf16" if job.precision is Precision.BF16 else "no",
+            gradient_accumulation_steps=plan.num_microbatches(job),
+        )
+        if plan.zero_stage == 3:  # with GPUs the argument fsdp_plugin does it
+            self._accelerator.state.distributed_type = DistributedType.FSDP
+            self._accelerator.state.fsdp_plugin = sharding(model, job)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks."""
+        return groups_of(self._saved.plan, dist.get_rank())
+
+    def run_step(self, _step: int) -> list[Tensor]:
+        """Run one whole training step."""
+        job, plan = self._saved.job, self._saved.plan
+        for _ in range(plan.num_microbatches(job)):
+            ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
+            with self._accelerator.accumulate(self._model):
+                loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
+                self._accelerator.backward(loss)
+                if self._accelerator.sync_gradients:
+                    self._accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        return []
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield weights, gradients, states, and the buffers of the model."""
+        for buffer in self._model.buffers():
+            yield buffer, ByteKind.ACTIVATIONS
+        for parameter in self._model.parameters():
+            yield parameter, ByteKind.PARAMETERS
+            if parameter.grad is not None:
+                yield parameter.grad, ByteKind.GRADIENTS
+            for state in self._optimizer.optimizer.state.get(parameter, {}).values():
+                yield state, ByteKind.OPTIMIZER
+
+
+def sharding(model: PreTrainedModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's FSDP2 with a unit a block."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[BLOCKS[type(model)]],
+        cpu_ram_efficient_loading=False,
+    )
+    if job.precision is Precision.BF16:
+        plugin.set_mixed_precision("bf16")
+    return plugin
+
+
+def language_model(job: TrainingJob) -> PreTrainedModel:
+    """Return the model of transformers that a job trains."""
+    model = job.transformer
+    dropout = 0.1 if model.dropout else 0.0
+    if model.positions == "learned":
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=model.vocab_size,
+                n_positions=model.max_positions,
+                n_embd=model.hidden_size,
+                n_layer=model.num_layers,
+                n_head=model.num_heads,
+                n_inner=model.ffn_hidden_size,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=0.0,  # a CPU's flash attention has none; a GPU's keeps no mask of it
+                tie_word_embeddings=model.tied_embeddings,
+            )
+        )
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_hidden_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_heads,
+            num_key_value_heads=model.num_kv_heads,
+            max_position_embeddings=job.seq_len,
+            tie_word_embeddings=model.tied_embeddings,
+        )
+    )

@@ -1,0 +1,274 @@
+"""Megatron-Core's own GPT, buckets, optimizer and schedules, one rank of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from meshwright.hwprofiles import Precision, Recompute
+from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator.model import padded_vocab_size
+from meshwright.validate.ranks import ByteKind
+from witnesses import apex
+from witnesses.boundary import gpu_answers
+from witnesses.groups import groups_of
+
+apex.install()  # before Megatron-Core, which looks for it
+
+from megatron.core import optimizer, parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models import backends
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+class NoTracker(random.CudaRNGStatesTracker):
+    """Random numbers of a GPU that has none: nothing is drawn on tensors without data."""
+
+    def fork(self, name: str = "") -> AbstractContextManager[None]:
+        """Leave the state as it is."""
+        return nullcontext()
+
+
+def random_numbers() -> AbstractContextManager[object]:
+    """Let Megatron-Core keep and restore states of random numbers that are not there."""
+    return patch.multiple(
+        random,
+        _CUDA_RNG_STATE_TRACKER=NoTracker(),
+        _CUDA_RNG_STATE_TRACKER_INITIALIZED=True,
+        _get_all_rng_states=lambda: (None, None, None),
+        _set_all_rng_states=lambda *_: None,
+    )
+
+
+def fused_kernels() -> Iterator[AbstractContextManager[object]]:
+    """Yield what stands for kernels of Apex and Transformer Engine: one pass, no temporaries."""
+
+    def norm(
+        _size: int, _flag: Tensor, lists: list[list[Tensor]], *_: object
+    ) -> tuple[Tensor, None]:
+        return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+    def scale(_size: int, _flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+        for source, target in zip(*lists, strict=True):
+            if source is not target:
+                target.copy_(source)
+            target.mul_(factor)
+
+    yield patch.object(clip_grads, "l2_norm_impl", norm)
+    yield patch.object(clip_grads, "multi_tensor_scale_impl", scale)
+    yield patch.object(optimizer, "USING_PYTORCH_OPTIMIZER", new=False)
+    yield patch.object(optimizer, "Adam", fused_adam)
+
+
+def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.optim.AdamW:
+    """Return the Adam of Apex, which updates in one kernel."""
+    return torch.optim.AdamW(*args, fused=True, **kwargs)
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """Let the job run: there is one GPU, its random numbers, and Apex's kernels.
+
+    Whoever asks Megatron-Core for an RMSNorm changes the norm of all models after it.
+    """
+    norm = patch.object(backends, "LNImpl", backends.LNImpl)
+    with gpu_answers(), random_numbers(), norm, ExitStack() as stack:
+        for kernel in fused_kernels():
+            stack.enter_context(kernel)
+        yield
+
+
+def job(saved: SavedPlan) -> "MegatronJob":
+    """Return a rank of the job."""
+    return MegatronJob(saved)
+
+
+class MegatronJob:
+    """A rank of a job; it must be made on a fake cluster.
+
+    Args:
+        saved: Which job.
+    """
+
+    def __init__(self, saved: SavedPlan) -> None:
+        self._saved = saved
+        job, plan = saved.job, saved.plan
+        virtual = plan.num_virtual_stages
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            plan.tp,
+            plan.pp,
+            virtual if virtual > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        self._config = transformer_config(job, plan)
+        self._chunks = [self._chunk(index) for index in range(virtual)]
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=1e-3,
+                bf16=job.precision is Precision.BF16,
+                params_dtype=self._config.params_dtype,
+                use_distributed_optimizer=plan.zero_stage > 0,
+                overlap_param_gather=plan.zero_stage > 0,
+            ),
+            self._chunks,
+            use_gloo_process_groups=False,
+        )
+        self._config.grad_scale_func = self._optimizer.scale_loss
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.no_sync_func = [chunk.no_sync for chunk in self._chunks]
+        if virtual == 1:
+            (self._config.no_sync_func,) = self._config.no_sync_func
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks."""
+        return groups_of(self._saved.plan, dist.get_rank())
+
+    def run_step(self, _step: int) -> list[Tensor]:
+        """Run one whole training step."""
+        job, plan = self._saved.job, self._saved.plan
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=[None] * len(self._chunks),
+            model=self._chunks,
+            num_microbatches=plan.num_microbatches(job),
+            seq_length=job.seq_len,
+            micro_batch_size=plan.microbatch_size,
+            forward_only=False,
+        )
+        self._optimizer.step()
+        return []
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield weights, gradient buffers and the optimizer's states."""
+        for chunk in self._chunks:
+            yield from ((buffer, ByteKind.ACTIVATIONS) for buffer in chunk.module.buffers())
+            yield from ((parameter, ByteKind.PARAMETERS) for parameter in chunk.parameters())
+            for buffer in chunk.buffers:
+                yield buffer.grad_data, ByteKind.GRADIENTS
+                if buffer.param_data is not None:
+                    yield buffer.param_data, ByteKind.PARAMETERS
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            masters = (each for group in part.optimizer.param_groups for each in group["params"])
+            for master in masters:
+                states = part.optimizer.state.get(master, {}).values()
+                yield from ((each, ByteKind.OPTIMIZER) for each in (master, *states))
+
+    def _chunk(self, index: int) -> DistributedDataParallel:
+        job, plan = self._saved.job, self._saved.plan
+        model, virtual = job.transformer, plan.num_virtual_stages
+        stage = index if virtual > 1 else None
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        gpt = GPTModel(
+            self._config,
+            block_spec(self._config, stage),
+            vocab_size=padded_vocab_size(model, plan.tp),
+            max_sequence_length=model.max_positions
+            if model.positions == "learned"
+            else job.seq_len,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=model.tied_embeddings,
+            position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
+            vp_stage=stage,
+        )
+        if job.precision is Precision.BF16:
+            gpt = Float16Module(self._config, gpt)
+        shards = plan.zero_stage > 0
+        return DistributedDataParallel(
+            self._config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=shards,
+                use_distributed_optimizer=shards,
+            ),
+            gpt,
+            disable_bucketing=index > 0,
+        )
+
+    def _forward(self, _data: object, chunk: torch.nn.Module) -> tuple[Tensor, object]:
+        job, plan = self._saved.job, self._saved.plan
+        ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
+        positions = torch.arange(job.seq_len).expand_as(ids)
+        losses = chunk(ids, positions, None, labels=ids)
+        return losses, lambda output: (output.float().mean(), {})
+
+
+def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """Return what Megatron-Core builds a stage's layers of without Transformer Engine."""
+    kind = config.normalization
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=kind, vp_stage=stage
+    )
+    # The norm after the last layer would be Apex's, which has no RMSNorm.
+    return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
+
+
+def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfig:
+    """Return Megatron-Core's configuration of a plan."""
+    model = job.transformer
+    is_bf16 = job.precision is Precision.BF16
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    recompute = {
+        Recompute.NONE: {},
+        Recompute.SELECTIVE: {"recompute_granularity": "selective"},
+        Recompute.FULL: {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    }[plan.recompute]
+    dropout = 0.1 if model.dropout else 0.0
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        ffn_hidden_size=model.ffn_hidden_size,
+        add_bias_linear=model.mlp_bias,
+        add_qkv_bias=model.attention_bias,
+        gated_linear_unit=model.gated_mlp,
+        activation_func=functional.silu if model.gated_mlp else functional.gelu,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        bf16=is_bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=plan.tp,
+        pipeline_model_parallel_size=plan.pp,
+        virtual_pipeline_model_parallel_size=(
+            plan.num_virtual_stages if plan.num_virtual_stages > 1 else None
+        ),
+        sequence_parallel=plan.sequence_parallel,
+        perform_initialization=False,
+        masked_softmax_fusion=True,
+        gradient_accumulation_fusion=True,
+        overlap_p2p_comm=plan.num_virtual_stages > 1,
+        batch_p2p_comm=plan.num_virtual_stages == 1,
+        deallocate_pipeline_outputs=True,
+        **recompute,
+    )
