@@ -81,9 +81,11 @@ def chrome_trace(result: StepResult) -> ChromeTrace:
         return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=tracks)
     costs = CostModel(result.cluster, result.stack, result.plan.world_size)
     built = build_step(result.job, result.plan, costs)
-    events = [event for pp_rank in range(built.plan.pp) for event in _names(built, pp_rank)]
+    events = [event for pp_rank in range(built.setting.plan.pp) for event in _names(built, pp_rank)]
     times = result.times
-    timed = [event for pp_rank in range(built.plan.pp) for event in _timed(times, built, pp_rank)]
+    timed = [
+        event for pp_rank in range(built.setting.plan.pp) for event in _timed(times, built, pp_rank)
+    ]
     timed.sort(key=lambda event: (event["ts"], event["pid"], event.get("tid", -1)))
     return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=events + timed)
 
@@ -116,8 +118,8 @@ def _notes(result: StepResult) -> TraceNotes:
 
 
 def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    first = built.mesh.rank({Axis.PP: pp_rank})
-    last = first + built.plan.tp * built.plan.dp - 1
+    first = built.setting.mesh.rank({Axis.PP: pp_rank})
+    last = first + built.setting.plan.tp * built.setting.plan.dp - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     process = f"pipeline rank {pp_rank} ({ranks})"
     yield _metadata("process_name", pp_rank, 0, EventArguments(name=process))

@@ -104,15 +104,15 @@ def account(
     memory = _memory(built, times, costs, memory_limit_bytes)
     extrapolated = source_fractions[Source.EXTRAPOLATED]
     return StepResult(
-        job=built.job,
-        plan=built.plan,
+        job=built.setting.job,
+        plan=built.setting.plan,
         cluster=costs.cluster,
         stack=costs.stack,
         step_ps=times.step_ps,
         breakdown_ps=breakdown_ps,
         source_fractions=source_fractions,
         memory=memory,
-        warnings=plan_warnings(built.job, built.plan, memory, costs, extrapolated),
+        warnings=plan_warnings(built.setting.job, built.setting.plan, memory, costs, extrapolated),
         work=built.work,
         times=times,
     )
@@ -135,9 +135,11 @@ def _memory(
         device_bytes=device_bytes(worst.peak_bytes, costs.stack),
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
-        worst_rank=built.mesh.rank({Axis.PP: worst.stage}),
+        worst_rank=built.setting.mesh.rank({Axis.PP: worst.stage}),
         by_stage=stages,
-        host_bytes=node_host_bytes(built.mesh, [memory.host_bytes for memory in built.memory]),
+        host_bytes=node_host_bytes(
+            built.setting.mesh, [memory.host_bytes for memory in built.memory]
+        ),
         host_capacity_bytes=costs.cluster.host_memory_capacity_bytes,
     )
 
@@ -147,7 +149,9 @@ def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[St
         rank = times.ranks[pp_rank]
         moments = fullest_moments(memory, list(rank.passes()), rank.update_start_ps)
         peak = memory_peak(memory, moments)
-        tensor = largest_tensor(costs.blocks, built.shape, built.stages[pp_rank], peak.action)
+        tensor = largest_tensor(
+            costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action
+        )
         yield StageMemory(
             stage=pp_rank,
             parameters_bytes=memory.parameters_bytes,

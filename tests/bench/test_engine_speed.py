@@ -57,7 +57,7 @@ def test_a_folded_run_of_32_stages_and_128_microbatches(benchmark: Benchmark) ->
 def test_an_unfolded_run_of_3072_ranks_and_three_million_passes(benchmark: Any) -> None:
     """Budget: 60 s of CPU and 2 GB."""
     built = published_trillion()
-    times = benchmark.pedantic(simulate_unfolded, (built.work, built.mesh), rounds=1)
+    times = benchmark.pedantic(simulate_unfolded, (built.work, built.setting.mesh), rounds=1)
     assert times.step_ps == simulate_folded(built.work).step_ps
     peak_mebi = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEBI
     benchmark.extra_info["peak_mebi"] = peak_mebi

@@ -168,10 +168,10 @@ def test_a_message_is_that_of_the_block_before_it() -> None:
     for pp_rank, sizes in enumerate(
         [{one: 1}, {one: 1, 3 * one: 1}, {3 * one: 1, one: 1}, {one: 1}]
     ):
-        sent, received = message_traffic(job, plan, stack, pp_rank, microbatches=5)
+        sent, received = message_traffic(job, plan, stack, pp_rank)
         assert sent == received
         assert {each.size_bytes: each.num_calls for each in sent} == {
-            size: 5 * count for size, count in sizes.items()
+            size: 16 * count for size, count in sizes.items()
         }
 
 

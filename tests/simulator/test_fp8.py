@@ -358,7 +358,7 @@ def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -
             stages=(MODEL.num_layers,),
         )
         built = build_step(job, plan, costs)
-        found.append((built.memory[0].gradients_bytes, built.plan.gradient_formats))
+        found.append((built.memory[0].gradients_bytes, built.setting.plan.gradient_formats))
     assert found[0] == found[1]
     assert found[0][0] == 4 * -(-count_parameters(MODEL) // 8)
     stack = load_stack("megatron-core")

@@ -435,7 +435,7 @@ def test_a_port_is_shared_where_messages_and_collectives_use_the_same_links(
 ) -> None:
     model = load_model("gpt2")
     plan = make_plan(model, tp=2 if (pp, dp) == (2, 8) else 1, pp=pp, dp=dp)
-    mesh = built_step(make_job(model, dp), plan).mesh
+    mesh = built_step(make_job(model, dp), plan).setting.mesh
     same = mesh.span(Axis.DP).crosses_nodes == mesh.crosses_nodes(0, pp - 1)
     work = built_step(make_job(model, dp), plan).work
     assert work.shared_port == same

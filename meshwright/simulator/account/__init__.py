@@ -2,15 +2,17 @@
 
 from meshwright.simulator.account.advice import plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
-from meshwright.simulator.account.counts import (
-    message_traffic,
-    norm_ranks,
-    rank_flops,
-)
+from meshwright.simulator.account.counts import rank_flops
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
-from meshwright.simulator.account.traffic import Traffic, closing_traffic, rank_traffic
+from meshwright.simulator.account.traffic import (
+    Traffic,
+    closing_traffic,
+    message_traffic,
+    norm_ranks,
+    rank_traffic,
+)
 
 __all__ = [
     "NO_TRAFFIC",

@@ -9,11 +9,18 @@ from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
-from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
+from meshwright.simulator.ledger import (
+    LedgerEntry,
+    Moment,
+    StepSetting,
+    pass_entries,
+    rank_ledger,
+)
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
 # Who takes part in the norm is `norm_ranks`.
-REPEATED = tuple(moment for moment in Moment if moment not in (*OTHER_SUMS, Moment.NORM))
+ELSEWHERE = (*OTHER_SUMS, Moment.NORM, Moment.MESSAGE)
+REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
 
 
 class Traffic(NamedTuple):
@@ -64,6 +71,15 @@ def closing_traffic(
     return _traffic(entries, OTHER_SUMS)
 
 
+def message_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
+    """Return what a pipeline rank sends, and what it receives with the gathers that follow."""
+    entries = pass_entries(StepSetting.of(job, plan, stack), BlockTable(), pp_rank)
+    received = _traffic(entries, (Moment.MESSAGE,))
+    return tuple(each for each in received if each.op is CollectiveOp.P2P), received
+
+
 def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tuple[Traffic, ...]:
     """Return what is sent at *moments*, with what fills it up; a rank alone sends nothing."""
     counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
@@ -73,6 +89,15 @@ def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tup
             call = each.axis, each.op, size_bytes, each.span.num_ranks
             counted[call] += each.num_calls * entry.num_times * (each.span.num_ranks > 1)
     return tuple(Traffic(*call, count) for call, count in counted.items() if count)
+
+
+def norm_ranks(plan: ParallelPlan) -> int:
+    """Return over how many ranks the gradient norm is summed; 1 where each has all gradients.
+
+    Replicas of a set of shards hold the same gradients: one set is enough.
+    """
+    shards = plan.num_shards if plan.zero_stage else 1
+    return plan.tp * plan.pp * shards
 
 
 def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:

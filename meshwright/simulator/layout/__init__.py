@@ -12,7 +12,7 @@ from meshwright.simulator.layout.formats import (
     main_gradient_bytes,
 )
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.mesh import GroupSpan, Mesh, strided_span
+from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -86,6 +86,7 @@ __all__ = [
     "main_gradient_bytes",
     "matmul_signatures",
     "model_stages",
+    "pair_span",
     "parse_stages",
     "rank_stages",
     "redistribute",

@@ -29,6 +29,11 @@ class GroupSpan(NamedTuple):
         return self.num_nodes > 1
 
 
+def pair_span(*, crosses_nodes: bool) -> GroupSpan:
+    """Return the span of two ranks."""
+    return GroupSpan(2, 2, 1) if crosses_nodes else GroupSpan(2, 1, 2)
+
+
 def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpan:
     """Return the span of ranks ``first, first + stride, ...`` (*size* of them).
 

@@ -9,6 +9,7 @@ from meshwright.simulator.ledger.closing import (
     tied_table,
 )
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
+from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.rank import (
     RankLedger,
     pass_entries,
@@ -34,6 +35,7 @@ __all__ = [
     "gradient_norm",
     "gradient_reductions",
     "leaves_sums",
+    "message_collectives",
     "parameter_gathers",
     "pass_entries",
     "price",

@@ -14,7 +14,7 @@ from math import prod
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, strided_span
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, pair_span, strided_span
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import BlockKind, parameter_tensors
@@ -81,7 +81,7 @@ def tied_table(
         rows = -(-rows // num_shards)  # equal shards on both ends, so that each meets its own
         width_bytes = StateBytes.of(shape.stack, shape.precision).sharded_parameter
     table_bytes = rows * shape.model.hidden_size * width_bytes
-    span = GroupSpan(2, 2, 1) if mesh.crosses_nodes(0, last) else GroupSpan(2, 1, 2)
+    span = pair_span(crosses_nodes=mesh.crosses_nodes(0, last))
     # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
     # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
     return [StepCollective(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, span)]

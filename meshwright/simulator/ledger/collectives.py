@@ -15,7 +15,8 @@ class Moment(StrEnum):
 
     In passes: ``OPERATORS`` of a block wait for what comes between them; ``GATHER`` comes before a
     part of a pass, which waits for it; ``REDUCE`` may start once a part's gradients are there, and
-    what closes the step waits for it.  The rest closes the step, one after the other: what of the
+    what closes the step waits for it; a ``MESSAGE`` follows a pass, and that of the next stage, or
+    of the one before, waits for it.  The rest closes the step, one after the other: what of the
     gradients is reduced after the last pass, sums over tensor-parallel ranks (of some stacks before
     the reductions end), a tied table between both ends of the pipeline, the norm for which all
     ranks meet; then the update, and what gathers the updated parameters before the next step.
@@ -24,6 +25,7 @@ class Moment(StrEnum):
     OPERATORS = "operators"
     GATHER = "gather"
     REDUCE = "reduce"
+    MESSAGE = "message"
     PASSES_DONE = "passes done"
     SUMS = "sums"
     TIED_TABLE = "tied table"

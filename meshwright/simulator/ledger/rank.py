@@ -9,12 +9,14 @@ from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.layout import Axis, Stage, join_stages
 from meshwright.simulator.ledger.closing import gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
+from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
     bucket_exchanges,
     gradient_reductions,
     parameter_gathers,
 )
 from meshwright.simulator.ledger.setting import StepSetting
+from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import (
     StagePart,
     bucket_parts,
@@ -22,7 +24,7 @@ from meshwright.simulator.replication import (
     sum_parameters,
     used_map_bytes,
 )
-from meshwright.simulator.schedules import NO_REFETCHES, Refetches
+from meshwright.simulator.schedules import Refetches
 
 
 class RankLedger(NamedTuple):
@@ -52,26 +54,32 @@ def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
 
 
 def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iterator[LedgerEntry]:
-    """Yield what the blocks of a pipeline rank exchange between their operators, in all passes.
+    """Yield what the passes of a pipeline rank exchange between operators, and send to others.
 
-    Their time is in that of the passes, which comes of the same walk through each block.
+    The time of the one is in that of the passes, which comes of the same walk through each block;
+    of the messages it receives as many of each size.
     """
-    span = setting.mesh.span(Axis.TP)
+    shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
+    span, sizes = mesh.span(Axis.TP), block_bytes(blocks, shape)
+    crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
-        for kind, count in stage.blocks:
-            operators = blocks.operators(setting.shape, kind)
+        part = StagePart(stage, ())
+        for kind, num_blocks in stage.blocks:
+            operators = blocks.operators(shape, kind)
             calls = tuple(
-                StepCollective(Axis.TP, each.op, each.size_bytes, span, count)
+                StepCollective(Axis.TP, each.op, each.size_bytes, span, num_blocks)
                 for each in (*operators.forward, *operators.recompute, *operators.backward)
                 if isinstance(each, Collective)
             )
-            yield LedgerEntry(
-                Moment.OPERATORS, StagePart(stage, ()), calls, setting.num_microbatches
-            )
+            yield LedgerEntry(Moment.OPERATORS, part, calls, count)
+        # A stage sends forward unless it is the last, and backward unless it is the first.
+        for size_bytes in filter(None, stage_messages(sizes, stage)):
+            calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses)
+            yield LedgerEntry(Moment.MESSAGE, part, calls, count)
 
 
 def stage_entries(
-    setting: StepSetting, stage: Stage, refetches: Refetches = NO_REFETCHES
+    setting: StepSetting, stage: Stage, refetches: Refetches
 ) -> tuple[LedgerEntry, ...]:
     """Return what replicas exchange in the passes of *stage*: all gathers, then all reductions."""
     replication, parts = setting.replication, setting.parts[stage]
@@ -82,26 +90,20 @@ def stage_entries(
     elif setting.gathers_in_pass:
         # Gathered are shards alone, and what is reduced is cut likewise.
         gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
-    wire = setting.wire
-    gathers = (
+    reduced = [(part, setting.num_reductions) for part in parts]
+    return tuple(
         LedgerEntry(
-            Moment.GATHER,
+            moment,
             part,
-            bucket_exchanges(parameter_gathers, part.buckets, wire, replication),
+            bucket_exchanges(exchange, part.buckets, setting.wire, replication),
             num_times,
         )
-        for part, num_times in gathered
-    )
-    reductions = (
-        LedgerEntry(
-            Moment.REDUCE,
-            part,
-            bucket_exchanges(gradient_reductions, part.buckets, wire, replication),
-            setting.num_reductions,
+        for moment, exchange, exchanged in (
+            (Moment.GATHER, parameter_gathers, gathered),
+            (Moment.REDUCE, gradient_reductions, reduced),
         )
-        for part in parts
+        for part, num_times in exchanged
     )
-    return (*gathers, *reductions)
 
 
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
@@ -109,14 +111,14 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
     shape, wire, replication = setting.shape, setting.wire, setting.replication
     whole = sum_parameters(shape, stages)
     closing = {
-        Moment.PASSES_DONE: []
-        if setting.parts[stages[0]]
-        else gradient_reductions(whole, wire, replication),
+        Moment.PASSES_DONE: [],
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
         Moment.NORM: [gradient_norm(setting.mesh.world_size, setting.mesh.node_size)],
         Moment.UPDATED: [],
     }
+    if not setting.parts[stages[0]]:
+        closing[Moment.PASSES_DONE] += gradient_reductions(whole, wire, replication)
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span

@@ -7,10 +7,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, Source, StackProfile
-from meshwright.simulator.blocks import BlockShape, weight_copy_bytes
+from meshwright.simulator.blocks import weight_copy_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
     RankMemory,
@@ -40,7 +40,6 @@ from meshwright.simulator.step.rank import (
     StepContext,
     VirtualStageCost,
     price_ranks,
-    rank_update,
     virtual_stage_cost,
 )
 from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
@@ -60,17 +59,13 @@ class Evidence(NamedTuple):
 class BuiltStep:
     """A step ready to simulate, with what its report needs.
 
-    ``stages``, ``virtual_stage_costs``, ``update_costs``, ``closing_costs`` (what the ledger has at
-    the end, by its moment) and ``memory`` have one entry a pipeline rank; ``host_shares`` is how
-    much of what ranks wait for on their data-parallel streams is copies from and to the host.
+    ``virtual_stage_costs``, ``update_costs``, ``closing_costs`` (what the ledger has at the end, by
+    its moment), ``memory`` and ``host_shares`` have one entry a pipeline rank; the last is how much
+    of what it waits for on its data-parallel stream is copies from and to the host.
     """
 
-    job: TrainingJob
-    plan: ParallelPlan
+    setting: StepSetting
     work: StepWork
-    mesh: Mesh
-    shape: BlockShape
-    stages: tuple[tuple[Stage, ...], ...]
     evidence: Evidence
     virtual_stage_costs: tuple[tuple[VirtualStageCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
@@ -91,20 +86,14 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     context = StepContext(setting, costs, block_bytes(costs.blocks, setting.shape), host)
     passes = {stage: virtual_stage_cost(costs, setting.shape, stage) for stage in setting.parts}
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
-    distinct = tuple(dict.fromkeys(by_rank))
-    memory = _memory(context, distinct)
-    updates = {stages: rank_update(context, stages) for stages in distinct}
+    memory = _memory(context, tuple(dict.fromkeys(by_rank)))
     ranks = price_ranks(context, passes)
     return BuiltStep(
-        job=job,
-        plan=plan,
+        setting=setting,
         work=_step_work(context, ranks),
-        mesh=setting.mesh,
-        shape=setting.shape,
-        stages=by_rank,
         evidence=_evidence(context, ranks),
         virtual_stage_costs=tuple(tuple(passes[stage] for stage in stages) for stages in by_rank),
-        update_costs=tuple(updates[stages] for stages in by_rank),
+        update_costs=tuple(rank.update for rank in ranks),
         closing_costs=tuple(rank.closing for rank in ranks),
         memory=tuple(memory[stages] for stages in by_rank),
         host_shares=tuple(

@@ -4,12 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Source
+from meshwright.hwprofiles import Source
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
-from meshwright.simulator.layout import Axis, Stage
-from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, price, rank_ledger
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.ledger import (
+    LedgerEntry,
+    Moment,
+    StepSetting,
+    message_collectives,
+    price,
+    rank_ledger,
+)
 from meshwright.simulator.memory import BlockBytes, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import buffer_copies, sum_layers, sum_parameters
@@ -42,12 +49,13 @@ class StepContext:
 
 
 class PricedRank(NamedTuple):
-    """A rank's work, and the price of what closes its step by when it comes.
+    """A rank's work, the price of its update, and of what closes its step by when it comes.
 
     ``replicas`` is what the times of its gradients' reductions rest on.
     """
 
     work: RankWork
+    update: PhaseCost
     closing: Mapping[Moment, Cost]
     replicas: Source
 
@@ -64,26 +72,12 @@ def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> Vir
 def message_between(
     costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
 ) -> Message:
-    """Return the message of one microbatch between two stages.
-
-    With scatter/gather each rank of a tensor-parallel group sends its part, which the
-    receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
-    """
-    delay_ps = 0
-    if costs.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel:
-        span = costs.tp_span(shape.tp)
-        gather = costs.collective(CollectiveOp.ALL_GATHER, size_bytes, span, Axis.TP)
-        delay_ps = gather.time_ps
-        size_bytes = -(-size_bytes // shape.tp)
-    cost = costs.message(size_bytes, crosses_nodes=crosses_nodes)
-    return Message(cost.transfer.time_ps, cost.latency.time_ps + delay_ps)
-
-
-def rank_update(context: StepContext, stages: tuple[Stage, ...]) -> PhaseCost:
-    """Return the time of the optimizer of a rank that holds *stages*, casts of weights included."""
-    parameters = sum_parameters(context.setting.shape, stages)
-    cast_bytes = step_cast_bytes(context.setting.shape, sum_layers(stages))
-    return rank_update_cost(context.host, parameters, cast_bytes)
+    """Return the message of one microbatch between two stages, gathered by the receivers."""
+    span = costs.tp_span(shape.tp)
+    sent, *gathers = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
+    cost = costs.message(sent.size_bytes, crosses_nodes=sent.span.crosses_nodes)
+    delay_ps = cost.latency.time_ps + price(costs, gathers).time_ps
+    return Message(cost.transfer.time_ps, delay_ps)
 
 
 def price_ranks(
@@ -111,18 +105,20 @@ def _priced_rank(
     first = reductions[0] if reductions else ledger.at(Moment.PASSES_DONE)
     virtual_stages = {
         stage: _virtual_stage_work(context, stage, entries, hops, passes[stage])
-        for stage, entries in zip(stages, ledger.virtual_stages, strict=True)
+        for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
-    back_ps = copy_back_ps(context.host, sum_parameters(setting.shape, stages))
+    parameters = sum_parameters(setting.shape, stages)
+    cast_bytes = step_cast_bytes(setting.shape, sum_layers(stages))
+    update = rank_update_cost(context.host, parameters, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,
         sums_ps=closing[Moment.SUMS].time_ps,
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
-        optimizer_ps=rank_update(context, stages).time_ps,
-        gather_ps=back_ps + closing[Moment.UPDATED].time_ps,
+        optimizer_ps=update.time_ps,
+        gather_ps=copy_back_ps(context.host, parameters) + closing[Moment.UPDATED].time_ps,
     )
-    return PricedRank(work, closing, price(costs, first.collectives).source)
+    return PricedRank(work, update, closing, price(costs, first.collectives).source)
 
 
 def _virtual_stage_work(

@@ -129,7 +129,7 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
     return RankPrediction(
         rank=rank,
         flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
-        collectives=_collectives(saved, pp_rank, microbatches),
+        collectives=_collectives(saved, pp_rank),
         peak_bytes=memory.peak_bytes,
         bytes_at_peak={
             ByteKind.PARAMETERS: memory.parameters_bytes,
@@ -149,9 +149,9 @@ def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
     return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
 
 
-def _collectives(saved: SavedPlan, pp_rank: int, microbatches: int) -> tuple[CollectiveCount, ...]:
+def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
     job, plan, stack = saved.job, saved.plan, saved.stack
-    sent, received = message_traffic(job, plan, stack, pp_rank, microbatches=microbatches)
+    sent, received = message_traffic(job, plan, stack, pp_rank)
     counted: Counter[tuple[str, str, int, int]] = Counter()
     calls: list[tuple[str | None, Iterable[Traffic]]] = [
         (None, rank_traffic(job, plan, stack, pp_rank)),
