@@ -1,7 +1,5 @@
 """Times of operators on one device: closed forms on an ideal device, bounds on real ones."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,7 +118,7 @@ def test_a_dim_off_the_load_width_slows_16_bit_products_alone(axis: str) -> None
     apart = ideal_device(misaligned_linear_fraction=0.5)
     ratio = gemm_cost(odd, apart, BF16).time_ps / gemm_cost(odd, fast, BF16).time_ps
     assert ratio == pytest.approx(2, rel=1e-6)
-    scores = replace(odd, is_attention=True)
+    scores = odd._replace(is_attention=True)
     assert gemm_cost(scores, apart, BF16) == gemm_cost(odd, slow, BF16)
 
 

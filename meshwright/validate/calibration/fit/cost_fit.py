@@ -168,7 +168,10 @@ def fit_gemm(rows: list[Row], device: Device, floor: LaunchFloor) -> GemmKernels
         bound = Bound(old.partial_wave_fraction, 0.0, 1.0)
         choices["partial_wave_fraction"] = Choice(bound, lambda place: place)
     if any(_shows_misalignment(row.case) for row in used):
-        choices["misaligned_fraction"] = Choice.fraction(old.misaligned_fraction, MIN_ALIGNMENT)
+        # The rows are of plain products, which a device may tell apart from those of attention.
+        of_linear = old.misaligned_linear_fraction
+        key = "misaligned_fraction" if of_linear is None else "misaligned_linear_fraction"
+        choices[key] = Choice.fraction(of_linear or old.misaligned_fraction, MIN_ALIGNMENT)
 
     def model(chosen: dict[str, float], case: BenchmarkCase) -> float:
         changed = _with(device, gemm=old.model_copy(update=chosen))

@@ -4,22 +4,26 @@ Ranks on a processor compute with the cores that also copy their messages, so th
 hidden behind anything; and the attention kernel is PyTorch's own, which was measured.
 """
 
-import json
-import re
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 
-from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack
+from meshwright.hwprofiles import (
+    MEGA,
+    Source,
+    list_stacks,
+    load_stack,
+    parse_time,
+    profile_toml,
+)
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
 from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Row, median
 
 SERIAL = {
-    "overlap_gradient_reduce": "false",
-    "overlap_parameter_gather": "false",
-    "overlap_p2p": "false",
-    "tp_overlap_fraction": "0.0",
+    "overlap_gradient_reduce": False,
+    "overlap_parameter_gather": False,
+    "overlap_p2p": False,
+    "tp_overlap_fraction": 0.0,
 }
 
 
@@ -52,32 +56,20 @@ def stack_toml(name: str, rows: Iterable[Row], source: str) -> str:
         rows: Of this machine.
         source: When and on what they were measured.
     """
-    text = (files("meshwright.hwprofiles") / "data" / "stacks" / f"{name}.toml").read_text("utf-8")
-    rows = list(rows)
+    stack, rows = load_stack(name), list(rows)
     launches_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
-    values = dict(SERIAL)
+    facts: dict[str, object] = dict(SERIAL)
     statements = [f"{', '.join(SERIAL)}: cores copy the messages of the ranks that compute on them"]
     if launches_s:
-        values["kernel_gap"] = json.dumps(f"{median(launches_s) * MEGA:.4g} us")
+        facts["kernel_gap_s"] = parse_time(f"{median(launches_s) * MEGA:.4g} us")
         statements.insert(0, f"kernel_gap: an add of one element, {Source.MEASURED} by {source}")
-    if any(row.case.group is CaseGroup.ATTENTION for row in rows) and load_stack(name).flash_kernel:
-        values["flash_kernel"] = json.dumps(FLASH_KERNEL)
+    if any(row.case.group is CaseGroup.ATTENTION for row in rows) and stack.flash_kernel:
+        facts["flash_kernel"] = FLASH_KERNEL
         statements.append(f"flash_kernel: PyTorch's own, {Source.MEASURED}")
-    statements.append(f"all else as {name}: {load_stack(name).fitted_source}")
-    for key, value in values.items():
-        text = _replaced(text, key, value)
-    head, table, fitted = text.partition("[fitted]")
-    head = _replaced(head, "title", json.dumps(f"{load_stack(name).title}, on a processor"))
-    return head + table + _replaced(fitted, "source", json.dumps("; ".join(statements)))
-
-
-def _replaced(text: str, key: str, value: str) -> str:
-    """Return *text* with another value of its first *key*.
-
-    >>> _replaced("overlap_p2p = true", "overlap_p2p", "false")
-    'overlap_p2p = false'
-    """
-    return re.sub(rf"^{key} = .*$", lambda _: f"{key} = {value}", text, count=1, flags=re.MULTILINE)
+    statements.append(f"all else as {name}: {stack.fitted_source}")
+    facts["title"] = f"{stack.title}, on a processor"
+    facts["fitted_source"] = "; ".join(statements)
+    return profile_toml(stack.model_copy(update=facts))
 
 
 def write_stacks(
