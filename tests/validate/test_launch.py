@@ -64,10 +64,14 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
 def run(spec: RunSpec) -> Run:
     """Run a stand-in on two ranks, and check that it ends long before its deadline."""
 
+    def told(what: str, done: int, total: int) -> None:
+        assert what == "rank 0"
+        assert 0 <= done < total
+
     def start(measure: str, *, ranks: int = 2, **changes: object) -> RunOutcome:
         changed = replace(spec, measure=f"launch_fakes:{measure}", **changes)
         began = time.monotonic()
-        outcome = run_local(changed, ranks)
+        outcome = run_local(changed, ranks, progress=told)
         assert time.monotonic() - began < LONG_S / 2
         return outcome
 
@@ -87,6 +91,16 @@ def test_all_ranks_measure_every_plan(run: Run, spec: RunSpec) -> None:
     assert collect_run(spec.results).measurements == outcome.measurements
     with pytest.raises(PlanError, match="holds an earlier run; name a new folder"):
         run("succeed")
+
+
+def test_phases_are_told_in_order_and_over_all_plans(spec: RunSpec) -> None:
+    told: list[tuple[str, int, int]] = []
+    plans = replace(spec, measure="launch_fakes:succeed", plans=spec.plans * 2)
+    run_local(plans, 2, progress=lambda *each: told.append(each))
+    places = [done for _, done, _ in told]
+    assert places == sorted(places)
+    assert {total for _, _, total in told} == {2 * len(spec.phases)}
+    assert places[-1] == 2 * len(spec.phases) - 1
 
 
 def test_a_killed_rank_is_named_not_its_survivor(run: Run, spec: RunSpec) -> None:

@@ -130,7 +130,9 @@ def _run(
     check_backend(saved, backend)
     check_host(saved, backend)
     with results_folder(folder) as results:
-        outcome = run_local(_run_spec(options, backend, results=results), processes)
+        spec = _run_spec(options, backend, results=results)
+        with progress_bar() as progress:
+            outcome = run_local(spec, processes, progress=progress)
         if outcome.failure is not None:
             return _fail(outcome.failure, output)
     return _finish(_compared(outcome, saved), output, folder)

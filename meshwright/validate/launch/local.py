@@ -6,19 +6,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.collect import RunOutcome, outcome, rank_state
 from meshwright.validate.launch.diagnosis import RankOutcome
 from meshwright.validate.launch.records import SPEC_NAME, rank_path, read_heartbeat
-from meshwright.validate.launch.spec import RunSpec, write_spec
+from meshwright.validate.launch.spec import RunPhase, RunSpec, write_spec
 
+Progress: TypeAlias = Callable[[str, int, int], None]
 POLL_S = 0.1
 GRACE_S = 2.0  # for the others to say what they saw, once a rank has failed
 KILL_AFTER_S = 3.0  # from the polite signal to the other one
@@ -28,7 +29,7 @@ TAIL_BYTES = 16_384
 _FOREIGN = ("TORCHELASTIC_", "SLURM_")
 
 
-def run_local(spec: RunSpec, num_ranks: int) -> RunOutcome:
+def run_local(spec: RunSpec, num_ranks: int, *, progress: Progress | None = None) -> RunOutcome:
     """Run *spec* on *num_ranks* processes of this machine; none of them outlives the call.
 
     Files are left in ``spec.results``: of each rank its phase, its output, its measurements and,
@@ -37,6 +38,7 @@ def run_local(spec: RunSpec, num_ranks: int) -> RunOutcome:
     Args:
         spec: What to run.
         num_ranks: Processes to start.
+        progress: Is told what rank 0 does, how many of its phases are done, and of how many.
 
     Raises:
         PlanError: If the folder of results holds those of another run.
@@ -49,8 +51,12 @@ def run_local(spec: RunSpec, num_ranks: int) -> RunOutcome:
         raise PlanError(f"results={spec.results} holds an earlier run; name a new folder")
     write_spec(spec, folder / SPEC_NAME)
     with _Ranks(spec, num_ranks) as ranks:
-        stopped_s = ranks.watch()
+        stopped_s = ranks.watch(progress or _tell_nobody)
     return outcome(spec, ranks.states(), stopped_s=stopped_s)
+
+
+def _tell_nobody(_what: str, _done: int, _total: int) -> None:
+    """Report nothing."""
 
 
 class _Ranks:
@@ -83,17 +89,28 @@ class _Ranks:
     ) -> None:
         self._stop()
 
-    def watch(self) -> float | None:
+    def watch(self, progress: Progress) -> float | None:
         """Wait until all ranks have ended or one has failed; return when patience ended, if so."""
         deadline = time.monotonic() + self._spec.deadline_s
         while running := self._running():
+            self._report(progress)
             if self._has_failure():
                 self._wait(GRACE_S)
                 return None
             if time.monotonic() > deadline or any(map(self._is_stalled, running)):
                 return time.time()
             time.sleep(POLL_S)
+        self._report(progress)
         return None
+
+    def _report(self, progress: Progress) -> None:
+        """Say where rank 0 is among the phases of its plan; they are counted over all plans."""
+        now, phases = read_heartbeat(self._spec.results, 0), self._spec.phases
+        if now is not None and now.phase in phases:
+            last = len(self._spec.plans) - 1
+            plan = last if now.phase == RunPhase.DONE else now.plan or 0
+            done = phases.index(now.phase) + len(phases) * plan
+            progress("rank 0", done, len(phases) * (last + 1))
 
     def states(self) -> list[RankOutcome]:
         """Return what is known of each rank, once all have ended."""

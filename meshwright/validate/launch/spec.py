@@ -68,6 +68,13 @@ class RunSpec:
         return self.step_timeout_s if phase.startswith("step ") else self.init_timeout_s
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """What a rank does for one plan, in order."""
+        steps = (RunPhase.step(number) for number in range(self.num_steps))
+        before = (RunPhase.INIT, RunPhase.BUILD, RunPhase.WARM_UP)
+        return (*before, *steps, RunPhase.REPORT, RunPhase.DONE)
+
+    @property
     def deadline_s(self) -> float:
         """Seconds after which a run that obeys its limits has ended.
 
