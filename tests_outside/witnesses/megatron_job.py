@@ -184,7 +184,7 @@ class MegatronJob:
         gpt = GPTModel(
             self._config,
             block_spec(self._config, stage),
-            vocab_size=padded_vocab_size(model, plan.tp),
+            vocab_size=padded_vocab_size(model, plan.tp, self._saved.stack.vocabulary_multiple),
             max_sequence_length=model.max_positions
             if model.positions == "learned"
             else job.seq_len,
