@@ -227,20 +227,22 @@ def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlock
     return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
 
 
+RECOMPUTE = {
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"recompute_granularity": "selective"},
+    Recompute.FULL: {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
 def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfig:
     """Return Megatron-Core's configuration of a plan."""
     model = job.transformer
     is_bf16 = job.precision is Precision.BF16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    recompute = {
-        Recompute.NONE: {},
-        Recompute.SELECTIVE: {"recompute_granularity": "selective"},
-        Recompute.FULL: {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    }[plan.recompute]
     dropout = 0.1 if model.dropout else 0.0
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -270,5 +272,5 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         overlap_p2p_comm=plan.num_virtual_stages > 1,
         batch_p2p_comm=plan.num_virtual_stages == 1,
         deallocate_pipeline_outputs=True,
-        **recompute,
+        **RECOMPUTE[plan.recompute],
     )
