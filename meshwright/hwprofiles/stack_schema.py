@@ -52,6 +52,17 @@ class Fp8Recipe(Profile):
     tp_gathers_fp8: Flag = False
     source: Text
 
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        is_kept = self.weight_copy_bytes > 0 and self.weight_casts is WeightCast.STEP
+        if self.holds_parameters and not is_kept:
+            raise ProfileError(
+                "holds_parameters: does not go with weight_copy_bytes "
+                f"{self.weight_copy_bytes} and weight_casts {self.weight_casts}; "
+                f"allowed: with copies of at least 1 byte, cast once a {WeightCast.STEP}"
+            )
+        return self
+
 
 class StackProfile(StackTraits):
     """Dated facts about one software stack.

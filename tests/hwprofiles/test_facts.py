@@ -9,7 +9,6 @@ from meshwright.hwprofiles import (
     LossKernel,
     ProfileError,
     StackProfile,
-    WeightCast,
     changed_facts,
     list_clusters,
     list_stacks,
@@ -54,7 +53,7 @@ def test_a_fact_of_each_kind_changes() -> None:
     cluster, stack = changed(
         "loss=in-place",
         "fitted.kernel_gap=2 us",
-        "fp8.weight_casts=forward",
+        "fp8.weight_copy_bytes=1",
         'precisions=["bf16", "fp8"]',
         "devices_per_node=4",
         'device.memory_capacity="96 GiB"',
@@ -65,7 +64,7 @@ def test_a_fact_of_each_kind_changes() -> None:
     assert stack.loss is LossKernel.IN_PLACE
     assert stack.kernel_gap_s == 2e-6
     assert stack.fp8 is not None
-    assert stack.fp8.weight_casts is WeightCast.FORWARD
+    assert stack.fp8.weight_copy_bytes == 1
     assert [str(each) for each in stack.precisions] == ["bf16", "fp8"]
     assert cluster.devices_per_node == 4
     assert cluster.device.memory_capacity_bytes == 96 * 2**30
@@ -92,6 +91,8 @@ def test_a_fact_of_each_kind_changes() -> None:
         ("inter_node.bandwidth=50 GB/s", "does not say its direction"),
         ("device.num_sms.x=1", "unknown key 'x'"),
         ("device=h100-sxm5-80gb", "device=h100-sxm5-80gb"),
+        ("fp8.weight_copy_bytes=0", "with copies of at least 1 byte"),
+        ("fp8.weight_casts=forward", "holds_parameters: does not go with"),
     ],
 )
 def test_what_cannot_be_set_is_refused(change: str, words: str) -> None:
