@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         load_cluster,
         load_stack,
     )
-    from meshwright.planner import SearchResult, SpaceLimits
+    from meshwright.planner import Change, SearchResult, SpaceLimits, cheapest_changes
     from meshwright.planner.options import OptionGroup
     from meshwright.planner.search import search
     from meshwright.simulator import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "Change",
     "Cluster",
     "ModelSpec",
     "ParallelPlan",
@@ -60,6 +61,7 @@ __all__ = [
     "StageSplit",
     "StepResult",
     "TrainingJob",
+    "cheapest_changes",
     "list_clusters",
     "list_models",
     "list_stacks",

@@ -132,6 +132,13 @@ MISTAKES = {
     "sequence": ([*STEP, "--seq-len", "2048"], ["seq_len=2048", "1024"]),
     "memory without unit": ([*STEP, "--memory-limit", "72"], ["--memory-limit", "'72'", "GiB"]),
     "memory unit": ([*STEP, "--memory-limit", "72 GB/s"], ["'GB/s'", "GiB"]),
+    **{
+        f"memory that a device of {command[0]} lacks": (
+            [*command, "--memory-limit", "200 GiB"],
+            ["memory_limit=200 GiB", "a100-sxm4-80gb", "at most 80 GiB"],
+        )
+        for command in (STEP, SEARCH)
+    },
     "no memory": ([*STEP, "--memory-limit", "0 GiB"], ["--memory-limit", "more than 0"]),
     "tokens": ([*STEP, "--tokens", "nan"], ["--tokens", "'nan'"]),
     "endless tokens": ([*STEP, "--tokens", "1e999"], ["--tokens inf", "1e+18"]),

@@ -37,6 +37,10 @@ TAKES_TORCH = {"agreement plans", "slurm script", "torchrun script"}
 LARGE = {"gpt3 on 3072": (3024,)}
 EXAMPLES_NOT_RUN = {
     "# train.py": "the script of a session, which runs it",
+    **dict.fromkeys(
+        ("# trainer.py", "# accelerated.py", "# pretrain.py", "# assets.py"),
+        "of a training framework; tests_outside/test_count.py",
+    ),
     "from meshwright.validate import format_comparisons": "the tables of its page, made once",
     "from pathlib import Path": "reads what a search left or a cluster sent; test_launch does that",
 }

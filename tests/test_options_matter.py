@@ -73,6 +73,15 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "stages": ["--stages", "balanced"],
     "memory_limit": ["--memory-limit", "40 GiB"],
     "set": ["--set", "sequence_parallel=false", "--set", "device.num_sms=100"],
+    "gradient_precision": ["--gradient-precision", "fp32"],
+}
+# Of switches that another stack has.
+SWITCHED = ["search", *BASE, "--stack", "torchtitan", "--max-tp", "1", "--max-pp", "1"]
+SWITCH_CHANGES: dict[str, list[str]] = {
+    "dp_shard": ["--dp-shard", "4"],
+    "reshard_after_forward": ["--reshard-after-forward"],
+    "reduce_precision": ["--reduce-precision", "fp32"],
+    "sync_each_microbatch": ["--no-sync-each-microbatch"],
 }
 # An option of validate: the other words of two commands, which must not come to the same.
 EMIT = ["--emit", "slurm", "--out", "OUT"]
@@ -115,9 +124,12 @@ def test_an_option_of_simulate_changes_the_result(option: str, tmp_path: Path) -
     assert differing - {"plan", "job", "cluster", "stack", "model", "num_gpus"}
 
 
-@pytest.mark.parametrize("option", SEARCH_CHANGES)
+@pytest.mark.parametrize("option", [*SEARCH_CHANGES, *SWITCH_CHANGES])
 def test_an_option_of_search_changes_the_result(option: str, tmp_path: Path) -> None:
-    before, after = outcome(SEARCH, tmp_path), outcome([*SEARCH, *SEARCH_CHANGES[option]], tmp_path)
+    command, words = SEARCH, SEARCH_CHANGES.get(option, [])
+    if option in SWITCH_CHANGES:
+        command, words = SWITCHED, SWITCH_CHANGES[option]
+    before, after = outcome(command, tmp_path), outcome([*command, *words], tmp_path)
     assert isinstance(before, dict)
     assert isinstance(after, dict)
     assert before != after
@@ -163,7 +175,8 @@ def test_every_option_is_walked() -> None:
     assert names | {each.name for group in groups for each in group.options} == set(STEP_CHANGES)
     others = (options.OutputOptions, options.FileOptions)
     assert {each.name for record in others for each in fields(record)} == DESTINATIONS
-    assert {each.name for each in options.LIMITS.options} | {"top"} <= set(SEARCH_CHANGES)
+    searched = {each.name for each in options.LIMITS.options} | {"top"}
+    assert searched <= {*SEARCH_CHANGES, *SWITCH_CHANGES}
 
 
 @pytest.mark.parametrize(

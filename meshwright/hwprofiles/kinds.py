@@ -75,6 +75,18 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Kernels(StrEnum):
+    """How element-wise work runs: operator by operator, compiled around products, or by hand.
+
+    `EAGER` keeps what each of PyTorch's operators keeps and holds what each makes, `COMPILED` keeps
+    what the partitioner of torch.compile chooses, `FUSED` what kernels of a library keep.
+    """
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+    FUSED = "fused"
+
+
 class LossKernel(StrEnum):
     """How logits become a loss.
 
@@ -129,6 +141,19 @@ class PipelineRuntime(StrEnum):
     PUBLISHED = "published"
     MEGATRON_CORE = "megatron-core"
     PYTORCH = "pytorch"
+
+
+class Units(StrEnum):
+    """What sharded weights are gathered with; each layer is a unit in any case.
+
+    `LAYERS` has embedding and head in the units of the outer layers.  `ROOT` has both in one that
+    stays gathered from forward to backward.  `ENDS` has the table in one of its own, final norm and
+    head in one that stays; with them a tied table, and what else there is stays, too.
+    """
+
+    LAYERS = "layers"
+    ROOT = "root"
+    ENDS = "ends"
 
 
 class WeightCast(StrEnum):

@@ -24,6 +24,7 @@ from meshwright.hwprofiles.base import (
 )
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
+from meshwright.hwprofiles.units import format_bytes
 
 
 class Fp8Kernels(Profile):
@@ -94,8 +95,29 @@ class ConvolutionKernels(Profile):
     source: Text
 
 
+class DeviceOverheads(Profile):
+    """What of a device's memory is no tensor of a program.
+
+    Args:
+        usable_bytes: What processes can have of the capacity (`cudaMemGetInfo`).
+        communicator_bytes: Buffers of one communicator between ranks (NCCL).
+        product_workspace_bytes: What a host thread's matrix products work in (cuBLAS).
+        engine_workspace_bytes: The same of Transformer Engine's, once.
+    """
+
+    usable_bytes: ByteCount = Field(alias="usable")
+    communicator_bytes: ByteCount = Field(alias="communicator")
+    product_workspace_bytes: ByteCount = Field(alias="product_workspace")
+    engine_workspace_bytes: ByteCount = Field(alias="engine_workspace")
+    kind: Source
+    source: Text
+
+
 class Device(Profile):
-    """One accelerator: capacity, peaks, and how near its kernels come to them."""
+    """One accelerator: capacity, peaks, and how near its kernels come to them.
+
+    Without ``overheads`` a program can have the whole capacity, and all of it for its tensors.
+    """
 
     name: Name
     title: Text
@@ -107,7 +129,22 @@ class Device(Profile):
     memory: MemoryKernels
     flash: dict[Name, FlashKernels]
     convolution: ConvolutionKernels | None = None
+    overheads: DeviceOverheads | None = None
     source: Text
+
+    @property
+    def usable_bytes(self) -> int:
+        """What processes can have of the capacity."""
+        return self.overheads.usable_bytes if self.overheads else self.memory_capacity_bytes
+
+    @model_validator(mode="after")
+    def _check_usable(self) -> Self:
+        if self.usable_bytes > self.memory_capacity_bytes:
+            raise ProfileError(
+                f"overheads.usable: {format_bytes(self.usable_bytes)} is more than memory_capacity "
+                f"{format_bytes(self.memory_capacity_bytes)}; allowed: at most that"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:

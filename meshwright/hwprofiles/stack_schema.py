@@ -84,6 +84,10 @@ class StackProfile(StackTraits):
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
 
+    ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
+    ``allocator_fraction`` is what the allocator holds beyond live tensors, as a part of these;
+    ``memory_source`` says where the two come from.
+
     A gradient bucket holds ``gradient_bucket_parameters``, or where more,
     ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
 
@@ -156,7 +160,7 @@ class StackProfile(StackTraits):
 
     context_bytes: ByteCount = Field(alias="context")
     allocator_fraction: Fraction
-    safety_fraction: Fraction
+    memory_source: Text
 
     fp8: Fp8Recipe | None = None
 

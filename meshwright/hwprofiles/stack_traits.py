@@ -1,12 +1,17 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
 from meshwright.hwprofiles.base import Count, Flag, Profile
+from meshwright.hwprofiles.kinds import Kernels, Units
 
 
 class StackTraits(Profile):
     """Habits of a stack's programs.
 
     Args:
+        kernels: How element-wise work of layers runs.
+        transformers_layers: Eager layers are those of Hugging Face's transformers, which write
+            RMS norm and GELU in PyTorch's operators; else those of torchtitan, or with fused_qkv of
+            Megatron-Core's local spec.
         fused_qkv: Queries, keys and values are one product, as are a gated MLP's two inputs.
         keeps_gathered_inputs: Sequence parallelism keeps the gathered input of a column layer for
             backward, where others gather it again.
@@ -17,29 +22,49 @@ class StackTraits(Profile):
         recompute_stops_early: Recomputation ends when the last kept tensor is there.
         autocast: 16-bit training casts fp32 weights in every pass and keeps the residual stream
             in fp32.
+        casts_shards_alone: Weights are cast when shards are gathered, so that one data-parallel
+            rank beside others on other axes computes in fp32.
         keeps_stage_outputs: A pipeline stage holds its output until the backward pass of the
             microbatch, and a buffer for each message of a step.
-        root_unit: Sharded embedding and head form a unit of their own that stays gathered from
-            forward to backward (FSDP's root).
+        units: What sharded embedding and head are gathered with.
+        keeps_last_layer: Without a pipeline the last layer stays gathered from its forward pass to
+            its backward, which follows soon.
         reshards_in_pipelines: Sharded units are freed after a forward pass also in a pipeline.
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
+        norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
+            holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
+        sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
         vocabulary_multiple: The vocabulary is padded so that a tensor-parallel rank's rows are a
             multiple of this; 1 pads nothing.
+        transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
+            that do not lie as it knows are copied, and its products have a workspace of their own.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
 
+    kernels: Kernels = Kernels.FUSED
+    transformers_layers: Flag = False
     fused_qkv: Flag = True
     keeps_gathered_inputs: Flag = False
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
     recompute_stops_early: Flag = False
     autocast: Flag = False
+    casts_shards_alone: Flag = False
     keeps_stage_outputs: Flag = False
-    root_unit: Flag = False
+    units: Units = Units.LAYERS
+    keeps_last_layer: Flag = False
     reshards_in_pipelines: Flag = True
     copies_units: Flag = False
+    norm_by_axis: Flag = False
+    sums_tokens: Flag = False
     whole_table_gradient: Flag = False
     vocabulary_multiple: Count = 1
+    transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether states are sharded as FSDP does, in units whose memory is followed one by one."""
+        return self.units is not Units.LAYERS

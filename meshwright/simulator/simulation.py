@@ -25,11 +25,10 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.memory import (
     MemoryEvent,
-    device_bytes,
+    Overheads,
     fullest_moments,
     memory_peak,
     memory_timeline,
-    reserved_bytes,
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
@@ -56,7 +55,7 @@ def simulate(
         plan: How it is laid out.
         cluster: On what.
         stack: With what software.
-        memory_limit_bytes: What a device may use; by default its capacity less a margin.
+        memory_limit_bytes: What a device may use; by default all that processes can have.
         costs: A cost model for this cluster, stack and world size to share between plans.
 
     Raises:
@@ -131,10 +130,11 @@ def _memory(
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
         peak_bytes=worst.peak_bytes,
-        reserved_bytes=reserved_bytes(worst.peak_bytes, costs.stack),
-        device_bytes=device_bytes(worst.peak_bytes, costs.stack),
+        overheads=Overheads.of_plan(
+            built.setting.job, built.setting.plan, costs.cluster, costs.stack
+        ),
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
-        usable_bytes=usable_bytes(costs.cluster, costs.stack, memory_limit_bytes),
+        usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
         worst_rank=built.setting.mesh.rank({Axis.PP: worst.stage}),
         by_stage=stages,
         host_bytes=node_host_bytes(

@@ -25,6 +25,7 @@ NAMED_FILE = re.compile(r"# (?P<name>[\w.-]+\.(toml|py))\n")
 NOT_RUN = {
     "bash scripts/*": "installs the project anew; the gate is one of them",
     ".venv-outside/bin/python *": "needs training frameworks; scripts/test-outside has them",
+    "meshwright count --rank *": "needs training frameworks; scripts/test-outside has them",
     "sbatch *": "needs Slurm",
     "python -m pytest tests/validate/test_on_gpu.py *": "needs a GPU",
     "python -m meshwright.validate.gpu_check *": "needs a GPU",

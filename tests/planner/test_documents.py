@@ -77,6 +77,7 @@ def test_search_document_sorts_reasons(found: SearchResult) -> None:
 
 def test_search_document_holds_every_plan_and_frontier_point(found: SearchResult) -> None:
     document = json.loads(json_text(search_document(found, Budget(tokens=1e9))))
+    assert [len(plan.pop("like")) for plan in document["plans"]] == list(map(len, found.like))
     assert document["plans"] == [
         json.loads(json_text(step_document(plan, Budget(tokens=1e9)))) for plan in found.plans
     ]
@@ -153,8 +154,10 @@ def test_plan_file_finds_files_beside_it(step: StepResult, tmp_path: Path) -> No
 
 
 def test_plans_table_has_a_row_a_plan(found: SearchResult) -> None:
-    table = rows(plans_csv(found.plans, Budget(tokens=1e9, price_usd_per_gpu_hour=2.0)))
+    budget = Budget(tokens=1e9, price_usd_per_gpu_hour=2.0)
+    table = rows(plans_csv(found.plans, budget, found.like))
     assert [row["plan"] for row in table] == ["1", "2", "3"]
+    assert [int(row["like"]) for row in table] == list(map(len, found.like))
     for row, plan in zip(table, found.plans, strict=True):
         assert float(row["step_time_s"]) == plan.step_time_s
         assert int(row["tp"]) == plan.plan.tp

@@ -27,7 +27,6 @@ from meshwright.simulator import (
 from meshwright.simulator.account import message_traffic
 from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable
 from meshwright.simulator.layout import rank_stages, stack_refusal
-from meshwright.simulator.memory.rank import device_bytes
 from meshwright.simulator.model import BlockRun, ParameterTensor
 from meshwright.simulator.model.parameters import LAYER_TENSORS
 
@@ -185,10 +184,8 @@ def test_a_search_over_stages_that_differ_is_exact(stack_name: str, num_gpus: in
     table, costs = ShapeTable.of(space), CostModel(CLUSTER, stack, num_gpus)
     runs = [i for i in range(len(space)) if stack_refusal(job, space.plan(i), stack) is None]
     results = {i: simulate(job, space.plan(i), CLUSTER, stack, costs=costs) for i in runs}
-    needs = device_bytes_column(peak_bytes(space, table, costs.blocks), stack)
-    assert [int(needs[i]) for i in runs] == [
-        device_bytes(results[i].memory.peak_bytes, stack) for i in runs
-    ]
+    needs = device_bytes_column(space, CLUSTER, peak_bytes(space, table, costs.blocks))
+    assert [int(needs[i]) for i in runs] == [results[i].memory.device_bytes for i in runs]
     bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runs, np.int64)).tolist()
     gaps = sorted(results[i].step_ps / bound - 1 for i, bound in zip(runs, bounds, strict=True))
     assert gaps[0] >= 0

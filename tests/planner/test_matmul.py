@@ -21,7 +21,6 @@ from meshwright.planner.matmul.study import (
     MatmulStudy,
     ProductRow,
     Refusal,
-    default_precision,
     parse_matrices,
     study_matmul,
 )
@@ -29,6 +28,7 @@ from meshwright.planner.plots import save_figure
 from meshwright.simulator.blocks.operators import Gemm
 from meshwright.simulator.costs.collectives import p2p_cost
 from meshwright.simulator.costs.compute import gemm_cost
+from meshwright.simulator.layout import default_precision
 from meshwright.simulator.matmul.signatures import Shape
 
 Document = dict[str, Any]
@@ -356,8 +356,8 @@ def test_a_cluster_with_too_few_devices_is_refused() -> None:
 
 
 def test_the_default_precision_is_one_the_device_has() -> None:
-    assert default_precision(dgx()) is Precision.BF16
-    assert default_precision(load_cluster("dgx-1v")) is Precision.FP16
+    assert default_precision(dgx().device) is Precision.BF16
+    assert default_precision(load_cluster("dgx-1v").device) is Precision.FP16
 
 
 def test_shapes_are_read_in_order() -> None:

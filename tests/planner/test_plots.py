@@ -26,6 +26,7 @@ from meshwright.planner.plots import (
 )
 from meshwright.planner.plots.timeline import Window, column_shares, timeline_layers
 from meshwright.planner.search.result import FrontierPoint, SearchResult, SimulatedPlan
+from meshwright.planner.search.varied import Varied
 from meshwright.simulator import (
     Category,
     ParallelPlan,
@@ -35,7 +36,6 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
-from meshwright.simulator.memory.rank import device_bytes
 
 
 @cache
@@ -105,7 +105,9 @@ def search_result() -> SearchResult:
         optimal=True,
         bound_gap_fraction=0.0,
         rejections={},
+        varied=Varied((), ()),
         plans=(first,),
+        like=((),),
         evaluated=tuple(evaluated),
         frontier=frontier,
         nearest=None,
@@ -115,7 +117,7 @@ def search_result() -> SearchResult:
 def nothing_fits() -> SearchResult:
     found = search_result()
     evaluated = tuple(replace(each, fits=False) for each in found.evaluated)
-    return replace(found, plans=(), frontier=(), evaluated=evaluated, optimal=False)
+    return replace(found, plans=(), like=(), frontier=(), evaluated=evaluated, optimal=False)
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -196,7 +198,7 @@ def test_stacked_stage_heights_are_the_peak_and_the_device_bytes() -> None:
     for stage in result.memory.by_stage:
         heights = [parts.patches[stage.stage].get_height() * GIBI for parts in stacks]
         assert sum(heights[:5]) == pytest.approx(stage.peak_bytes)
-        assert sum(heights) == pytest.approx(device_bytes(stage.peak_bytes, result.stack))
+        assert sum(heights) == pytest.approx(result.memory.overheads.device_bytes(stage.peak_bytes))
         assert heights[0] == pytest.approx(stage.parameters_bytes)
         assert heights[3] == pytest.approx(stage.activations_bytes)
 

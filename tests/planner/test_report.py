@@ -134,7 +134,7 @@ def test_frontier_is_shown_in_short_with_both_ends(found: SearchResult) -> None:
     text = text_of(search_report(replace(found, frontier=points)), 130)
     lines = text.splitlines()
     start = next(index for index, line in enumerate(lines) if "memory against time" in line)
-    shown = [line.split() for line in lines[start + 2 : start + 2 + MAX_FRONTIER_LINES]]
+    shown = [line.split() for line in lines[start + 3 : start + 3 + MAX_FRONTIER_LINES]]
     assert shown[0][:2] == ["1.0", "99"]
     assert shown[0][-1] == "yes"
     assert shown[-1][:2] == ["40.0", "60"]
@@ -160,3 +160,12 @@ def test_facts_of_a_model_a_stack_and_a_schedule() -> None:
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(PlanError, match="nearest: gpt2"):
         models_table("gtp2")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_cuts_nothing_off(found: SearchResult, width: int) -> None:
+    for report in (search_report(found), step_report(found.plans[0])):
+        text = text_of(report, width)
+        assert "\u2026" not in text
+        assert max(map(len, text.splitlines())) <= width
+    assert "bubble" in text_of(search_report(found), 130)

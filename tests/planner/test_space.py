@@ -6,15 +6,31 @@ from itertools import product
 import numpy as np
 import pytest
 
-from meshwright.hwprofiles import GIBI, Recompute, StackProfile, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    GIBI,
+    Attention,
+    Recompute,
+    StackProfile,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
 from meshwright.planner import SpaceLimits, enumerate_space
+from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
 # One block of choices each: the others are products of what divides.
-NARROW = SpaceLimits(recompute=(Recompute.NONE,), sequence_parallel=(False,), zero_stage=(1,))
+NARROW = SpaceLimits(
+    recompute=(Recompute.NONE,),
+    sequence_parallel=(False,),
+    zero_stage=(1,),
+    attention=(Attention.FLASH,),
+    stages=(StageSplit.EVEN,),
+    **dict.fromkeys(SWITCHES, (None,)),
+)
 
 
 def model_of(num_layers: int = 6, num_kv_heads: int = 12) -> ModelSpec:
@@ -75,7 +91,9 @@ def by_loops(
             if (batch // dp) % size:
                 continue
             plain, interleaves = TAKEN[stack](pp, batch // dp // size)
-            if vpp == 1:
+            if pp == 1:  # without a pipeline the schedules are one
+                found.add((tp, pp, dp, vpp, size, 1))
+            elif vpp == 1:
                 found |= {(tp, pp, dp, vpp, size, named) for named in plain}
             elif interleaves:
                 found.add((tp, pp, dp, vpp, size, 2))

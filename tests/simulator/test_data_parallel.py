@@ -14,9 +14,10 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.layout.mesh import Axis, GroupSpan
+from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.ledger import (
+    StepCollective,
     gradient_norm,
     gradient_reductions,
     parameter_gathers,
@@ -116,12 +117,32 @@ def test_fp32_reduces_gathers_and_updates_fp32() -> None:
     assert wire == WireBytes(reduce_bytes=4, gather_bytes=4, update_traffic_bytes=28)
 
 
+def norm_of(stack: StackProfile, plan: ParallelPlan, mesh: Mesh) -> list[StepCollective]:
+    job = TrainingJob(model=load_model("llama2-7b"), global_batch_size=plan.dp, seq_len=64)
+    stages = (Stage((BlockRun("layer", 3),), has_embedding=True, has_head=False),)
+    shards = mesh.span_of(mesh.stride(Axis.DP), plan.num_shards)
+    return gradient_norm(BlockShape.of(job, plan, stack), stages, mesh, shards)
+
+
 def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
     for world_size, span in ((1, None), (8, GroupSpan(8, 1, 8)), (12, GroupSpan(12, 2, 4))):
         costs = cost_model(world_size=world_size)
-        norm = gradient_norm(world_size, costs.cluster.devices_per_node)
+        plan = ParallelPlan(dp=world_size, stages=(32,))
+        norm = norm_of(CORE, plan, Mesh.of(plan, costs.cluster.devices_per_node))
         if span is None:
-            assert price(costs, [norm]).time_ps == 0
+            assert price(costs, norm).time_ps == 0
         else:
             same = costs.collective(CollectiveOp.ALL_REDUCE, 4, span, Axis.DP)
-            assert price(costs, [norm]) == same
+            assert price(costs, norm) == same
+
+
+def test_dtensor_sums_a_norm_a_weight_over_one_axis_after_the_other() -> None:
+    """Three layers of Llama with nine weights each, and the table; then the tokens, 8 bytes."""
+    plan = ParallelPlan(tp=2, dp=12, dp_shard=4, pp=4, zero_stage=3, stages=(8,) * 4)
+    norm = norm_of(load_stack("torchtitan"), plan, Mesh.of(plan, 8))
+    assert [(each.axis, each.size_bytes, each.span.num_ranks) for each in norm] == [
+        (Axis.DP, 4 * 28, 4),
+        (Axis.TP, 4 * 28, 2),
+        (Axis.PP, 4, 4),
+        (Axis.DP, 8, 12),
+    ]

@@ -57,9 +57,13 @@ def test_the_engine_runs_each_collective_as_often_and_as_long_as_the_ledger_says
     simulate(job, plan, DGX, stack)  # refuses what can never run
     work = replace(build_step(job, plan, costs).work, shared_port=False)  # nothing pauses
     setting = StepSetting.of(job, plan, stack, DGX.devices_per_node)
+    # All ranks wait for the one that sums the most norms.
+    sums = [rank_ledger(setting, rank).at(Moment.NORM).collectives for rank in range(plan.pp)]
+    norm_ps = max(price(costs, each).time_ps for each in sums)
     for pp_rank, rank in enumerate(simulate_folded(work).ranks):
         ledger = rank_ledger(setting, pp_rank)
         prices = {entry.moment: price(costs, entry.collectives).time_ps for entry in ledger.closing}
+        prices[Moment.NORM] = norm_ps
         calls, times = Counter[SpanKind](), Counter[SpanKind]()
         for entries in ledger.virtual_stages:
             for entry in entries:

@@ -17,20 +17,23 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
-from meshwright.simulator.memory import block_bytes
+from meshwright.simulator.memory import (
+    Overheads,
+    block_bytes,
+    num_communicators,
+    usable_bytes,
+    workspace_bytes,
+)
 from meshwright.simulator.memory.rank import (
     PassPeak,
     RankMemory,
     Shards,
     StateBytes,
     VirtualStageMemory,
-    device_bytes,
     rank_memory,
-    reserved_bytes,
     sharded_workspace_bytes,
-    usable_bytes,
     virtual_stage_memory,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
@@ -305,6 +308,23 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
     assert ends.backward_workspace_bytes == max(layer.backward - head.saved, head.backward)
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "positions", "messages"),
+    [(4, "learned", 1), (16, "learned", 0), (4, "rotary", 0)],
+)
+def test_transformer_engine_copies_keys_and_values_of_fewer_heads(
+    num_kv_heads: int, positions: str, messages: int
+) -> None:
+    # Copies let the product of queries, keys and values go, of which the queries are one already.
+    model = gpt().model_copy(update={"num_kv_heads": num_kv_heads, "positions": positions})
+    views = FUSED.model_copy(update={"transformer_engine": False})
+    saved = [
+        TABLE.memory(block_shape(model, attention=Attention.FLASH, stack=stack), "layer").saved
+        for stack in (views, FUSED)
+    ]
+    assert saved[0] - saved[1] == messages * 2 * 1024 * model.hidden_size
+
+
 @pytest.mark.parametrize("kind", ["embedding", "head"])
 def test_an_end_of_the_model_without_layers_needs_no_workspace_of_a_layer(kind: str) -> None:
     shape = block_shape(gpt(), recompute=Recompute.FULL)
@@ -464,14 +484,49 @@ def test_passes_gather_a_unit_and_the_next_and_make_one_whole_gradient() -> None
     assert sharded_workspace_bytes(units, state, Shards(1, 1, 8)) == (0, 0)
 
 
-def test_a_device_shows_the_allocators_rounding_and_the_context() -> None:
-    stack = STACK.model_copy(update={"allocator_fraction": 0.25, "context_bytes": 17})
-    assert reserved_bytes(1000, stack) == 1250
-    assert device_bytes(1000, stack) == 1267
-    cluster = load_cluster("dgx-a100")
-    capacity = 80 * 1024**3
-    assert usable_bytes(cluster, stack, None) == int(capacity * (1 - stack.safety_fraction))
-    assert usable_bytes(cluster, stack, 123) == 123
+def test_a_device_holds_workspaces_context_and_communicators_beside_tensors() -> None:
+    facts = {"allocator_fraction": 0.25, "context_bytes": 17, "transformer_engine": False}
+    stack, cluster = STACK.model_copy(update=facts), load_cluster("dgx-a100")
+    workspace = (
+        2 * (2 * 4096 + 8 * 16) * 1024
+    )  # of two threads, each PyTorch's default before Hopper
+    overheads = Overheads.of(cluster.device, stack, 3)
+    assert overheads == (workspace, 0.25, 17 + 3 * 688 * 1024**2)
+    assert overheads.reserved_bytes(1000) == (1000 + workspace) * 5 // 4
+    assert overheads.device_bytes(1000) == (1000 + workspace) * 5 // 4 + overheads.outside_bytes
+    engine = stack.model_copy(update={"transformer_engine": True})
+    assert workspace_bytes(cluster.device, engine) == workspace + 4 * 1024**2
+    assert usable_bytes(cluster, None) == cluster.device.usable_bytes < 80 * 1024**3
+    assert usable_bytes(cluster, 123) == 123
+
+
+def test_a_device_whose_file_says_nothing_of_it_is_all_for_tensors() -> None:
+    cluster = load_cluster("localhost-cpu")
+    assert Overheads.of(cluster.device, STACK, 3) == (
+        0,
+        STACK.allocator_fraction,
+        STACK.context_bytes,
+    )
+    assert usable_bytes(cluster, None) == cluster.device.memory_capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("degrees", "tied", "expected"),
+    [
+        ((1, 1, 1), True, 0),
+        ((8, 1, 1), True, 1),
+        ((1, 64, 1), False, 1),
+        ((8, 4, 1), True, 3),  # and one for all ranks
+        ((1, 1, 2), True, 2),  # and one between the ends that share a table
+        ((8, 4, 12), True, 5),
+        ((8, 4, 12), False, 4),
+    ],
+)
+def test_a_rank_is_in_a_communicator_for_each_group(
+    degrees: tuple[int, ...], expected: int, *, tied: bool
+) -> None:
+    tp, dp, pp = degrees
+    assert num_communicators({Axis.TP: tp, Axis.DP: dp, Axis.PP: pp}, is_tied=tied) == expected
 
 
 def test_sums_of_gradients_leave_with_the_last_backward() -> None:

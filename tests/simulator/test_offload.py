@@ -16,6 +16,7 @@ from meshwright.hwprofiles import (
     Precision,
     Recompute,
     StackProfile,
+    Units,
     load_cluster,
     load_stack,
 )
@@ -197,7 +198,7 @@ def test_bytes_over_the_host_link(dp: int, microbatches: int) -> None:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     """Every copy and collective in series with computation: the step is their sum."""
-    stack = TITAN.model_copy(update={"prefetches_units": False})
+    stack = TITAN.model_copy(update={"prefetches_units": False, "units": Units.ROOT})
     costs = CostModel(DGX, stack, 8)
     batch = 8 * microbatches
     plain = run(Offload.NONE, stack=stack, zero_stage=3, batch=batch)

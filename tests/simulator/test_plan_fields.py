@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from meshwright.hwprofiles import Recompute, load_stack
+from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.options import LAYOUT, REPLICATION
 from meshwright.planner.reports import plan_fields
@@ -39,10 +39,11 @@ def test_every_axis_has_a_field_and_one_takes_the_rest() -> None:
 
 @pytest.mark.parametrize("field", SEARCHED_FIELDS, ids=lambda field: field.name)
 def test_a_column_gives_back_the_values_of_its_field(field: PlanField) -> None:
-    for code, value in enumerate(field.choices or range(1, 9)):
+    values = [*([None] if field.is_optional else []), *(field.choices or range(1, 9))]
+    for code, value in enumerate(values):
         number = field.code(value)
         assert field.value(number) == value
-        assert number == (code if field.choices else value)
+        assert number == (code if field.choices or value is None else value)
 
 
 @pytest.mark.parametrize("name", ["megatron-lm-2021", "ddp", "torchtitan", "deepspeed"])
@@ -51,7 +52,7 @@ def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) ->
     limits = SpaceLimits(recompute=tuple(Recompute), max_microbatch_size=2, max_virtual_stages=2)
     space = enumerate_space(JOB, stack, 8, limits)
     lacking = np.zeros(len(space), np.bool_)
-    for gap in stack_gaps(stack):
+    for gap in stack_gaps(stack, stack.precisions[0]):
         if gap.field in {each.name for each in SEARCHED_FIELDS}:
             lacking |= np.asarray(gap.lacks(space.column), np.bool_)
     assert 0 < lacking.sum() < len(space)
@@ -60,6 +61,22 @@ def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) ->
             replace(JOB, precision=stack.precisions[0]), space.plan(index), stack
         )
         assert (refusal is not None) == is_lacking, refusal
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
+def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> None:
+    """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""
+    stack, alone = load_stack("torchtitan"), ParallelPlan(attention=Attention.FLASH, zero_stage=3)
+    job = replace(JOB, precision=Precision.BF16)
+    plan = replace(alone, **degrees)
+    refusal = stack_refusal(job, plan, stack)
+    assert refusal == (
+        "dp=1 is not offered by stack torchtitan; "
+        "allowed: more than 1 in bf16, 1 in fp32, as it computes then"
+    )
+    assert stack_refusal(replace(job, precision=Precision.FP32), plan, stack) is None
+    assert stack_refusal(job, replace(plan, dp=2), stack) is None
+    assert stack_refusal(job, alone, stack) is None
 
 
 def test_a_limit_of_no_searched_field_is_refused_with_the_nearest() -> None:

@@ -225,3 +225,9 @@ def test_an_unknown_schedule_lists_the_known_ones() -> None:
     with pytest.raises(PlanError) as caught:
         get_schedule("1f1B")
     assert str(caught.value) == expected
+
+
+def test_without_a_pipeline_microbatches_run_one_by_one_whatever_the_schedule() -> None:
+    gpipe, plain = (get_schedule(each) for each in ("gpipe", "1f1b"))
+    assert gpipe.actions(1, 5) == plain.actions(1, 5)
+    assert gpipe.in_flight(0, 1, 5, 1) == plain.in_flight(0, 1, 5, 1) == 1

@@ -35,42 +35,70 @@ from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sums import SumBytes, _SummingPass
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
+ROOT, ENDS = "torchtitan-2024-12", "torchtitan"
 LLAMA = load_model("llama2-7b")
 # Counted by hand: four h x h, three h x f and two norms a layer; table, output matrix, norm.
 H, F, TABLE = 4096, 11_008, 32_000 * 4096
 LAYER = 4 * H * H + 3 * H * F + 2 * H
 ONE_LAYER = Stage((BlockRun("layer", 1),), has_embedding=False, has_head=False)
-ROOT_FIRST = Stage((), has_embedding=True, has_head=False)
-ROOT_LAST = Stage((), has_embedding=False, has_head=True)
+FIRST = Stage((), has_embedding=True, has_head=False)
+LAST = Stage((), has_embedding=False, has_head=True)
+NEITHER = Stage((), has_embedding=False, has_head=False)
+WHOLE = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
 
 
-def shape_of(model: ModelSpec = LLAMA, stack: str = "torchtitan") -> BlockShape:
+def shape_of(model: ModelSpec = LLAMA, stack: str = ENDS) -> BlockShape:
     job = TrainingJob(model=model, global_batch_size=1, seq_len=model.seq_len)
     return BlockShape.of(job, ParallelPlan(stages=(model.num_layers,)), load_stack(stack))
 
 
-def test_embedding_and_head_are_one_unit_gathered_before_all_layers() -> None:
-    whole = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
-    assert unit_parts(shape_of(), whole) == (
-        StagePart(ROOT_FIRST, (2 * TABLE + H,), stays=True),
-        *[StagePart(ONE_LAYER, (LAYER,))] * 3,
-        StagePart(ROOT_LAST, ()),  # computes with what the root has gathered
+def test_embedding_and_head_were_one_unit_gathered_before_all_layers() -> None:
+    assert unit_parts(shape_of(stack=ROOT), WHOLE) == (
+        StagePart(FIRST, (2 * TABLE + H,), stays=True),
+        *[StagePart(ONE_LAYER, (LAYER,))] * 2,
+        StagePart(ONE_LAYER, (LAYER,), stays=True),  # its backward follows soon
+        StagePart(LAST, ()),  # computes with what the root has gathered
     )
+
+
+def test_the_table_is_freed_between_its_passes_and_the_head_is_not() -> None:
+    """``apply_fsdp`` of torchtitan 0.2.2, and ``fsdp2_prepare_model`` of Accelerate."""
+    assert unit_parts(shape_of(), WHOLE) == (
+        StagePart(FIRST, (TABLE,)),
+        *[StagePart(ONE_LAYER, (LAYER,))] * 3,
+        StagePart(LAST, (TABLE + H,), stays=True),
+    )
+
+
+def test_positions_and_a_tied_table_stay_from_the_first_layer_on() -> None:
+    """GPT-2: table of 50,257 and positions of 1,024 rows of 768, final norm of 2 x 768."""
+    gpt2, table = shape_of(load_model("gpt2")), 50_257 * 768
+    norm, positions = 2 * 768, 1024 * 768
+    first, *_, last = unit_parts(gpt2, WHOLE)
+    assert first == StagePart(FIRST, (positions, table + norm), stays=True)
+    assert last == StagePart(LAST, ())
+    root, words, *_ = unit_parts(gpt2, WHOLE._replace(has_head=False))
+    assert root == StagePart(NEITHER, (positions,), stays=True)
+    assert words == StagePart(FIRST, (table,))
+    *_, head = unit_parts(gpt2, WHOLE._replace(has_embedding=False))
+    assert head == StagePart(LAST, (table + norm,), stays=True)
 
 
 def test_a_stage_in_the_middle_has_no_root_and_each_end_has_its_own() -> None:
     layers = [StagePart(ONE_LAYER, (LAYER,))] * 2
     inner = Stage((BlockRun("layer", 2),), has_embedding=False, has_head=False)
-    assert unit_parts(shape_of(), inner) == (*layers,)
-    assert unit_parts(shape_of(), inner._replace(has_embedding=True)) == (
-        StagePart(ROOT_FIRST, (TABLE,), stays=True),
+    for stack in (ROOT, ENDS):
+        assert unit_parts(shape_of(stack=stack), inner) == (*layers,)
+        first = unit_parts(shape_of(stack=stack), inner._replace(has_embedding=True))
+        assert first == (StagePart(FIRST, (TABLE,), stays=stack == ROOT), *layers)
+    assert unit_parts(shape_of(stack=ROOT), inner._replace(has_head=True)) == (
+        StagePart(NEITHER, (TABLE + H,), stays=True),
         *layers,
+        StagePart(LAST, ()),
     )
-    no_end = Stage((), has_embedding=False, has_head=False)
     assert unit_parts(shape_of(), inner._replace(has_head=True)) == (
-        StagePart(no_end, (TABLE + H,), stays=True),
         *layers,
-        StagePart(ROOT_LAST, ()),
+        StagePart(LAST, (TABLE + H,), stays=True),
     )
 
 
@@ -79,17 +107,26 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     assert LAYER % 7
     state = StateBytes.of(TITAN, Precision.BF16)
     units = UnitBytes.of(shape_of(), ONE_LAYER, replication, ParameterBytes(state, 4))
-    assert units.gradients == units.layer_kept == (LAYER // 7 + 1) * state.gradient
+    assert units.gradients == units.layer.kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
-    assert (units.layer, units.layer_wire) == (2 * LAYER, 4 * LAYER)
+    assert (units.layer.weights, units.layer.wire) == (2 * LAYER, 4 * LAYER)
 
 
-def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> None:
-    shape, first = shape_of(), Stage((BlockRun("layer", 2),), has_embedding=True, has_head=False)
+@pytest.mark.parametrize(
+    ("stack", "has_head", "stays"),
+    [(ROOT, False, TABLE), (ENDS, False, 0), (ROOT, True, TABLE + H), (ENDS, True, TABLE + H)],
+)
+def test_what_stays_after_a_forward_pass_and_all_after_a_backward_pass(
+    stack: str,
+    has_head: bool,  # noqa: FBT001 - a parameter of pytest
+    stays: int,
+) -> None:
+    shape = shape_of(stack=stack)
+    first = Stage((BlockRun("layer", 2),), has_embedding=not has_head, has_head=has_head)
     frees = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=True)
     sizes = (StateBytes.of(TITAN, Precision.BF16), 4)
-    whole = 2 * (TABLE + 2 * LAYER)
-    for replication, after_forward in ((frees, 2 * TABLE), (frees._replace(reshards=False), whole)):
+    whole = 2 * (TABLE + H * has_head + 2 * LAYER)
+    for replication, after_forward in ((frees, 2 * stays), (frees._replace(reshards=False), whole)):
         (virtual_stage,) = unit_rank_memory(
             shape, PassBytes.of(BlockTable(), shape), (first,), replication, ParameterBytes(*sizes)
         ).virtual_stages
@@ -99,7 +136,7 @@ def test_the_root_stays_after_a_forward_pass_and_all_after_a_backward_pass() -> 
 
 def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     """In fp32, where sums have the format of gradients; the first pass makes the sums."""
-    shape = replace(shape_of(), precision=Precision.FP32)
+    shape = replace(shape_of(stack=ROOT), precision=Precision.FP32)
     whole = Stage((BlockRun("layer", 2),), has_embedding=True, has_head=True)
     replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(reshards=False)
     sizes = ParameterBytes(StateBytes.of(TITAN, Precision.FP32), 4)
@@ -117,7 +154,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:
     """GPT-2: table of 50,257 and positions of 1,024 rows of 768, final norm of 2 x 768."""
-    shape, table = shape_of(load_model("gpt2")), 50_257 * 768
+    shape, table = shape_of(load_model("gpt2"), ROOT), 50_257 * 768
     whole = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     for stage, root in (
         (whole, table + 1024 * 768 + 2 * 768),
@@ -185,7 +222,7 @@ def test_without_a_pipeline_every_microbatch_gathers_anew(
 def test_what_does_not_reshard_stays_as_the_root_does(*, keeps_units: bool) -> None:
     replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(keeps_units=keeps_units)
     layer = StagePart(ONE_LAYER, (LAYER,))
-    root = StagePart(ROOT_FIRST, (TABLE,), stays=True)
+    root = StagePart(FIRST, (TABLE,), stays=True)
     once = 1 if keeps_units else 5
     assert part_gathers(root, replication, 5) == once
     assert part_gathers(layer, replication, 5) == (6 if keeps_units else 10)
@@ -256,8 +293,10 @@ def test_traffic_of_a_pipeline_of_units() -> None:
             (CollectiveOp.ALL_GATHER, 2 * LAYER): 4,
         }
         freed = rank_traffic(job, replace(plan, reshard_after_forward=True), TITAN, pp_rank)
-        gathers = [each for each in freed if each.op is CollectiveOp.ALL_GATHER]
-        assert [each.num_calls for each in gathers] == [1, 4 * 5]
+        gathers = {
+            each.size_bytes: each.num_calls for each in freed if each.op is CollectiveOp.ALL_GATHER
+        }
+        assert gathers == {2 * root: 1 if pp_rank else 5, 2 * LAYER: 4 * 5}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import pickle
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,17 @@ def build(job: TrainingJob, plan: ParallelPlan, stack: str, rank: int) -> RankPr
 def record_norms() -> list[float]:
     """Return a list that gets the norm of the gradients whenever they are clipped."""
     norms: list[float] = []
-    clip = pytorch_programs.clip_gradients
 
-    def clip_and_record(*args: Any) -> torch.Tensor:
-        norm = clip(*args)
-        norms.append(norm.item())
-        return norm
+    def recorded(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def clip_and_record(*args: Any) -> torch.Tensor:
+            norm = clip(*args)
+            norms.append(norm.item())
+            return norm
 
-    pytorch_programs.clip_gradients = clip_and_record
+        return clip_and_record
+
+    for name in ("clip_gradients", "clip_gradients_by_axis"):
+        setattr(pytorch_programs, name, recorded(getattr(pytorch_programs, name)))
     return norms
 
 

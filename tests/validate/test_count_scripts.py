@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from meshwright import main  # noqa: E402
+from meshwright.validate.counting.shards import Chunks  # noqa: E402
 
 FP32 = 4
 WIDTH = 256
@@ -106,6 +107,45 @@ def test_shards_that_are_replicated_are_named_by_their_mesh(tmp_path: Path) -> N
     assert kinds["optimizer states"] == 2 * FP32 * 2 * weight // 8
 
 
+def test_shards_of_thousands_are_made_one_by_one() -> None:
+    """As `_fsdp_common._chunk_with_empty` makes them all."""
+    for size, num_chunks in ((5, 4), (5, 8), (8, 4), (0, 2)):
+        tensor = torch.arange(2 * size).reshape(2, size)
+        every = list(torch.chunk(tensor, num_chunks, dim=1))
+        every += [torch.empty(0)] * (num_chunks - len(every))
+        found = list(Chunks(tensor, num_chunks, dim=1))
+        assert [each.tolist() for each in found] == [each.tolist() for each in every]
+
+
+def test_a_table_and_a_loss_over_a_mesh_that_makes_the_first_group(tmp_path: Path) -> None:
+    script = f"""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel
+    mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Embedding(64, {WIDTH}), nn.Linear({WIDTH}, 64, bias=False)).cuda()
+    head = parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    table = parallel.RowwiseParallel(input_layouts=Replicate())
+    parallel.parallelize_module(model, mesh, {{"0": table, "1": head}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        ids = torch.randint(64, ({ROWS},), device="cuda")
+        with parallel.loss_parallel():
+            nn.functional.cross_entropy(model(ids), ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    count = counted(tmp_path, script, "--rank", "2", "--world", "4")
+    assert count["flops"] == 3 * 2 * ROWS * WIDTH * 64 // 4
+    row = FP32 * ROWS  # of the loss: its largest number, the sum, the label's own
+    assert set(calls_of(count)) == {
+        ("tp", "all_reduce", 4, row, 3),
+        ("tp", "all_reduce", 4, row * WIDTH, 2),  # rows of the table, and their gradient
+    }
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, at its own import
 def test_states_of_an_optimizer_in_another_are_sharded(tmp_path: Path) -> None:
     loop = LOOP.replace(
@@ -148,6 +188,49 @@ def test_a_pipeline_of_messages(tmp_path: Path) -> None:
     assert count["bytes_at_peak"]["parameters"] == FP32 * (WIDTH * WIDTH + WIDTH)
 
 
+PIPELINE = f"""
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, {{schedule}}
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", rank)
+layers = [nn.Linear({WIDTH}, {WIDTH}).to(device) for _ in range({{chunks}})]
+stages = [
+    PipelineStage(layer, rank + size * i, size * len(layers), device)
+    for i, layer in enumerate(layers)
+]
+loss = nn.functional.mse_loss
+schedule = {{schedule}}(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss)
+optimizer = torch.optim.SGD(nn.ModuleList(layers).parameters(), lr=0.1)
+rows = torch.randn(4 * {ROWS}, {WIDTH}, device=device)
+while True:
+    given = (rows,) if rank == 0 else ()
+    schedule.step(*given, target=rows if rank == size - 1 else None)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "rank", "sent"),
+    [("Schedule1F1B", 1, 1, 8), ("ScheduleInterleaved1F1B", 2, 0, 12)],
+)
+def test_stages_ask_each_other_for_shapes(
+    schedule: str, chunks: int, rank: int, sent: int, tmp_path: Path
+) -> None:
+    script = PIPELINE.format(schedule=schedule, chunks=chunks)
+    count = counted(tmp_path, script, "--rank", str(rank), "--world", "4")
+    assert count["rank"] == rank
+    products = 4 * (3 * chunks - (rank == 0))  # the rows of the first layer have no gradient
+    assert count["flops"] == products * 2 * ROWS * WIDTH * WIDTH
+    size = FP32 * ROWS * WIDTH
+    assert {(op, each, times) for _, op, _, each, times in calls_of(count)} == {
+        ("send", size, sent),
+        ("recv", size, sent),
+    }
+
+
 def test_autocast_keeps_what_a_gpu_keeps(tmp_path: Path) -> None:
     script = """
     import torch
@@ -163,6 +246,7 @@ def test_autocast_keeps_what_a_gpu_keeps(tmp_path: Path) -> None:
             assert functional.layer_norm(x, (64,)).dtype is torch.float32
             loss = functional.cross_entropy(x.flatten(0, -2), torch.zeros(1024).long().cuda())
             assert loss.dtype is torch.float32
+            assert torch.tensor([[loss]]).tolist() == [[0.0]]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

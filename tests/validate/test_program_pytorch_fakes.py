@@ -48,7 +48,8 @@ LLAMA = ModelSpec(
 )
 # Elements of a layer: four norms' tensors, then weights and biases of the products.
 LAYER = 4 * WIDTH + 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH
-ROOT = VOCABULARY * WIDTH + TOKENS * WIDTH + 2 * WIDTH
+TIED, POSITIONS = VOCABULARY * WIDTH + 2 * WIDTH, TOKENS * WIDTH
+ROOT = TIED + POSITIONS
 # One microbatch of activations, or of one number a token.
 MESSAGE, PER_TOKEN = SIZE * TOKENS * WIDTH, SIZE * TOKENS
 
@@ -122,10 +123,12 @@ def test_a_sharded_layer_is_gathered_twice_and_reduced_once_a_microbatch() -> No
     found = calls(counted(request("fsdp", plan(dp=4)))[0])
     assert found == {
         ("dp", "all_gather", 2 * LAYER): 2 * 2 * LAYERS,
-        ("dp", "all_gather", 2 * ROOT): 2,  # kept from forward to backward
+        ("dp", "all_gather", 2 * TIED): 2,  # kept from forward to backward
+        ("dp", "all_gather", 2 * POSITIONS): 2,
         ("dp", "reduce_scatter", 2 * LAYER): 2 * LAYERS,
-        ("dp", "reduce_scatter", 2 * ROOT): 2,
-        ("dp", "all_reduce", 4): 1,
+        ("dp", "reduce_scatter", 2 * TIED): 2,
+        ("dp", "reduce_scatter", 2 * POSITIONS): 2,
+        ("dp", "all_reduce", 4 * (16 * LAYERS + 4)): 1,  # a norm a weight
     }
 
 
@@ -279,7 +282,7 @@ def test_shards_may_stay_in_host_memory() -> None:
         layout = make_layout(asked)
         stage = build_stage(asked, 0, parts, asked.device)
         policy = mixed_precision(Precision.BF16, asked.stack)
-        shard_stage(stage, layout.data_mesh, policy, reshards=True, offloads=True)
+        shard_stage(stage, layout.data_mesh, policy, asked.stack, reshards=True, offloads=True)
         stage(torch.zeros((SIZE, TOKENS), dtype=torch.long)).sum().backward()
         gradients = local_gradients(stage.parameters())
     assert {gradient.device.type for gradient in gradients} == {"cpu"}

@@ -1,4 +1,4 @@
-"""The fullest moments of FSDP2's root unit, in models whose tables are most of them."""
+"""The fullest moments of FSDP2's units of both ends, in models whose tables are most of them."""
 
 from pathlib import Path
 
@@ -44,7 +44,15 @@ UNTOLD_BYTES = 8192
         ("--gpus 2 --global-batch 2 --stack fsdp", "false"),
         # Of replicas' sums both live until backward is over.
         ("--gpus 4 --dp-shard 2 --global-batch 4 --stack fsdp", "false"),
-        # A forward pass beside whole gradients gathers the root, and the first layer beside it.
+        # The input of the table's reduction is its last gradient, tied to the head's.
+        ("--gpus 2 --global-batch 2 --stack fsdp", "true"),
+        # One root unit, of all of which the output matrix has the last gradient.
+        ("--gpus 2 --global-batch 2 --stack torchtitan-2024-12", "false"),
+        (
+            "--gpus 4 --global-batch 8 --stack torchtitan-2024-12 --no-sync-each-microbatch",
+            "false",
+        ),
+        # A forward pass beside whole gradients gathers the table, and the first layer beside it.
         ("--gpus 4 --global-batch 8 --stack fsdp --no-sync-each-microbatch", "false"),
         (
             "--gpus 4 --global-batch 8 --stack fsdp --no-sync-each-microbatch --precision fp32",

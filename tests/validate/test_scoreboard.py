@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 
-from documents.makers import accuracy
+from documents.makers import accuracy, peaks
 from meshwright import validate
-from meshwright.hwprofiles import GIBI, ProfileError, load_cluster, load_stack
+from meshwright.hwprofiles import GIBI, ProfileError, list_stacks, load_cluster, load_stack
+from meshwright.simulator.memory import Overheads
 from meshwright.validate import (
     Comparison,
     ExcludedRun,
@@ -27,7 +29,11 @@ from meshwright.validate import (
     simulate_run,
     step_time_s,
 )
-from meshwright.validate.published import scoreboard
+from meshwright.validate.published import (
+    allocator_fraction,
+    load_published_reserves,
+    scoreboard,
+)
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "meshwright" / "validate" / "data"
@@ -104,13 +110,44 @@ def test_every_row_is_predicted_within_its_own_tolerance(board: Scoreboard) -> N
 
 
 def test_runs_printed_as_out_of_memory_are_predicted_so(board: Scoreboard) -> None:
-    called = {verdict.id: verdict.is_called_right for verdict in board.verdicts}
-    # The third needs 71 of 80 GiB by our count; a closed-form study of the rows got 67.
+    called = {verdict.id: verdict.is_called_right for verdict in board.failed}
+    # The third needs 70 of 79 GiB by our count; its siblings' figures leave it as much room.
     assert called == {
         "bloom_prequel_L806": True,
         "bloom_prequel_L918": True,
         "bloom_prequel_L957": False,
     }
+
+
+def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
+    fits = [verdict.fits for verdict in board.finished]
+    # The others: 340B and 405B runs on few devices that print no recomputation, and three within
+    # 2 % of what there is.
+    assert len(fits) == 364
+    assert sum(fits) / len(fits) >= 0.97
+
+
+def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
+    assert len(board.verdicts) == len(load_published_runs())
+    errors = [error for own in peaks.errors_by_kind().values() for error in own]
+    assert len(errors) == 179
+    assert abs(median(errors)) < 0.02
+    assert sum(error < -0.05 for error in errors) <= 0.05 * len(errors)
+
+
+def test_the_allocator_holds_what_runs_print_that_print_both() -> None:
+    rows = load_published_reserves()
+    fitted = allocator_fraction(rows)
+    assert sum(row.is_fitted for row in rows) == 12
+    zero = [row.fraction for row in rows if "DeepSpeed ZeRO" in row.series]
+    for name in list_stacks():
+        # Three digits: the rows spread from 0.028 to 0.079.
+        printed = fmean(zero) if name == "deepspeed" else fitted
+        assert load_stack(name).allocator_fraction == pytest.approx(printed, abs=5e-4)
+    # With one series left out the verdicts above hold but for one run.
+    series = {row.series for row in rows if row.is_fitted}
+    left = [allocator_fraction(row for row in rows if row.series != each) for each in series]
+    assert all(abs(fraction - fitted) < 0.01 for fraction in left)
 
 
 def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreboard) -> None:
@@ -189,7 +226,15 @@ def test_json_holds_the_whole_board(board: Scoreboard) -> None:
 
 
 def test_text_tables_are_aligned_and_end_in_one_newline() -> None:
-    verdict = Verdict(id="v", source="paper", device_bytes=2 * GIBI, capacity_bytes=GIBI)
+    verdict = Verdict(
+        id="v",
+        source="paper",
+        out_of_memory=True,
+        live_bytes=GIBI,
+        overheads=Overheads(0, 0.5, GIBI // 2),
+        usable_bytes=GIBI,
+    )
+    assert verdict.device_bytes == 2 * GIBI
     left_out = ExcludedRun(id="x", source="paper", step_time_s=1.0, reason="no cp")
     small = Scoreboard(
         comparisons=(comparison(10, 11),), verdicts=(verdict,), excluded=(left_out,) * 2
@@ -198,7 +243,7 @@ def test_text_tables_are_aligned_and_end_in_one_newline() -> None:
         "quantity   source  rows  mean abs  median  bias    worst   worst row",
         "step time  paper   1     10.0%     10.0%   +10.0%  +10.0%  a",
         "",
-        "Out of memory as printed: 1 of 1 predicted so.",
+        "Out of memory as printed: 1 of 1 predicted so (100.0%).",
         "",
         "rows  source  why left out",
         "2     paper   no cp",
@@ -261,12 +306,3 @@ def test_the_public_names_are_the_listed_ones() -> None:
     assert len(set(validate.__all__)) == len(validate.__all__)
     for name in validate.__all__:
         assert getattr(validate, name) is not None
-
-
-def test_runs_that_finished_fit_their_devices() -> None:
-    runs = [run for run in load_published_runs() if not run.out_of_memory]
-    fits = [simulate_run(run).memory.fits for run in runs]
-    # The others: 340B and 405B runs on few devices that print no recomputation, and four within
-    # the margin of the capacity.
-    assert len(fits) - sum(fits) <= 11
-    assert sum(fits) / len(fits) > 0.969

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Literal
 from unittest.mock import patch
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from meshwright.hwprofiles import Recompute
+from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.validate.ranks import ByteKind
@@ -32,6 +33,10 @@ parallelize._op_sac_save_list.add(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 )
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+PARAMETERS: dict[Precision, Literal["bfloat16", "float32"]] = {
+    Precision.BF16: "bfloat16",
+    Precision.FP32: "float32",
+}
 CHECKPOINTS = {
     Recompute.NONE: ("none", "op"),
     Recompute.SELECTIVE_OP: ("selective", "op"),
@@ -146,6 +151,7 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     config.training.seq_len = job.seq_len
     config.training.local_batch_size = local_batch_size(job, plan)
     config.training.global_batch_size = job.global_batch_size
+    config.training.mixed_precision_param = PARAMETERS[job.precision]
     parallelism = config.parallelism
     shards = plan.dp_shard or plan.dp
     parallelism.data_parallel_shard_degree = shards

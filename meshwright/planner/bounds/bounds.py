@@ -21,13 +21,23 @@ from numpy.typing import NDArray
 
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
 from meshwright.planner.footprint import PipelineGroup, pipeline_groups
-from meshwright.planner.space import Column, Role, ShapeTable, ShapeTimes, Space, block_counts
+from meshwright.planner.space import (
+    BASIC,
+    SWITCHES,
+    Column,
+    Role,
+    ShapeTable,
+    ShapeTimes,
+    Space,
+    block_counts,
+    distinct,
+)
 from meshwright.simulator import CostModel, Phase
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, join_stages
-from meshwright.simulator.ledger import gradient_norm, leaves_sums, price
+from meshwright.simulator.layout import Mesh, Stage, join_stages
+from meshwright.simulator.ledger import leaves_sums, price, tied_table
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import Replication, replication_of
+from meshwright.simulator.replication import Replication, WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
@@ -39,9 +49,12 @@ class _Replicas(NamedTuple):
     ``shared_embedding`` is the all-reduce of a tied table in each layout.
     """
 
-    kinds: list[tuple[BlockShape, Replication]]
+    kinds: list[tuple[BlockShape, Replication, WireBytes]]
     member: Column
     shared_embedding: Column
+
+
+_NO_REPLICAS = _Replicas([], *np.zeros((2, 1), np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +125,30 @@ class StepBounds:
         self._space = space
         self._table = table
         self._costs = costs
-        self._data_parallel = DataParallelCosts(space, costs)
+        self._times = ShapeTimes.empty(table)
+        self._data_parallel = DataParallelCosts(costs)
         self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
-        self._sides: dict[tuple[int, int, int, int], tuple[Replication, int]] = {}
-        norm = gradient_norm(costs.world_size, costs.cluster.devices_per_node)
-        self._norm_ps = price(costs, [norm]).time_ps
 
-    def lower_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
+    def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
+        """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
+
+        Those that differ in their switches alone have one.
+        """
+        shapes = self._table.index[indices]
+        first, member = distinct([shapes, *(self._space.column(name)[indices] for name in BASIC)])
+        return self.lower_bounds_ps(indices[first], is_rough=True)[member]
+
+    def lower_bounds_ps(self, indices: NDArray[np.int64], *, is_rough: bool = False) -> Column:
         """Return a lower bound of the step time of each layout among *indices*."""
         bounds = np.zeros(len(self._space), np.int64)
-        used = np.flatnonzero(np.bincount(self._table.index[indices]))
-        times = ShapeTimes.of(self._table, used, self._costs)
+        self._times.price(self._table, np.unique(self._table.index[indices]), self._costs)
         for group in pipeline_groups(self._space, indices):
-            columns = self._columns(group, times)
+            columns = self._columns(group, is_rough=is_rough)
             bounds[group.indices] = self._group_bounds(group, columns)
         return _with_overhead(bounds[indices], overhead_per_million(self._costs.stack))
 
-    def _columns(self, group: PipelineGroup, times: ShapeTimes) -> _GroupColumns:
-        shapes = self._table.index[group.indices]
+    def _columns(self, group: PipelineGroup, *, is_rough: bool) -> _GroupColumns:
+        times, shapes = self._times, self._table.index[group.indices]
         # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
         # leave their node; below, some do not, and the lesser of both times holds for all.
         per_stage = self._space.column("tp") * self._space.column("dp")
@@ -145,7 +164,7 @@ class StepBounds:
             blocks=times.blocks[shapes],
             occupied=np.where(is_far, messages[:, :, 0], messages[:, :, 2]),
             travelled=np.where(is_far, messages[:, :, 1], messages[:, :, 3]),
-            replicas=self._replicas(group),
+            replicas=_NO_REPLICAS if is_rough else self._replicas(group),
         )
 
     def _countable(self, group: PipelineGroup, blocks: NDArray[np.int64]) -> Column:
@@ -166,7 +185,7 @@ class StepBounds:
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(columns, first, first_data_parallel)
         total = np.zeros(len(group.indices), np.int64)
-        update = np.zeros(len(group.indices), np.int64)
+        norm, update = (np.zeros(len(group.indices), np.int64) for _ in range(2))
         for role, data_parallel in zip(group.roles, data_parallel_by_role, strict=True):
             in_flight = self._in_flight(group, role, columns.num_microbatches)
             end = _rank_end(columns, role, data_parallel, delay, in_flight)
@@ -180,10 +199,11 @@ class StepBounds:
                 _port_alone(columns, role, data_parallel),
                 _reduced(columns, first, first_data_parallel, at_first),
             )
+            norm = np.maximum(norm, data_parallel.norm)
             update = np.maximum(update, data_parallel.update)
         # All ranks meet between reductions and updates: the longest of each may be added, even of
         # different ranks.
-        return np.asarray(total + self._norm_ps + update, np.int64)
+        return np.asarray(total + norm + update, np.int64)
 
     def _in_flight(self, group: PipelineGroup, role: Role, num_microbatches: Column) -> Column:
         numbers, member = np.unique(num_microbatches, return_inverse=True)
@@ -192,35 +212,28 @@ class StepBounds:
         return np.array(passes, np.int64)[member.reshape(-1)]
 
     def _replicas(self, group: PipelineGroup) -> _Replicas:
-        names = ("tp", "dp", "zero_stage")
-        columns = [self._space.column(name)[group.indices] for name in names]
         # Of a layout's other choices none moves these times: layouts that share them share a row.
-        columns.append(self._leaves_sums[self._table.index[group.indices]])
-        keys = np.stack(columns, axis=1)
-        distinct, first, member = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        names = ("tp", "dp", "zero_stage", *SWITCHES)
+        columns = [self._space.column(name)[group.indices] for name in names]
+        leaves_sums = self._leaves_sums[self._table.index[group.indices]]
+        first, member = distinct([*columns, leaves_sums])
         kinds, shared_ps = [], []
-        for (tp, dp, zero_stage, _), index in zip(distinct.tolist(), first.tolist(), strict=True):
-            shape = self._table.shapes[self._table.index[group.indices[index]]]
-            plan = (tp, group.pp, dp, zero_stage)
-            if plan not in self._sides:
-                self._sides[plan] = self._side(shape, *plan)
-            kinds.append((shape, self._sides[plan][0]))
-            shared_ps.append(self._sides[plan][1])
-        member = member.reshape(-1)
+        for index in group.indices[first].tolist():
+            shape = self._table.shapes[self._table.index[index]]
+            plan = self._space.plan_without_stages(index)
+            mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
+            wire = WireBytes.of(self._space.stack, self._space.job.precision, plan)
+            kinds.append((shape, replication_of(plan, self._costs.stack, mesh), wire))
+            tied = tied_table(shape, wire, mesh, plan.num_shards)
+            shared_ps.append(price(self._costs, tied).time_ps)
         return _Replicas(kinds, member, np.array(shared_ps, np.int64)[member])
 
-    def _side(
-        self, shape: BlockShape, tp: int, pp: int, dp: int, zero_stage: int
-    ) -> tuple[Replication, int]:
-        plan = ParallelPlan(tp=tp, pp=pp, dp=dp, zero_stage=zero_stage)
-        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-        shared_ps = self._data_parallel.shared_embedding_ps(shape, mesh)
-        return replication_of(plan, self._costs.stack, mesh), shared_ps
-
     def _data_parallel_columns(self, replicas: _Replicas, role: Role) -> DataParallelTimes:
+        if replicas is _NO_REPLICAS:
+            return DataParallelTimes()
         rows = [
-            self._data_parallel.times(shape, role, replication)
-            for shape, replication in replicas.kinds
+            self._data_parallel.times(shape, role, replication, wire)
+            for shape, replication, wire in replicas.kinds
         ]
         return DataParallelTimes(*np.array(rows, np.int64)[replicas.member].T)
 
@@ -298,10 +311,12 @@ def _way_back(columns: _GroupColumns, role: Role) -> Column:
     return np.asarray(back - columns.sent_last(role), np.int64)
 
 
-def _end_time(columns: _GroupColumns, stage: Stage, num_blocks: Column, phase: Phase) -> Column:
+def _end_time(
+    columns: _GroupColumns, stage: Stage, num_blocks: Column | int, phase: Phase
+) -> Column:
     """Return the time of the last *num_blocks* blocks of *stage*."""
-    total = np.zeros(len(num_blocks), np.int64)
-    for number in dict.fromkeys(num_blocks.tolist()):
+    total = np.zeros(1, np.int64)
+    for number in np.unique(num_blocks).tolist():
         part = stage.part(stage.num_blocks - number, stage.num_blocks)
         of_part = columns.forward(part) if phase is Phase.FORWARD else columns.backward(part)
         total = np.where(num_blocks == number, of_part, total)
@@ -312,8 +327,7 @@ def _first_reduced(
     columns: _GroupColumns, stage: Stage, data_parallel: DataParallelTimes, phase: Phase
 ) -> Column:
     """Return the time of the part of a rank's first virtual stage that is reduced first."""
-    num_blocks = np.asarray(data_parallel.first_virtual_stage_blocks)
-    return _end_time(columns, stage, num_blocks, phase)
+    return _end_time(columns, stage, data_parallel.first_virtual_stage_blocks, phase)
 
 
 def _gather_delay(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
@@ -351,7 +365,7 @@ def _reductions_alone(
     stage, with p - 1 of its own among them.
     """
     group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
-    num_blocks = np.asarray(data_parallel.last_virtual_stage_blocks)
+    num_blocks = data_parallel.last_virtual_stage_blocks
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))

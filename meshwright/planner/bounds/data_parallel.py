@@ -5,20 +5,20 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile
-from meshwright.planner.space import Role, Space
+from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
-from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import (
     Exchange,
     bucket_exchanges,
+    gradient_norm,
     gradient_reductions,
     leaves_sums,
     parameter_gathers,
     price,
     sums_first,
     tensor_sums,
-    tied_table,
 )
 from meshwright.simulator.replication import (
     Replication,
@@ -47,6 +47,7 @@ class DataParallelTimes(NamedTuple):
         last_virtual_stage_blocks: The same of the last virtual stage.
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
+        norm: Sums of the gradient norm.
         update: Optimizer, and the gather after it where nothing hides it.
         forward_wait: What each microbatch's forward passes wait for parameters at least.
         backward_wait: The same of backward passes, with reductions that nothing hides.
@@ -62,6 +63,7 @@ class DataParallelTimes(NamedTuple):
     last_virtual_stage_blocks: int = 0
     gather_first: int = 0
     gather_all: int = 0
+    norm: int = 0
     update: int = 0
     forward_wait: int = 0
     backward_wait: int = 0
@@ -98,53 +100,51 @@ class StageParts:
 class DataParallelCosts:
     """Computes `DataParallelTimes`, each stage and degree once."""
 
-    def __init__(self, space: Space, costs: CostModel) -> None:
+    def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._stack = costs.stack
-        self._wire = WireBytes.of(costs.stack, space.job.precision)
         self._parts = StageParts()
-        self._known: dict[tuple[int, tuple[Stage, ...], Replication], DataParallelTimes] = {}
-        self._sums_ps: dict[tuple[int, bool, tuple[Stage, ...]], int] = {}
+        self._known: dict[tuple[object, ...], DataParallelTimes] = {}
+        self._sums_ps: dict[tuple[object, ...], int] = {}
 
-    def shared_embedding_ps(self, shape: BlockShape, mesh: Mesh) -> int:
-        """Return the all-reduce of a tied table between first and last rank."""
-        table = tied_table(shape, self._wire, mesh, mesh.degree(Axis.DP))
-        return price(self._costs, table).time_ps
-
-    def times(self, shape: BlockShape, role: Role, replication: Replication) -> DataParallelTimes:
+    def times(
+        self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
+    ) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
-        key = (shape.tp, role.stages, replication)
+        key = (shape.tp, role.stages, replication, wire)
         if key not in self._known:
-            self._known[key] = self._without_sums(shape, role, replication)
-        sums_ps = self._tensor_sums_ps(shape, role.stages)
+            norm = _norm_ps(self._costs, shape, role.stages, replication)
+            times = self._without_sums(shape, role, replication, wire)
+            self._known[key] = times._replace(norm=norm)
+        sums_ps = self._tensor_sums_ps(shape, role.stages, wire)
         return _with_sums(self._known[key], sums_ps, self._stack, replication)
 
     def _without_sums(
-        self, shape: BlockShape, role: Role, replication: Replication
+        self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
     ) -> DataParallelTimes:
         parameters = self._parts.parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
-        update = update_cost(self._costs, parameters, self._wire, replication, cast_bytes).time_ps
+        update = update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
         if replication.in_units:
-            return self._sharded_times(shape, role, replication, update)
+            return self._sharded_times(shape, role, replication, wire, update)
         if not self._stack.overlap_parameter_gather:
-            update += self._whole_ps(parameter_gathers, parameters, replication)
+            update += self._whole_ps(parameter_gathers, parameters, replication, wire)
         parts = {
             stage: self._parts.of_buckets(shape, stage, replication)
             for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
-        gathers = self._gathers(parts[role.stages[0]], replication)
+        gathers = self._gathers(parts[role.stages[0]], replication, wire)
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
-                stage: self._times(gradient_reductions, parts[stage], replication)
+                stage: self._times(gradient_reductions, parts[stage], replication, wire)
                 for stage in parts
             }
             reductions = [known[stage] for stage in role.stages]
         exposed = reductions[0][0]
         if not self._stack.overlap_gradient_reduce:
-            exposed = self._whole_ps(gradient_reductions, parameters, replication)
+            exposed = self._whole_ps(gradient_reductions, parameters, replication, wire)
         return DataParallelTimes(
             exposed=exposed,
             first_virtual_stage=sum(reductions[0]),
@@ -157,23 +157,28 @@ class DataParallelCosts:
         )
 
     def _sharded_times(
-        self, shape: BlockShape, role: Role, replication: Replication, update: int
+        self,
+        shape: BlockShape,
+        role: Role,
+        replication: Replication,
+        wire: WireBytes,
+        update: int,
     ) -> DataParallelTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
         parts = [reduced_parts(shape, stage, replication) for stage in role.stages]
-        reduces = [self._times(gradient_reductions, each, replication) for each in parts]
+        reduces = [self._times(gradient_reductions, each, replication, wire) for each in parts]
         gathers = [[0] * len(each) for each in parts]
         if replication.gathers_units:
-            gathers = [self._times(parameter_gathers, each, replication) for each in parts]
+            gathers = [self._times(parameter_gathers, each, replication, wire) for each in parts]
         port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
         # For a backward pass what does not stay is gathered again.
         every = zip(chain(*parts), chain(*gathers), strict=True)
         freed = [time_ps for part, time_ps in every if not part.stays]
         port_again = sum(freed) if replication.reshards else 0
-        each, has_root = replication.reduces_each_microbatch, self._stack.root_unit
+        each, has_root = replication.reduces_each_microbatch, self._stack.is_fully_sharded
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
-            update += self._whole_ps(parameter_gathers, whole, replication)
+            update += self._whole_ps(parameter_gathers, whole, replication, wire)
         times = DataParallelTimes(
             update=update,
             # Freed units are gathered in forward and in backward, or once a microbatch where they
@@ -196,40 +201,58 @@ class DataParallelCosts:
             times = times._replace(
                 forward_wait=port_gather, backward_wait=port_again + port_reduce * each
             )
-        copies = [_StageCopies.of(self._costs, each, self._wire, replication) for each in parts]
+        copies = [_StageCopies.of(self._costs, each, wire, replication) for each in parts]
         return _with_copies(times, copies, replication)
 
     def _times(
-        self, exchange: Exchange, parts: Sequence[StagePart], replication: Replication
+        self,
+        exchange: Exchange,
+        parts: Sequence[StagePart],
+        replication: Replication,
+        wire: WireBytes,
     ) -> list[int]:
         """Return the time of the *exchange* of each of *parts*, in their order."""
         known = {
             buckets: price(
-                self._costs, bucket_exchanges(exchange, buckets, self._wire, replication)
+                self._costs, bucket_exchanges(exchange, buckets, wire, replication)
             ).time_ps
             for buckets in dict.fromkeys(part.buckets for part in parts)
         }
         return [known[part.buckets] for part in parts]
 
-    def _whole_ps(self, exchange: Exchange, parameters: int, replication: Replication) -> int:
+    def _whole_ps(
+        self, exchange: Exchange, parameters: int, replication: Replication, wire: WireBytes
+    ) -> int:
         """Return the time of the *exchange* of a rank's *parameters* as one."""
-        return price(self._costs, exchange(parameters, self._wire, replication)).time_ps
+        return price(self._costs, exchange(parameters, wire, replication)).time_ps
 
-    def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
-        key = (shape.tp, leaves_sums(shape), stages)
+    def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes) -> int:
+        key = (shape.tp, leaves_sums(shape), stages, wire.reduce_bytes)
         if key not in self._sums_ps:
-            sums = tensor_sums(shape, stages, self._wire, self._costs.tp_span(shape.tp))
+            sums = tensor_sums(shape, stages, wire, self._costs.tp_span(shape.tp))
             self._sums_ps[key] = price(self._costs, sums).time_ps
         return self._sums_ps[key]
 
-    def _gathers(self, parts: tuple[StagePart, ...], replication: Replication) -> list[int]:
+    def _gathers(
+        self, parts: tuple[StagePart, ...], replication: Replication, wire: WireBytes
+    ) -> list[int]:
         if (
             replication.dp == 1
             or replication.gather_op is None
             or not self._stack.overlap_parameter_gather
         ):
             return [0]
-        return self._times(parameter_gathers, parts, replication)
+        return self._times(parameter_gathers, parts, replication, wire)
+
+
+def _norm_ps(
+    costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], replication: Replication
+) -> int:
+    """Return the time of the sums of the gradient norm."""
+    pp = costs.world_size // (shape.tp * replication.dp)
+    node_size = costs.cluster.devices_per_node
+    mesh = Mesh(node_size=node_size, tp=shape.tp, dp=replication.dp, pp=pp)
+    return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
 
 
 class _StageCopies(NamedTuple):

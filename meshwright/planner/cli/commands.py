@@ -45,7 +45,7 @@ def run_search(
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
     from meshwright.planner.options import check_counts
-    from meshwright.planner.reports import search_document, search_report, write_search
+    from meshwright.planner.reports import search_document, write_search
     from meshwright.planner.search import search
 
     setting = read_setting(job)
@@ -66,7 +66,13 @@ def run_search(
         )
     if folder is not None:
         write_search(result, folder, budget)
-    show(output.json, search_document(result, budget), search_report(result, budget), SEARCH_WIDTH)
+
+    def report() -> "RenderableType":
+        from meshwright.planner.reports import search_report
+
+        return search_report(result, budget)
+
+    show(output.json, search_document(result, budget), report, SEARCH_WIDTH)
     return 0 if result.plans else NOTHING_FITS
 
 
@@ -79,15 +85,10 @@ def run_simulate(
     output: "OutputOptions",
 ) -> int:
     """Simulate one training step of a layout."""
+    from meshwright.planner.changes import cheapest_changes
     from meshwright.planner.cli.buckets import with_buckets
     from meshwright.planner.cli.request import read_budget, read_setting, resolve_plan
-    from meshwright.planner.reports import (
-        check_file,
-        new_file,
-        step_document,
-        step_report,
-        write_step,
-    )
+    from meshwright.planner.reports import check_file, new_file, step_document, write_step
     from meshwright.simulator import simulate, write_chrome_trace
 
     setting = with_buckets(read_setting(job, files.plan), replication)
@@ -99,12 +100,21 @@ def run_simulate(
     result = simulate(
         setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
     )
+    with progress_bar() as progress:
+        changes = cheapest_changes(result, limit_bytes, progress)
     if folder is not None:
-        write_step(result, folder, budget)
+        write_step(result, folder, budget, changes)
     if trace is not None:
         with new_file(trace) as path:
             write_chrome_trace(result, path)
-    show(output.json, step_document(result, budget), step_report(result, budget), STEP_WIDTH)
+    parts = result, budget, changes
+
+    def report() -> "RenderableType":
+        from meshwright.planner.reports import step_report
+
+        return step_report(*parts)
+
+    show(output.json, step_document(*parts), report, STEP_WIDTH)
     return 0
 
 
@@ -116,7 +126,7 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
     check_outputs(output)
     if output.out is not None:
         write_matmul(study, Path(output.out))
-    show(output.json, matmul_document(study), matmul_report(study), MATMUL_WIDTH)
+    show(output.json, matmul_document(study), lambda: matmul_report(study), MATMUL_WIDTH)
     return 0
 
 
@@ -168,7 +178,10 @@ def check_outputs(output: "OutputOptions") -> Path | None:
 
 
 def show(
-    target: str | None, document: "Mapping[str, Json]", report: "RenderableType", width: int
+    target: str | None,
+    document: "Mapping[str, Json]",
+    report: "Callable[[], RenderableType]",
+    width: int,
 ) -> None:
     """Write the document where ``--json`` says, and the report unless standard output is taken."""
     from meshwright.planner.reports import json_text, new_file
@@ -179,7 +192,7 @@ def show(
     if target is not None:
         with new_file(Path(target)) as path:
             path.write_text(json_text(document), encoding="utf-8", newline="\n")
-    print_report(report, width)
+    print_report(report(), width)
 
 
 def print_report(report: "RenderableType", width: int) -> int:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import (
-    Attention,
     Cluster,
-    Precision,
     StackProfile,
     load_cluster,
     load_stack,
@@ -39,11 +37,16 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, model_refusal
+from meshwright.simulator.layout import (
+    AXES,
+    PLAN_FIELDS,
+    default_attention,
+    default_precision,
+    model_refusal,
+)
+from meshwright.simulator.memory import usable_bytes
 
 DEFAULT_STACK = "megatron-core"
-# Published 16-bit training runs used fp16 before this year, bf16 from it on.
-FIRST_BF16_DATE = "2022"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,24 +72,6 @@ class Setting:
         return self.saved.plan.world_size
 
 
-def default_precision(cluster: Cluster, stack: StackProfile) -> Precision:
-    """Return bf16 where device and stack have it and it was usual, else fp16, else fp32."""
-    usual = [Precision.FP16, Precision.FP32]
-    if stack.date >= FIRST_BF16_DATE:
-        usual.insert(0, Precision.BF16)
-    offered = cluster.device.peak_flops_per_s.keys() & set(stack.precisions)
-    return next((each for each in usual if each in offered), usual[0])
-
-
-def default_attention(cluster: Cluster, stack: StackProfile) -> Attention:
-    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
-    flash, unfused = Attention.FLASH, Attention.UNFUSED
-    lacks_kernel = stack.flash_kernel not in cluster.device.flash
-    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
-        return unfused
-    return stack.attention
-
-
 def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
     """Return what *options* describe; what they leave open comes from the plan file.
 
@@ -101,6 +86,7 @@ def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
     cluster = saved.cluster if saved and options.cluster is None else _cluster(options)
     stack = saved.stack if saved and options.stack is None else _stack(options)
     cluster, stack = with_facts(cluster, stack, options.set or ())
+    usable_bytes(cluster, memory_limit_bytes)  # refuses a limit beyond the device
     return Setting(
         job=_job(options, saved, cluster, stack),
         cluster=cluster,
@@ -140,7 +126,7 @@ def _job(
             f"{model.sample}; allowed: leave it out"
         )
     keeps_length = old is not None and old.model == model
-    precision = old.precision if old else default_precision(cluster, stack)
+    precision = old.precision if old else default_precision(cluster.device, stack)
     batch = options.global_batch or (old.global_batch_size if old else 0)
     return TrainingJob(
         model=model,
@@ -225,6 +211,14 @@ def _dp_shard(draft: Draft) -> int | None:
     return None if wanted == draft.known["dp"] else wanted
 
 
+def _free_hosts(draft: Draft) -> int | None:
+    """Return the nodes that workers leave, None where the cluster has no end."""
+    cluster = draft.setting.cluster
+    if cluster.num_nodes is None:
+        return None
+    return cluster.num_nodes - -(-draft.number("dp") // cluster.devices_per_node)
+
+
 def _near_multiples(number: int, step: int) -> str:
     """Return the multiples of *step* around *number* as a hint.
 
@@ -260,7 +254,7 @@ def _stages(draft: Draft) -> tuple[int, ...]:
 
 def _attention(draft: Draft) -> object:
     setting = draft.setting
-    return draft.value("attention", default_attention(setting.cluster, setting.stack))
+    return draft.value("attention", default_attention(setting.cluster.device, setting.stack))
 
 
 # Fields whose value is not simply the given one, that of the plan file or the field's default.
@@ -271,7 +265,7 @@ RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "schedule": _schedule,
     "stages": _stages,
     "parameter_server": lambda draft: resolve_servers(
-        draft.given, draft.setting.stack, draft.saved
+        draft.given, draft.setting.stack, draft.saved, _free_hosts(draft)
     ),
     "dp_shard": _dp_shard,
 }

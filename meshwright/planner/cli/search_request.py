@@ -4,8 +4,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import Attention, StackProfile, StageSplit
-from meshwright.planner.cli.request import Setting, check_fields, default_attention
+from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.planner.cli.request import Setting, check_fields
 from meshwright.planner.options import Given, option_of
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
@@ -21,17 +21,14 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
     """
     check_fields(setting.job, given)
     check_pins(setting, given)
-    schedule, attention = given.get("schedule"), given.get("attention")
+    schedule, rule = given.get("schedule"), _stage_rule(cast("str | None", given.get("stages")))
     pins = {each.name: (given[each.name],) for each in SEARCHED_FIELDS if each.name in given}
+    if rule is not None:
+        pins["stages"] = (rule,)
     if schedule is not None:
         pins["schedule"] = (get_schedule(cast("str", schedule)).name,)
     limits = {each.limit: given[each.limit] for each in SEARCHED_FIELDS if each.limit in given}
-    return SpaceLimits(
-        attention=cast("Attention | None", attention)
-        or default_attention(setting.cluster, setting.stack),
-        stages=_stage_rule(cast("str | None", given.get("stages"))),
-        **cast("dict[str, Any]", pins | limits),
-    )
+    return SpaceLimits(**cast("dict[str, Any]", pins | limits))
 
 
 def _stage_rule(text: str | None) -> StageSplit | None:
@@ -70,6 +67,9 @@ def _check_degrees(setting: Setting, given: Given) -> None:
     }
     product = prod(degrees.values())
     num_gpus = setting.world_size
+    shards = _number(given, "dp_shard")
+    if shards < 1 or num_gpus % shards:
+        raise PlanError(f"gpus={num_gpus} is not a multiple of dp_shard={shards}")
     is_complete = degrees.keys() <= given.keys()
     if num_gpus % product or (is_complete and product != num_gpus):
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
@@ -108,11 +108,11 @@ def _probe(given: Given, stack: StackProfile) -> ParallelPlan:
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
-        if each.name in given and not each.declaration.is_limited
+        if each.name in given and not each.declaration.is_limited and each.name != "stages"
     }
     usual = {
         "tp": given.get("tp", 1 + stack.tensor_parallel),
-        "dp": given.get("dp", 2),
+        "dp": given.get("dp", 2 * _number(given, "dp_shard")),
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),
         "schedule": stack.schedules[0],

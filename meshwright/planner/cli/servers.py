@@ -13,9 +13,11 @@ NUMBER = re.compile(r"[0-9]{1,30}")
 
 
 def resolve_servers(
-    given: Given, stack: StackProfile, saved: ParallelPlan | None
+    given: Given, stack: StackProfile, saved: ParallelPlan | None, free_hosts: int | None
 ) -> ParameterServer | None:
     """Return the servers that are asked for, completed from a plan file and the defaults.
+
+    They are on all workers unless told otherwise where these leave no host (*free_hosts*).
 
     Raises:
         PlanError: If a value is at fault, or the stack has no servers.
@@ -30,7 +32,8 @@ def resolve_servers(
         return None
     if "servers" in wanted:
         wanted["servers"] = _servers(str(wanted["servers"]))
-    usual = (saved and saved.parameter_server) or ParameterServer()
+    default = ParameterServer(servers="all" if free_hosts == 0 else 1)
+    usual = (saved and saved.parameter_server) or default
     return replace(usual, **cast("dict[str, Any]", wanted))
 
 

@@ -1,13 +1,17 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from meshwright.planner.footprint.footprint import (
+    Footprint,
     PipelineGroup,
     device_bytes_column,
     peak_bytes,
     pipeline_groups,
 )
+from meshwright.planner.footprint.measured import Measured
 
 __all__ = [
+    "Footprint",
+    "Measured",
     "PipelineGroup",
     "device_bytes_column",
     "peak_bytes",

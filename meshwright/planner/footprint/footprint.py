@@ -1,12 +1,14 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import StackProfile
+from meshwright.hwprofiles import Cluster
+from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
@@ -14,25 +16,25 @@ from meshwright.planner.space import (
     ShapeTable,
     Space,
     block_counts,
+    distinct,
     fullest_moments,
     pipeline_roles,
     representative_microbatches,
 )
 from meshwright.simulator import RUNTIMES, Phase, Schedule
-from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage
+from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
+from meshwright.simulator.layout import PLAN_FIELDS, Axis, Stage, model_stages
 from meshwright.simulator.memory import (
     BlockBytes,
+    Overheads,
     StateBytes,
     block_bytes,
+    num_communicators,
     pass_workspace_bytes,
-    sharded_workspace_bytes,
+    workspace_bytes,
 )
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
-    Replication,
-    reduced_parts,
-    replication_of,
     sum_layers,
 )
 
@@ -49,13 +51,17 @@ class PipelineGroup(NamedTuple):
 
 def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[PipelineGroup]:
     """Yield the layouts among *indices* by pipeline, in a fixed order."""
-    names = ("pp", "num_virtual_stages", "schedule")
-    keys = np.stack([space.column(name)[indices] for name in names], axis=1)
-    distinct, member = np.unique(keys, axis=0, return_inverse=True)
+    names = ("pp", "num_virtual_stages", "schedule", "stages")
+    keys = [space.column(name)[indices] for name in names]
+    first, member = distinct(keys)
     schedules = tuple(RUNTIMES[space.stack.pipeline_runtime].values())
-    for number, (pp, vpp, schedule) in enumerate(distinct.tolist()):
-        chosen = indices[member.reshape(-1) == number]
-        stages = space.virtual_stages(pp, vpp)
+    ends = np.cumsum(np.bincount(member, minlength=len(first)))
+    by_group = np.split(indices[np.argsort(member, kind="stable")], ends[:-1])
+    for (pp, vpp, schedule, code), chosen in zip(
+        np.stack(keys, axis=1)[first].tolist(), by_group, strict=bool(len(first))
+    ):
+        layers = space.layers(pp, vpp, PLAN_FIELDS["stages"].value(code))
+        stages = model_stages(space.job.model, layers)
         yield PipelineGroup(chosen, pp, schedules[schedule], stages, pipeline_roles(stages, pp))
 
 
@@ -73,7 +79,7 @@ class ParameterCounts:
             for tp, shape in by_tp.items()
         }
         rows = [counts[shape.tp] for shape in table.shapes]
-        self._by_shape = np.array(rows, np.int64).reshape(len(rows), -1)
+        self._by_shape = np.array(rows, np.int64).reshape(len(rows), len(table.kinds) + 1)
         copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
         self._copies = np.array(copies, np.int64)
 
@@ -102,100 +108,107 @@ class PassWorkspaces:
         return self._known[stage]
 
 
-class ShardedWorkspaces:
-    """What passes hold of sharded parameters and gradients, a column over shapes a stage."""
-
-    def __init__(self, table: ShapeTable, state: StateBytes) -> None:
-        self._table = table
-        self._by_tp = {shape.tp: shape for shape in table.shapes}
-        self._state = state
-        self._known: dict[tuple[Replication, Stage], NDArray[np.int64]] = {}
-
-    def of(self, replication: Replication, stage: Stage) -> NDArray[np.int64]:
-        """Return the bytes of forward and backward, one column a shape."""
-        key = (replication, stage)
-        if key not in self._known:
-            pairs = {tp: self._pair(shape, replication, stage) for tp, shape in self._by_tp.items()}
-            rows = [pairs[shape.tp] for shape in self._table.shapes]
-            self._known[key] = np.array(rows, np.int64).reshape(-1, 2).T
-        return self._known[key]
-
-    def _pair(self, shape: BlockShape, replication: Replication, stage: Stage) -> tuple[int, int]:
-        if not replication.in_units:
-            return 0, 0
-        units = [sum(part.buckets) for part in reduced_parts(shape, stage, replication)]
-        return sharded_workspace_bytes(units, self._state, replication.shards)
-
-
 class _Sizes(NamedTuple):
-    """Everything that a layout's bytes are read from; ``saved`` has a column for each kind."""
+    """Everything that a layout's bytes are read from.
+
+    ``saved`` and ``buffers`` have a column for each kind.
+    """
 
     kinds: tuple[BlockKind, ...]
     saved: NDArray[np.int64]
+    buffers: NDArray[np.int64]
     counts: ParameterCounts
-    state: StateBytes
     passes: PassWorkspaces
-    sharded: ShardedWorkspaces
+    replicas: ReplicaWorkspaces
 
 
-def peak_bytes(space: Space, table: ShapeTable, blocks: BlockTable) -> Column:
+def peak_bytes(
+    space: Space, table: ShapeTable, blocks: BlockTable, indices: NDArray[np.int64] | None = None
+) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment.
 
     Args:
         space: The layouts.
         table: Their shapes.
         blocks: Where what blocks hold is kept.
+        indices: Which layouts; by default all.
     """
-    blocks.prepare(table.shapes)
-    state = StateBytes.of(space.stack, space.job.precision)
-    groups = pipeline_groups(space, np.arange(len(space)))
-    peaks = np.zeros(len(space), np.int64)
-    if space.stack.root_unit:
-        units = UnitPeaks(space, table, blocks, state)
-        for group in groups:
-            zero_stages = space.column("zero_stage")[group.indices]
-            for zero_stage in np.unique(zero_stages).tolist():
-                chosen = group.indices[zero_stages == zero_stage]
-                replication = _replication(space.stack, group.pp, zero_stage)
-                peaks[chosen] = units.of_layouts(
-                    chosen, group.roles, group.pp, group.schedule, replication
+    return Footprint(space, table, blocks).peak_bytes(
+        np.arange(len(space)) if indices is None else indices
+    )
+
+
+class Footprint:
+    """The exact memory of layouts of a space, found once for what they share."""
+
+    def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
+        self._space = space
+        self._table = table
+        blocks.prepare(table.shapes)
+        self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
+        self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the memory of each layout is found apart, which takes a millisecond."""
+        return self._units is not None
+
+    def peak_bytes(self, indices: NDArray[np.int64]) -> Column:
+        """Return the live bytes of the fullest rank of each layout at its fullest moment."""
+        peaks = np.zeros(len(self._space), np.int64)
+        for group in pipeline_groups(self._space, indices):
+            if self._sizes is not None:
+                shapes = self._table.index[group.indices]
+                peaks[group.indices] = _group_peaks(self._space, group, shapes, self._sizes)
+                continue
+            assert self._units is not None
+            kinds, member = _kinds(self._space, group.indices)
+            for number, kind in enumerate(kinds):
+                chosen = group.indices[member == number]
+                peaks[chosen] = self._units.of_layouts(
+                    chosen, group.roles, group.pp, group.schedule, kind
                 )
-        return peaks
+        return peaks[indices]
+
+
+def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
     known = [block_bytes(blocks, shape) for shape in table.shapes]
     columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
-    sizes = _Sizes(
+    return _Sizes(
         table.kinds,
         np.stack([columns[kind].saved for kind in table.kinds], axis=1),
+        np.stack([columns[kind].buffer for kind in table.kinds], axis=1),
         ParameterCounts(table),
-        state,
         PassWorkspaces(columns),
-        ShardedWorkspaces(table, state),
+        ReplicaWorkspaces(table, known),
     )
-    for group in groups:
-        peaks[group.indices] = _group_peaks(space, group, table.index[group.indices], sizes)
-    return peaks
 
 
 def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
-    return BlockBytes[Column](*np.array(known, np.int64).reshape(len(known), -1).T)
+    rows = np.array(known, np.int64).reshape(len(known), len(BlockBytes._fields))
+    return BlockBytes[Column](*rows.T)
 
 
-def _replication(stack: StackProfile, pp: int, zero_stage: int) -> Replication:
-    # Only whether a layout has replicas decides its parts: any degree above 1 stands for all.
-    plan = ParallelPlan(pp=pp, dp=2, zero_stage=zero_stage)
-    return replication_of(plan, stack, Mesh.of(plan, node_size=2))
+def _kinds(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
+    """Return the ways in which layouts with one pipeline share states, and which one each has."""
+    has_replicas = space.column("dp")[indices] > 1
+    zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
+    columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
+    first, member = distinct(columns)
+    pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
+    return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
 
 
 def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Sizes) -> Column:
     """Return the peaks of layouts with one pipeline."""
-    state, dp = sizes.state, space.column("dp")[group.indices]
-    # Without replicas nothing is split, as at stage 0.
-    zero_stages = np.where(dp > 1, space.column("zero_stage")[group.indices], 0)
-    distinct, sharding = np.unique(zero_stages, return_inverse=True)
-    replications = [_replication(space.stack, group.pp, each) for each in distinct.tolist()]
-    is_split = np.array([replication.shards for replication in replications])[sharding] > 1
-    of_weights, of_gradients, of_optimizer = np.where(is_split, dp[:, None], 1).T
+    kinds, member = _kinds(space, group.indices)
+    num_shards = space.num_shards[group.indices]
+    is_split = np.array([kind.replication.shards for kind in kinds])[member] > 1
+    of_weights, of_gradients, of_optimizer = np.where(is_split, num_shards[:, None], 1).T
+    state = StateBytes(*np.array([astuple(kind.state) for kind in kinds], np.int64)[member].T)
     weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
+    microbatches = space.num_microbatches[group.indices]
+    first, family = distinct([shapes, microbatches, member])
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
@@ -206,17 +219,32 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
             + -(-parameters // of_gradients) * state.gradient
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
+            + _shared_buffers(sizes, role)[shapes]
         )
-        microbatches = space.num_microbatches[group.indices]
-        candidates = _candidates(group, role, microbatches, sizes.kinds)
-        workspaces = _workspaces(role, replications, sizes)
-        kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes])
+        candidates = _candidates(group, role, microbatches[first], sizes.kinds)
+        devices = space.num_gpus // group.pp
+        workspaces = _workspaces(role, kinds, np.unique(shapes), devices, sizes)
+        kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes[first]])
         phases, stages = candidates[:, :, -2], candidates[:, :, -1]
-        needed = workspaces[sharding[:, None], stages, phases, shapes[:, None]]
+        needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
         # The update comes when all activations are gone: of both only the larger counts.
-        moving = np.maximum(updated * state.update_temporary, (kept + needed).max(axis=1))
-        peaks = np.maximum(peaks, static + moving)
+        at_end = np.maximum(updated * state.update_temporary, _cast_last(kinds, member, parameters))
+        peaks = np.maximum(peaks, static + np.maximum(at_end, (kept + needed).max(axis=1)[family]))
     return np.asarray(peaks, np.int64)
+
+
+def _shared_buffers(sizes: _Sizes, role: Role) -> Column:
+    """Return what blocks of a rank share throughout the step, one row a shape."""
+    kinds = {kind for stage in role.stages for kind, _ in stage.blocks}
+    own = [number for number, kind in enumerate(sizes.kinds) if kind in kinds]
+    return np.asarray(sizes.buffers[:, own].max(axis=1), np.int64)
+
+
+def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
+    """Return what holds gradients that are cast after the last pass, of each layout."""
+    is_cast = np.array([kind.casts_last for kind in kinds])[member]
+    widths = np.array([kind.cast_bytes(1) for kind in kinds], np.int64)[member]
+    return np.asarray(parameters * widths * is_cast, np.int64)
 
 
 def _candidates(
@@ -239,22 +267,46 @@ def _candidates(
     return np.array(rows, np.int64)[member.reshape(-1)]
 
 
-def _workspaces(role: Role, replications: list[Replication], sizes: _Sizes) -> NDArray[np.int64]:
-    """Return what passes need for a moment, by sharding, kind of stage, phase and shape."""
-    kinds = list(dict.fromkeys(role.stages))
-    passes = np.stack([sizes.passes.of(stage) for stage in kinds])
-    # Whole gradients, and parameters, of a unit are momentary only where shards are kept.
+def _workspaces(
+    role: Role, kinds: list[Kind], used: Column, devices: int, sizes: _Sizes
+) -> NDArray[np.int64]:
+    """Return what passes need for a moment, by sharing, kind of stage, phase and shape."""
+    stages = list(dict.fromkeys(role.stages))
     return np.stack(
         [
-            passes + [sizes.sharded.of(replication, stage) for stage in kinds]
-            if replication.zero_stage >= 2
-            else passes
-            for replication in replications
+            [
+                sizes.replicas.added_to(sizes.passes.of(stage), kind, stage, used, devices)
+                for stage in stages
+            ]
+            for kind in kinds
         ]
     )
 
 
-def device_bytes_column(allocated: Column, stack: StackProfile) -> Column:
-    """Return what the device shows as used, for each allocated peak."""
-    rounding = (allocated * stack.allocator_fraction).astype(np.int64)
-    return np.asarray(allocated + rounding + stack.context_bytes, np.int64)
+def device_bytes_column(
+    space: Space, cluster: Cluster, live: Column, indices: NDArray[np.int64] | None = None
+) -> Column:
+    """Return what the device shows as used, for each layout's live bytes.
+
+    Args:
+        space: The layouts.
+        cluster: On what.
+        live: Bytes of tensors.
+        indices: Whose they are; by default of all.
+    """
+    axes = np.stack([space.column(axis) for axis in Axis], axis=1)
+    axes = axes if indices is None else axes[indices]
+    degrees, member = np.unique(axes, axis=0, return_inverse=True)
+    is_tied = space.job.model.tied_embeddings
+    each = [
+        Overheads.of(
+            cluster.device,
+            space.stack,
+            num_communicators(dict(zip(Axis, row, strict=True)), is_tied=is_tied),
+        )
+        for row in degrees.tolist()
+    ]
+    outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
+    allocated = live + workspace_bytes(cluster.device, space.stack)
+    rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
+    return np.asarray(allocated + rounding + outside[member.reshape(-1)], np.int64)

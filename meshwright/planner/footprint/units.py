@@ -10,19 +10,19 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.footprint.pass_table import PassTable, representative_order
+from meshwright.planner.footprint.replicas import Kind
 from meshwright.planner.space import Column, Role, ShapeTable, Space
 from meshwright.simulator import Schedule
 from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import GroupSpan, Stage
+from meshwright.simulator.layout import GroupSpan
 from meshwright.simulator.memory import (
     RankMemory,
     Shards,
-    StateBytes,
     pass_levels,
     update_level,
     with_copies,
 )
-from meshwright.simulator.replication import Replication, WireBytes, sum_layers
+from meshwright.simulator.replication import sum_layers
 from meshwright.simulator.units import ParameterBytes, PassBytes, unit_rank_memory
 
 
@@ -30,7 +30,7 @@ class _UnitRank(NamedTuple):
     """What decides the memory of a rank."""
 
     shape: int
-    dp: int
+    num_shards: int
     num_microbatches: int
     role: Role
     pp: int
@@ -44,12 +44,9 @@ class UnitPeaks:
     space: Space
     table: ShapeTable
     blocks: BlockTable
-    state: StateBytes
     _passes: dict[int, PassBytes] = field(default_factory=dict)
-    _memory: dict[tuple[int, int, tuple[Stage, ...], Replication], RankMemory] = field(
-        default_factory=dict
-    )
-    _known: dict[tuple[int, int, int, Role, int, str], int] = field(default_factory=dict)
+    _memory: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], PassTable] = field(default_factory=dict)
 
     def of_layouts(
@@ -58,7 +55,7 @@ class UnitPeaks:
         roles: list[Role],
         pp: int,
         schedule: Schedule,
-        replication: Replication,
+        kind: Kind,
     ) -> Column:
         """Return the live bytes of the fullest rank of layouts with one pipeline.
 
@@ -66,26 +63,26 @@ class UnitPeaks:
         """
         columns = zip(
             self.table.index[indices].tolist(),
-            self.space.column("dp")[indices].tolist(),
+            self.space.num_shards[indices].tolist(),
             self.space.num_microbatches[indices].tolist(),
             strict=True,
         )
         peaks = [
             0
-            if dp > 1 and replication.zero_stage < 3
+            if kind.replication.dp > 1 and kind.replication.zero_stage < 3
             else max(
-                self._peak(_UnitRank(shape, dp, count, role, pp, schedule), replication)
+                self._peak(_UnitRank(shape, num_shards, count, role, pp, schedule), kind)
                 for role in roles
             )
-            for shape, dp, count in columns
+            for shape, num_shards, count in columns
         ]
         return np.array(peaks, np.int64)
 
-    def _peak(self, rank: _UnitRank, replication: Replication) -> int:
+    def _peak(self, rank: _UnitRank, kind: Kind) -> int:
         # A schedule holds functions: its name is what tells it from others.
-        key = (*rank[:-1], rank.schedule.name)
+        key = (*rank[:-1], rank.schedule.name, kind)
         if key not in self._known:
-            memory = self._rank_memory(rank, replication)
+            memory = self._rank_memory(rank, kind)
             buffers = rank.num_microbatches * memory.message_buffers_bytes
             memory = replace(
                 memory, message_buffers_bytes=buffers, holds_sent=rank.schedule.holds_sent
@@ -128,20 +125,19 @@ class UnitPeaks:
             self._tables[key] = PassTable.of(order)
         return self._tables[key]
 
-    def _rank_memory(self, rank: _UnitRank, replication: Replication) -> RankMemory:
+    def _rank_memory(self, rank: _UnitRank, kind: Kind) -> RankMemory:
         """Return the memory of a rank but for how many microbatches it runs."""
-        replication = replication.in_steps_of(rank.num_microbatches)
+        replication = kind.replication.in_steps_of(rank.num_microbatches)
         # Where the ranks lie is no matter to memory: one span stands for all of so many.
-        split = rank.dp if replication.zero_stage >= 3 else 1
+        split = rank.num_shards if replication.zero_stage >= 3 else 1
         shards = Shards(split, 1 if replication.keeps_whole_gradients else split, split)
-        replication = replication._replace(span=GroupSpan(rank.dp, 1, rank.dp), shards=shards)
-        key = (rank.shape, rank.dp, rank.role.stages, replication)
+        replication = replication._replace(span=GroupSpan(split, 1, split), shards=shards)
+        key = (rank.shape, rank.role.stages, replication, kind.state, kind.wire.reduce_bytes)
         if key not in self._memory:
             shape, stages = self.table.shapes[rank.shape], rank.role.stages
             if rank.shape not in self._passes:
                 self._passes[rank.shape] = PassBytes.of(self.blocks, shape)
-            wire = WireBytes.of(self.space.stack, self.space.job.precision)
-            parameter = ParameterBytes(self.state, wire.reduce_bytes)
+            parameter = ParameterBytes(kind.state, kind.wire.reduce_bytes)
             memory = unit_rank_memory(
                 shape, self._passes[rank.shape], stages, replication, parameter
             )

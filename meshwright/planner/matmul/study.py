@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Cluster, Precision, load_cluster, shown
 from meshwright.planner.options import MatmulOptions
 from meshwright.simulator import Cost, PlanError
 from meshwright.simulator.costs import p2p_cost
-from meshwright.simulator.layout import Replicate, Split
+from meshwright.simulator.layout import Replicate, Split, default_precision
 from meshwright.simulator.matmul import (
     REPLICATED,
     Boxing,
@@ -160,7 +160,7 @@ def read_study(options: MatmulOptions) -> MatmulStudy:
         raise PlanError(f"--devices is missing; allowed 1 to {MAX_DEVICES}")
     _check_devices(shapes, options.devices)
     cluster = load_cluster(options.cluster)
-    precision = options.precision or default_precision(cluster)
+    precision = options.precision or default_precision(cluster.device)
     return study_matmul(shapes, options.devices, cluster, precision)
 
 
@@ -342,10 +342,3 @@ def _check_precision(cluster: Cluster, precision: Precision) -> None:
     if precision is Precision.FP8:
         known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - {Precision.FP8}))
         raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {known}")
-
-
-def default_precision(cluster: Cluster) -> Precision:
-    """Return bf16, or what the device has of fp16 and fp32."""
-    offered = cluster.device.peak_flops_per_s
-    wanted = (Precision.BF16, Precision.FP16, Precision.FP32)
-    return next((each for each in wanted if each in offered), Precision.BF16)

@@ -25,6 +25,7 @@ BUCKET_SIZE = Option(
     str,
     typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".'),
 )
+SEARCHED = {each.name for each in SEARCHED_FIELDS}
 BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
 
 
@@ -71,8 +72,13 @@ def _given(values: Given) -> Given:
 
 LAYOUT = OptionGroup(tuple(_options("layout")), _given)
 REPLICATION = OptionGroup(tuple(_options("replication")), _given)
+# What a search takes beside the layout: largest values, and pins of the switches that it varies.
 LIMITS = OptionGroup(
-    tuple(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited), _given
+    (
+        *(each for each in REPLICATION.options if each.key in SEARCHED),
+        *(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited),
+    ),
+    _given,
 )
 _NAMES = {each.key: each.name for group in (LAYOUT, REPLICATION, LIMITS) for each in group.options}
 

@@ -7,7 +7,6 @@ from matplotlib.ticker import MaxNLocator
 from meshwright.hwprofiles import GIBI, PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.simulator import StageMemory, StepResult
-from meshwright.simulator.memory import device_bytes
 
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("parameters", "parameters_bytes", canvas.BLUE),
@@ -34,7 +33,8 @@ def plot_stage_memory(step: StepResult) -> Figure:
         heights_gib = [getattr(stage, field) / GIBI for stage in stages]
         axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=name)
         bottom_gib = [low + high for low, high in zip(bottom_gib, heights_gib, strict=True)]
-    tops_gib = [device_bytes(stage.peak_bytes, step.stack) / GIBI for stage in stages]
+    device_bytes = step.memory.overheads.device_bytes
+    tops_gib = [device_bytes(stage.peak_bytes) / GIBI for stage in stages]
     axes.bar(
         numbers,
         [top - low for top, low in zip(tops_gib, bottom_gib, strict=True)],
@@ -43,7 +43,7 @@ def plot_stage_memory(step: StepResult) -> Figure:
         facecolor=canvas.WHITE,
         edgecolor=canvas.GREY,
         linewidth=0.7,
-        label="allocator and context",
+        label="allocator, context, communicators",
     )
     top_gib = max(*tops_gib, step.memory.capacity_bytes / GIBI)
     _draw_limits(axes, step)

@@ -1,11 +1,11 @@
-"""Results for people and programs: text, JSON, tables, plan files and folders."""
+"""Results for people and programs: text, JSON, tables, plan files and folders.
 
-from meshwright.planner.reports.catalogue import (
-    clusters_table,
-    models_table,
-    schedules_table,
-    stacks_table,
-)
+Text is made with rich, which who asks for a document alone need not wait for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from meshwright.planner.reports.documents import json_text, search_document, step_document
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import (
@@ -24,8 +24,16 @@ from meshwright.planner.reports.plan_file import (
     read_plan,
 )
 from meshwright.planner.reports.result_files import write_search, write_step
-from meshwright.planner.reports.search import search_report
-from meshwright.planner.reports.step import facts_table, format_count, step_report
+
+if TYPE_CHECKING:
+    from meshwright.planner.reports.catalogue import (
+        clusters_table,
+        models_table,
+        schedules_table,
+        stacks_table,
+    )
+    from meshwright.planner.reports.search import search_report
+    from meshwright.planner.reports.step import facts_table, format_count, step_report
 
 __all__ = [
     "Budget",
@@ -54,3 +62,12 @@ __all__ = [
     "write_search",
     "write_step",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a maker of text, imported when first asked for."""
+    for module in ("step", "search", "catalogue") if name in __all__ else ():
+        texts = import_module(f"{__name__}.{module}")
+        if hasattr(texts, name):
+            return getattr(texts, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,15 +4,16 @@ No wall-clock figure and no order of a set enters a document: equal results give
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from pydantic import TypeAdapter
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
+from meshwright.planner.changes import Change
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
-from meshwright.planner.search import FrontierPoint, Nearest, SearchResult
+from meshwright.planner.search import FrontierPoint, Held, Nearest, SearchResult
 from meshwright.simulator import (
     CONVENTION,
     AsyncRun,
@@ -37,12 +38,15 @@ def json_text(document: Mapping[str, Json]) -> str:
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def step_document(result: StepResult, budget: Budget | None = None) -> dict[str, Json]:
+def step_document(
+    result: StepResult, budget: Budget | None = None, changes: Sequence[Change] = ()
+) -> dict[str, Json]:
     """Return the document of one simulated step.
 
     Args:
         result: The step.
         budget: Adds ``training_run``: days and cost of a number of tokens.
+        changes: Of a plan that does not fit: what makes it fit.
     """
     document: dict[str, Json] = {
         "model": model_fields(result.job),
@@ -68,6 +72,8 @@ def step_document(result: StepResult, budget: Budget | None = None) -> dict[str,
         "provenance": {source: result.source_fractions[source] for source in Source},
         "warnings": list(result.warnings),
     }
+    if not result.memory.fits:
+        document["changes"] = [_change_fields(each) for each in changes]
     if result.lanes:
         document["lanes"] = [
             {"name": lane.name, "busy_s": lane.busy_ps / PS_PER_S, "bytes": lane.moved_bytes()}
@@ -180,11 +186,21 @@ def search_document(result: SearchResult, budget: Budget | None = None) -> dict[
         "optimal": result.optimal,
         "bound_gap_fraction": result.bound_gap_fraction,
         "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
-        "plans": [step_document(plan, budget) for plan in result.plans],
+        "searched": list(result.varied.searched),
+        "held": [_held_fields(each) for each in result.varied.held],
+        "plans": [
+            {**step_document(plan, budget), "like": [plan_fields(each) for each in like]}
+            for plan, like in zip(result.plans, result.like, strict=True)
+        ],
         "frontier": [_frontier_fields(point) for point in result.frontier],
         "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
         **changed_fields(result.cluster, result.stack),
     }
+
+
+def _held_fields(held: Held) -> dict[str, Json]:
+    value = held.value if isinstance(held.value, int | None) else str(held.value)
+    return {"field": held.name, "value": value, "reason": held.reason}
 
 
 def _frontier_fields(point: FrontierPoint) -> dict[str, Json]:
@@ -200,5 +216,17 @@ def _nearest_fields(nearest: Nearest) -> dict[str, Json]:
     return {
         "plan": plan_fields(nearest.plan),
         "lacks_bytes": nearest.lacks_bytes,
-        "changes": list(nearest.changes),
+        "changes": [_change_fields(each) for each in nearest.changes],
+    }
+
+
+def _change_fields(change: Change) -> dict[str, Json]:
+    return {
+        "options": change.options,
+        "fields": cast("dict[str, Json]", dict(change.fields)),
+        "saved_bytes": change.saved_bytes,
+        "device_bytes": change.device_bytes,
+        "step_time_s": change.step_ps / PS_PER_S,
+        "slower_fraction": change.slower_fraction,
+        "plan": plan_fields(change.plan),
     }

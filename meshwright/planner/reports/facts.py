@@ -19,6 +19,9 @@ FORMATS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("_bytes_per_s", format_bandwidth),
     ("_capacity_bytes", format_bytes),
     ("context_bytes", format_bytes),
+    ("usable_bytes", format_bytes),
+    ("communicator_bytes", format_bytes),
+    ("_workspace_bytes", format_bytes),
     ("_s", format_time),
 )
 

@@ -4,22 +4,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.planner.changes import Change
 from meshwright.planner.reports.documents import json_text, search_document, step_document
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import new_folder
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import SearchResult
-from meshwright.simulator import StepResult
+from meshwright.simulator import ParallelPlan, StepResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_step(result: StepResult, folder: Path, budget: Budget | None = None) -> None:
+def write_step(
+    result: StepResult,
+    folder: Path,
+    budget: Budget | None = None,
+    changes: Sequence[Change] = (),
+) -> None:
     """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures."""
     with new_folder(folder) as files:
-        _write(files / "result.json", json_text(step_document(result, budget)))
+        _write(files / "result.json", json_text(step_document(result, budget, changes)))
         _write_plans(files, [result], budget)
         _save(files, _step_pictures(result))
 
@@ -32,7 +38,7 @@ def write_search(result: SearchResult, folder: Path, budget: Budget | None = Non
     with new_folder(folder) as files:
         _write(files / "result.json", json_text(search_document(result, budget)))
         if result.plans:
-            _write_plans(files, result.plans, budget)
+            _write_plans(files, result.plans, budget, result.like)
             _save(files, {"memory_time": _memory_time(result), **_step_pictures(result.plans[0])})
 
 
@@ -41,11 +47,16 @@ def saved_plan(result: StepResult) -> SavedPlan:
     return SavedPlan(job=result.job, plan=result.plan, cluster=result.cluster, stack=result.stack)
 
 
-def _write_plans(files: Path, results: Sequence[StepResult], budget: Budget | None) -> None:
+def _write_plans(
+    files: Path,
+    results: Sequence[StepResult],
+    budget: Budget | None,
+    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+) -> None:
     for rank, result in enumerate(results, 1):
         name = "plan.json" if rank == 1 else f"plan-{rank}.json"
         _write(files / name, json_text(plan_document(saved_plan(result))))
-    _write(files / "plans.csv", plans_csv(results, budget))
+    _write(files / "plans.csv", plans_csv(results, budget, likes))
     _write(files / "stages.csv", stages_csv(results))
 
 

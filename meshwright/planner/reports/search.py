@@ -1,9 +1,10 @@
 """A search as text for a terminal: the best plans, the proof, what was refused and why."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -11,6 +12,7 @@ from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.step import (
+    change_facts,
     degrees_text,
     facts_table,
     format_stages,
@@ -19,16 +21,25 @@ from meshwright.planner.reports.step import (
     switches_text,
     value_text,
     warning_lines,
+    widest,
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, SearchResult
-from meshwright.simulator import ModelSpec, ParallelPlan, StepResult, TrainingJob
-from meshwright.simulator.layout import SEARCHED_FIELDS
+from meshwright.simulator import (
+    ModelSpec,
+    ParallelPlan,
+    StepResult,
+    TrainingJob,
+)
+from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule
 
 MAX_FRONTIER_LINES = 8
-LAYOUT_COLUMNS = tuple(str(each.declaration.heading) for each in SEARCHED_FIELDS)
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
+HABIT = "-"  # a switch that the plan leaves to the stack
 RESULT_COLUMNS = ("MFU", "GiB", "bubble", "comm s")
+LIKE_COLUMN = " "
+# What a narrow terminal goes without, the first first.
+DISPENSABLE_COLUMNS = ("comm s", "bubble", "MFU")
 SHORT_SAMPLES = {"tokens": "tok"}
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
@@ -48,13 +59,19 @@ def search_report(result: SearchResult, budget: Budget | None = None) -> Rendera
         Text(),
     ]
     if result.plans:
-        parts += [_plans_table(result, budget), Text()]
+        shared = _shared(result, [result.plans[place].plan for place in result.listed])
+        parts += [*shared, PlansTable(result, budget), Text()]
     parts.append(facts_table(_facts(result)))
     if result.frontier:
         shown = f"memory against time, {len(result.frontier)} layouts that no other beats in both"
-        parts += [Text(), Text(shown), _frontier_table(result)]
+        parts += [
+            Text(),
+            Text(shown),
+            *_shared(result, [each.plan for each in _thinned(result.frontier)]),
+        ]
+        parts.append(_frontier_table(result))
     if result.plans:
-        parts += warning_lines(result.plans[0].warnings)
+        parts += warning_lines(_first(result).warnings)
     return Group(*parts)
 
 
@@ -80,18 +97,61 @@ def layout_text(plan: ParallelPlan, job: TrainingJob) -> str:
 
 def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "proof", proof_text(result)
+    yield "searched", ", ".join(result.varied.searched) or "nothing"
+    for reason, names in _held_texts(result):
+        yield "held", f"{names} ({reason})"
     counts = f"{result.space_size:,} layouts, {result.feasible:,} feasible, "
     yield "space", f"{counts}{result.simulated:,} simulated"
     for reason in sorted(result.rejections, key=lambda name: (-result.rejections[name], name)):
         yield "rejected", f"{result.rejections[reason]:,} {reason}"
     if result.plans:
-        best = result.plans[0].plan
+        yield from _fastest_facts(result)
+        best = _first(result).plan
         kernel = f"attention={best.attention}, " if isinstance(result.job.model, ModelSpec) else ""
         yield "best", f"{kernel}stages of {format_stages(best.stages)} layers"
     if result.nearest is not None:
         yield "nearest", layout_text(result.nearest.plan, result.job)
         yield "lacks", format_bytes(result.nearest.lacks_bytes)
-        yield from (("change", change) for change in result.nearest.changes)
+        yield from change_facts(result.nearest.changes)
+
+
+def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[RenderableType]:
+    """Return a line of the fields that a table of *plans* leaves out, as all have the same."""
+    plan, shown = plans[0], _shown_fields(result, plans)
+    values = [
+        (each.declaration.heading, value)
+        for each in SEARCHED_FIELDS
+        if each not in shown and (value := _value(result, plan, each)) is not None
+    ]
+    text = " ".join(f"{heading}={value_text(value)}" for heading, value in values)
+    return [Text(f"all with {text}")] if values else []
+
+
+def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
+    """Say which plan the fastest is folded into, if it is."""
+    best = result.plans[0]
+    for place in result.listed:
+        if best.plan in result.like[place]:
+            listed = result.plans[place]
+            faster = listed.step_ps / best.step_ps - 1
+            differing = " ".join(
+                f"{each.declaration.heading}={_text(_value(result, best.plan, each))}"
+                for each in _shown_fields(result, [best.plan, listed.plan])
+                if getattr(best.plan, each.name) != getattr(listed.plan, each.name)
+            )
+            yield "fastest", f"plan 1: plan {place + 1} with {differing}, {faster:.2%} faster"
+
+
+def _held_texts(result: SearchResult) -> Iterator[tuple[str, str]]:
+    """Yield each reason why fields were held, with their values."""
+    held = result.varied.held
+    for reason in dict.fromkeys(each.reason for each in held):
+        texts = (
+            each.name if each.value is None else f"{each.name}={value_text(each.value)}"
+            for each in held
+            if each.reason == reason
+        )
+        yield reason, ", ".join(texts)
 
 
 def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
@@ -103,22 +163,63 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
     return [points[index * last // steps] for index in range(MAX_FRONTIER_LINES)]
 
 
-def _plans_table(result: SearchResult, budget: Budget | None) -> Table:
-    money = [] if budget is None else _money_columns(budget, result.plans[0])
-    sample = result.job.model.sample
-    rates = ("step s", f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU")
-    table = _table("", *_layout_columns(result), *rates, *RESULT_COLUMNS, *money)
-    for rank, step in enumerate(result.plans, 1):
-        cells = [str(rank), *_layout_cells(step.plan), *_result_cells(step)]
-        table.add_row(*cells, *([] if budget is None else _money_cells(step, budget)))
-    return table
+def _first(result: SearchResult) -> StepResult:
+    """Return the plan in the first line of the table."""
+    return result.plans[result.listed[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlansTable:
+    """The plans of a search, with as many columns as the terminal is wide."""
+
+    result: SearchResult
+    budget: Budget | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """Yield the widest table that fits, else the narrowest."""
+        for left_out in range(len(DISPENSABLE_COLUMNS) + 1):
+            table = self._table(DISPENSABLE_COLUMNS[:left_out])
+            if widest(console, options, table) <= options.max_width:
+                break
+        yield table
+
+    def _table(self, left_out: Collection[str]) -> Table:
+        result, budget = self.result, self.budget
+        money = [] if budget is None else _money_columns(budget, result.plans[0])
+        sample = result.job.model.sample
+        rates = ("step s", f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU")
+        plans = [result.plans[place].plan for place in result.listed]
+        fields = _shown_fields(result, plans)
+        heads = ("", *_layout_columns(result, fields), *rates, *RESULT_COLUMNS, *money)
+        rows = [self._row(place, fields) for place in result.listed]
+        likes = [_like_text(len(result.like[place])) for place in result.listed]
+        if any(likes):
+            heads += (LIKE_COLUMN,)
+            rows = [[*row, like] for row, like in zip(rows, likes, strict=True)]
+        kept = [place for place, head in enumerate(heads) if head not in left_out]
+        table = _table(*(heads[place] for place in kept))
+        for row in rows:
+            table.add_row(*(row[place] for place in kept))
+        return table
+
+    def _row(self, place: int, fields: Sequence[PlanField]) -> list[str]:
+        step, budget = self.result.plans[place], self.budget
+        cells = [str(place + 1), *_layout_cells(self.result, step.plan, fields)]
+        cells += _result_cells(step)
+        return [*cells, *([] if budget is None else _money_cells(step, budget))]
+
+
+def _like_text(count: int) -> str:
+    return f"and {count} like it" if count else ""
 
 
 def _frontier_table(result: SearchResult) -> Table:
-    table = _table("GiB", "step s", *_layout_columns(result), "proven")
-    for point in _thinned(result.frontier):
+    points = _thinned(result.frontier)
+    fields = _shown_fields(result, [point.plan for point in points])
+    table = _table("GiB", "step s", *_layout_columns(result, fields), "proven")
+    for point in points:
         size, time = f"{point.device_bytes / GIBI:.1f}", f"{point.step_ps / PS_PER_S:.4g}"
-        table.add_row(size, time, *_layout_cells(point.plan), yes_no(point.proven))
+        table.add_row(size, time, *_layout_cells(result, point.plan, fields), yes_no(point.proven))
     return table
 
 
@@ -130,17 +231,36 @@ def _table(*names: str) -> Table:
     return table
 
 
-def _layout_columns(result: SearchResult) -> tuple[str, ...]:
+def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[PlanField]:
+    """Return the fields that a table of *plans* shows: degrees, and what is not the same in all."""
+    return [
+        field
+        for field in SEARCHED_FIELDS
+        if field.declaration.axis or len({_value(result, plan, field) for plan in plans}) > 1
+    ]
+
+
+def _value(result: SearchResult, plan: ParallelPlan, field: PlanField) -> object:
+    """Return the value of a field in a table: of stages the rule, None where it is the stack's."""
+    if field.name != "stages":
+        return getattr(plan, field.name)
+    return stages_rule(result.job, plan, result.stack)
+
+
+def _layout_columns(result: SearchResult, fields: Sequence[PlanField]) -> tuple[str, ...]:
     """Return the heads of `_layout_cells`."""
     has_servers = result.stack.strategy is Strategy.PARAMETER_SERVER
-    return (*LAYOUT_COLUMNS, "servers") if has_servers else LAYOUT_COLUMNS
+    heads = tuple(str(each.declaration.heading) for each in fields)
+    return (*heads, "servers") if has_servers else heads
 
 
-def _layout_cells(plan: ParallelPlan) -> list[str]:
-    values = [getattr(plan, each.name) for each in SEARCHED_FIELDS]
+def _layout_cells(
+    result: SearchResult, plan: ParallelPlan, fields: Sequence[PlanField]
+) -> list[str]:
+    values = [_value(result, plan, each) for each in fields]
     if plan.parameter_server is not None:
         values.append(plan.parameter_server.servers)
-    return [value_text(value) for value in values]
+    return [_text(value) for value in values]
 
 
 def _result_cells(step: StepResult) -> list[str]:
@@ -164,3 +284,7 @@ def _money_columns(budget: Budget, step: StepResult) -> list[str]:
     """Return the heads of `_money_cells`: no cost where no price is known."""
     has_price = budget.run(step).cost_usd is not None
     return [TIME_COLUMN, COST_COLUMN] if has_price else [TIME_COLUMN]
+
+
+def _text(value: object) -> str:
+    return HABIT if value is None else value_text(value)

@@ -1,9 +1,11 @@
 """One simulated step as text for a terminal, at most 100 columns wide."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,7 @@ from meshwright.hwprofiles import (
     format_flops_per_s,
     format_time,
 )
+from meshwright.planner.changes import Change
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
@@ -34,6 +37,7 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values
 
 WIDTH = 100
+WIDEST = 1000
 BAR_WIDTH = 14
 MAX_STAGES_LISTED = 8
 # Fields of a plan that a report says in words of their own; the others are its switches.
@@ -45,21 +49,30 @@ FIELDS_WITH_LINES = {
 }
 
 
-def step_report(result: StepResult, budget: Budget | None = None) -> RenderableType:
+def step_report(
+    result: StepResult, budget: Budget | None = None, changes: Sequence[Change] = ()
+) -> RenderableType:
     """Return the report of one simulated step.
 
     Args:
         result: The step.
         budget: Adds days and cost of a number of tokens.
+        changes: Of a plan that does not fit: what makes it fit.
     """
     place = f"{result.plan.world_size:,} GPUs of {result.cluster.name}"
     parts: list[RenderableType] = [
         Text(headline(result.job, place, result.stack.name), style="bold"),
         facts_table([*_plan_facts(result), ("", ""), *_speed_facts(result, budget)]),
         Text(),
-        _side_by_side(_breakdown_table(result), _memory_table(result)),
+        SideBySide(_breakdown_table(result), _memory_table(result)),
         Text(),
-        facts_table([("memory", _memory_line(result)), ("evidence", _evidence_line(result))]),
+        facts_table(
+            [
+                ("memory", _memory_line(result)),
+                *(change_facts(changes) if not result.memory.fits else ()),
+                ("evidence", _evidence_line(result)),
+            ]
+        ),
     ]
     return Group(*parts, *warning_lines(result.warnings))
 
@@ -114,6 +127,12 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     for name, value in facts:
         table.add_row(name, Text(value))
     return table
+
+
+def change_facts(changes: Sequence[Change]) -> list[tuple[str, str]]:
+    """Return what makes a plan fit, a line each."""
+    lines = [str(each) for each in changes] or ["none of the changes that were tried"]
+    return [("fits with" if number == 0 else "or", line) for number, line in enumerate(lines)]
 
 
 def warning_lines(warnings: Iterable[str]) -> list[RenderableType]:
@@ -222,10 +241,26 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
     return facts
 
 
-def _side_by_side(left: Table, right: Table) -> Table:
-    grid = Table.grid(padding=(0, 6))
-    grid.add_row(left, right)
-    return grid
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Two tables beside each other, or one below the other where the terminal is narrow."""
+
+    left: Table
+    right: Table
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the tables."""
+        grid = Table.grid(padding=(0, 6))
+        grid.add_row(self.left, self.right)
+        is_narrow = widest(console, options, grid) > options.max_width
+        yield Group(self.left, Text(), self.right) if is_narrow else grid
+
+
+def widest(console: Console, options: ConsoleOptions, table: Table) -> int:
+    """Return the columns that *table* takes where there is room."""
+    return Measurement.get(console, options.update(width=WIDEST), table).maximum
 
 
 def _breakdown_table(result: StepResult) -> Table:

@@ -4,15 +4,39 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.reports.money import Budget
-from meshwright.simulator import StepResult
+from meshwright.simulator import ParallelPlan, StepResult
 from meshwright.simulator.layout import PLAN_FIELDS
 
 Row = Mapping[str, object]
 
 
-def plans_csv(results: Sequence[StepResult], budget: Budget | None = None) -> str:
-    """Return a CSV with one row for each plan, best first, counted from 1."""
-    return _csv([_plan_row(rank, result, budget) for rank, result in enumerate(results, 1)])
+def plans_csv(
+    results: Sequence[StepResult],
+    budget: Budget | None = None,
+    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+) -> str:
+    """Return a CSV with one row for each plan, best first, counted from 1.
+
+    A switch has a column where one of the plans does not leave it to the stack.
+
+    Args:
+        results: The plans.
+        budget: Adds days and cost of a number of tokens.
+        likes: Of a search: what is folded into each, of which ``like`` is the number.
+    """
+    names = [
+        name
+        for name, field in PLAN_FIELDS.items()
+        if field.declaration.is_basic
+        or (
+            field.declaration.heading
+            and any(getattr(each.plan, name) != field.default for each in results)
+        )
+    ]
+    rows = [_plan_row(rank, result, names, budget) for rank, result in enumerate(results, 1)]
+    if likes is not None:
+        rows = [{**row, "like": len(like)} for row, like in zip(rows, likes, strict=True)]
+    return _csv(rows)
 
 
 def stages_csv(results: Sequence[StepResult]) -> str:
@@ -29,11 +53,11 @@ def _csv(rows: Sequence[Row]) -> str:
     return text
 
 
-def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
+def _plan_row(rank: int, result: StepResult, names: Sequence[str], budget: Budget | None) -> Row:
     plan, memory = result.plan, result.memory
     row: dict[str, object] = {
         "plan": rank,
-        **_plan_cells(result),
+        **_plan_cells(result, names),
         "step_time_s": result.step_time_s,
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
         "model_flops_per_s_per_gpu": result.model_flops_per_s_per_gpu,
@@ -59,14 +83,13 @@ def _plan_row(rank: int, result: StepResult, budget: Budget | None) -> Row:
     return row
 
 
-def _plan_cells(result: StepResult) -> Row:
-    """Return the fields that every plan has, the number of microbatches behind their size."""
+def _plan_cells(result: StepResult, names: Sequence[str]) -> Row:
+    """Return the fields of *names*, the number of microbatches behind their size."""
     cells: dict[str, object] = {}
-    for name, field in PLAN_FIELDS.items():
-        if field.declaration.is_basic:
-            value = getattr(result.plan, name)
-            is_list = isinstance(value, tuple)
-            cells[name] = " ".join(str(count) for count in value) if is_list else value
+    for name in names:
+        value = getattr(result.plan, name)
+        is_list = isinstance(value, tuple)
+        cells[name] = " ".join(str(count) for count in value) if is_list else value
         if name == "microbatch_size":
             cells["num_microbatches"] = result.num_microbatches
     return cells

@@ -3,12 +3,15 @@
 from meshwright.planner.search.finalists import MAX_PASSES
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
 from meshwright.planner.search.search import search
+from meshwright.planner.search.varied import Held, Varied
 
 __all__ = [
     "MAX_PASSES",
     "FrontierPoint",
+    "Held",
     "Nearest",
     "SearchResult",
     "SimulatedPlan",
+    "Varied",
     "search",
 ]

@@ -1,12 +1,13 @@
 """Best-first simulation: in the order of the bounds, until no other layout can be faster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.footprint import Measured
 from meshwright.planner.search.result import SimulatedPlan
 from meshwright.planner.space import Column, Space
 from meshwright.simulator import (
@@ -19,6 +20,9 @@ from meshwright.simulator import (
     simulate,
     simulate_folded,
 )
+
+# So many layouts, and then twice as many, get sharp bounds at a time.
+FIRST_BOUNDS = 16
 
 Progress = Callable[[str, int, int], None]
 
@@ -102,11 +106,48 @@ def _num_passes(built: BuiltStep) -> int:
     return sum(map(len, built.work.actions))
 
 
+Bound = Callable[[NDArray[np.int64]], Column]
+
+
+@dataclass
+class Bounds:
+    """Lower bounds of layouts: rough ones of all, sharp ones of those that a search comes to.
+
+    ``sharp_ps`` is the function of the sharp ones; None where there are no others.
+    """
+
+    bounds_ps: Column
+    sharp_ps: Bound | None
+    is_sharp: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Know no sharp bound yet."""
+        self.is_sharp = np.full(len(self.bounds_ps), self.sharp_ps is None)
+
+    def sharpen(self, indices: NDArray[np.int64]) -> None:
+        """Find the sharp bounds of *indices*."""
+        rough = indices[~self.is_sharp[indices]]
+        if len(rough) and self.sharp_ps is not None:
+            self.bounds_ps[rough] = np.maximum(self.bounds_ps[rough], self.sharp_ps(rough))
+            self.is_sharp[rough] = True
+
+
 class Field(NamedTuple):
-    """The layouts of a search, simulated on demand, and the function of their lower bounds."""
+    """The layouts of a search, simulated on demand, and the functions of their lower bounds.
+
+    ``measured`` is their memory where it may not be known of all.
+    """
 
     runs: Runs
-    lower_bounds_ps: Callable[[NDArray[np.int64]], Column]
+    rough_ps: Bound
+    sharp_ps: Bound | None = None
+    measured: Measured | None = None
+
+    def bounds(self, indices: NDArray[np.int64]) -> Bounds:
+        """Return the bounds of *indices*; those of other layouts say nothing."""
+        bounds_ps = np.zeros(len(self.runs.space), np.int64)
+        bounds_ps[indices] = self.rough_ps(indices)
+        return Bounds(bounds_ps, self.sharp_ps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +167,31 @@ class Proof:
 
 @dataclass(frozen=True)
 class Finalists:
-    """Layouts in the order in which they are worth simulating: bound, then memory."""
+    """Layouts that are simulated in the order in which they are worth it: bound, then memory."""
 
     indices: NDArray[np.int64]
-    bounds_ps: Column
+    bounds: Bounds
     runs: Runs
 
-    @classmethod
-    def ordered(cls, indices: NDArray[np.int64], bounds_ps: Column, runs: Runs) -> "Finalists":
-        """Return the layouts in order."""
-        order = np.lexsort((indices, runs.device_bytes[indices], bounds_ps))
-        return cls(indices[order], bounds_ps[order], runs)
-
     def within(self, most_bytes: int) -> "Finalists":
-        """Return those that need at most *most_bytes* of device memory, in the same order."""
+        """Return those that need at most *most_bytes* of device memory."""
         chosen = self.runs.device_bytes[self.indices] <= most_bytes
-        return Finalists(self.indices[chosen], self.bounds_ps[chosen], self.runs)
+        return Finalists(self.indices[chosen], self.bounds, self.runs)
+
+    def in_order(self) -> Iterator[tuple[int, int]]:
+        """Yield layouts with their bounds, the least first; bounds are sharpened before that."""
+        left, bounds_ps, count = self.indices, self.bounds.bounds_ps, FIRST_BOUNDS
+        while len(left):
+            rough = bounds_ps[left]
+            most = np.partition(rough, count)[count] if count < len(left) else rough.max()
+            near = left[rough <= most]
+            self.bounds.sharpen(near)
+            near = near[bounds_ps[near] <= most]
+            order = np.lexsort((near, self.runs.device_bytes[near], bounds_ps[near]))
+            yield from zip(near[order].tolist(), bounds_ps[near[order]].tolist(), strict=True)
+            is_done = np.zeros(len(bounds_ps), np.bool_)
+            is_done[near] = True
+            left, count = left[~is_done[left]], 2 * count
 
     def fastest(self, count: int, max_passes: int, progress: Progress | None = None) -> Proof:
         """Return the *count* fastest layouts, simulating no more than that takes.
@@ -155,9 +205,7 @@ class Finalists:
         """
         best: list[int] = []
         left_out_ps: list[int] = []
-        for position, (index, bound_ps) in enumerate(
-            zip(self.indices.tolist(), self.bounds_ps.tolist(), strict=True)
-        ):
+        for position, (index, bound_ps) in enumerate(self.in_order(), 1):
             if len(best) == count and bound_ps >= self.runs.step_ps[best[-1]]:
                 return self._proof(best, [*left_out_ps, bound_ps])
             if self.runs.is_too_long(index):
@@ -168,8 +216,9 @@ class Finalists:
             self.runs.run(index)
             best = sorted([*best, index], key=self.runs.rank)[:count]
             if progress is not None:
-                done = np.searchsorted(self.bounds_ps, self.runs.step_ps[best[0]])
-                progress("simulating finalists", position + 1, int(done))
+                known_ps = self.bounds.bounds_ps[self.indices]
+                done = np.count_nonzero(known_ps < self.runs.step_ps[best[0]])
+                progress("simulating finalists", position, int(done))
         return self._proof(best, left_out_ps)
 
     def _proof(self, best: list[int], bounds_ps: list[int]) -> Proof:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from meshwright.hwprofiles import Cluster, StackProfile
+from meshwright.planner.changes import Change
+from meshwright.planner.search.varied import Varied
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
 
 
@@ -49,12 +51,12 @@ class Nearest:
     Args:
         plan: The layout.
         lacks_bytes: Device memory that it needs beyond the limit.
-        changes: What would make it fit, one sentence each.
+        changes: The cheapest changes that make it fit, the fastest first.
     """
 
     plan: ParallelPlan
     lacks_bytes: int
-    changes: tuple[str, ...]
+    changes: tuple[Change, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -73,7 +75,11 @@ class SearchResult:
         bound_gap_fraction: How much faster an unsimulated layout could still be, as a share
             of the first plan's time; 0 where ``optimal``.
         rejections: Layouts that each rule rejected, by reason.
-        plans: The fastest layouts that fit, best first.
+        varied: Fields of plans that were searched, and those that were held.
+        plans: The fastest layouts that fit: the best first, then, by time, the simplest of those
+            that are alike.
+        like: The layouts that are folded into each of ``plans``; the best one, too, where a simpler
+            one does as well (`search.alike`).
         evaluated: Every simulated layout.
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
         nearest: The layout closest to fitting, where none fits.
@@ -89,10 +95,19 @@ class SearchResult:
     optimal: bool
     bound_gap_fraction: float
     rejections: dict[str, int]
+    varied: Varied
     plans: tuple[StepResult, ...]
+    like: tuple[tuple[ParallelPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
     nearest: Nearest | None
+
+    @property
+    def listed(self) -> range:
+        """Places of ``plans`` that a list shows: all but the best where it is folded."""
+        best = self.plans[0].plan if self.plans else None
+        is_folded = any(best in others for others in self.like)
+        return range(int(is_folded), len(self.plans))
 
     def __repr__(self) -> str:
         """Return the search in a line: of what, how much of it is proven, and its best step."""

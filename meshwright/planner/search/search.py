@@ -1,23 +1,30 @@
 """The search: enumerate, price, prune with reasons, simulate best first, prove."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
-from meshwright.hwprofiles import Cluster, StackProfile, Strategy
+from meshwright.hwprofiles import Attention, Cluster, StackProfile, Strategy
 from meshwright.planner.bounds import StepBounds
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint import Footprint, Measured
+from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
 from meshwright.planner.search.nearest import find_nearest
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
+from meshwright.planner.search.varied import Varied
 from meshwright.planner.space import (
     Candidates,
     ShapeTable,
     SpaceLimits,
     apply_rules,
     enumerate_space,
+    lacks,
 )
-from meshwright.simulator import CostModel, PlanError, TrainingJob
+from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob
 from meshwright.simulator.memory import usable_bytes
 
 MAX_GPUS = 10_000_000
@@ -41,8 +48,8 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
 ) -> SearchResult:
     """Return the fastest layouts of *job* on *num_gpus*, the first of them proven.
 
-    Every layout gets its exact memory and a lower bound of its time; layouts are simulated in
-    the order of the bound until the next bound is no better than the best simulated time.
+    Layouts get their exact memory and a lower bound of their time; they are simulated in the order
+    of the bound until the next bound is no better than the best simulated time.
 
     Args:
         job: What is trained.
@@ -50,7 +57,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         stack: With what software.
         num_gpus: Devices that every layout occupies.
         limits: What of the space to search.
-        memory_limit_bytes: What a device may use; by default its capacity less a margin.
+        memory_limit_bytes: What a device may use; by default all that processes can have.
         top: Layouts to report.
         progress: Called with what is being done, how much is done, and of how much.
 
@@ -58,36 +65,110 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     _check_request(cluster, num_gpus, top)
-    limits = limits or SpaceLimits()
+    asked = limits or SpaceLimits()
+    limits = _with_kernels(job, asked, cluster, stack)
     prepare = _mesh_field if stack.strategy is Strategy.MESH else strategy_field
-    runs, lower_bounds_ps = prepare(job, cluster, stack, num_gpus, limits)
+    field = prepare(job, cluster, stack, num_gpus, limits)
+    runs = field.runs
+    limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
-    left, rejections = apply_rules(candidates)
-    feasible = np.flatnonzero(left)
-    finalists = Finalists.ordered(feasible, lower_bounds_ps(feasible), runs)
-    proof, ranking = _rank(finalists, top, progress)
+    found = _found(field, candidates, limit_bytes, top, progress)
+    finalists, proof, ranking = found.finalists, found.proof, found.ranking
     frontier = find_frontier(
         finalists,
         proof.indices[0] if proof.is_proven else None,
         max_passes=runs.num_passes + FRONTIER_PASSES,
+        below_ps=found.below_ps,
     )
-    limit_bytes = usable_bytes(cluster, stack, memory_limit_bytes)
     return SearchResult(
         job=job,
         cluster=cluster,
         stack=stack,
         num_gpus=num_gpus,
         space_size=len(runs.space),
-        feasible=len(feasible),
+        feasible=len(finalists.indices),
         simulated=len(runs.step_ps),
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
-        rejections=rejections,
+        rejections=found.rejections,
+        varied=Varied.of(runs.space, asked, ~lacks(runs.space)),
         plans=tuple(runs.result(index, memory_limit_bytes) for index in ranking),
+        like=tuple(
+            tuple(runs.space.plan(each) for each in alike if each != index)
+            for index, alike in ranking.items()
+        ),
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
-        nearest=None if len(feasible) else find_nearest(candidates, limits, limit_bytes),
+        nearest=None
+        if len(finalists.indices)
+        else find_nearest(candidates, runs, limit_bytes, progress),
     )
+
+
+def _with_kernels(
+    job: TrainingJob, limits: SpaceLimits, cluster: Cluster, stack: StackProfile
+) -> SpaceLimits:
+    """Return *limits* with the attention kernels that the devices have, if none is asked for."""
+    has_kernel = stack.flash_kernel in cluster.device.flash
+    is_asked = limits.values("attention") is not None
+    if is_asked or has_kernel or not isinstance(job.model, ModelSpec):
+        return limits
+    kernels = tuple(each for each in stack.attention_kernels if each is not Attention.FLASH)
+    return limits.pinned(attention=kernels or (stack.attention,))
+
+
+class _Found(NamedTuple):
+    """The layouts that fit, with what a search found of them.
+
+    ``ranking`` is that of `_rank`; ``below_ps`` the time from which not all of them are measured.
+    """
+
+    finalists: Finalists
+    rejections: dict[str, int]
+    proof: Proof
+    ranking: dict[int, list[int]]
+    below_ps: int | None
+
+
+def _found(
+    field: Field, candidates: Candidates, limit_bytes: int, top: int, progress: Progress | None
+) -> _Found:
+    """Return the fastest layouts, of all whose memory may matter."""
+    finalists, rejections = _finalists(field, candidates, limit_bytes)
+    proof, ranking = _rank(finalists, top, progress)
+    below_ps = _measure_rest(field, ranking, top)
+    if below_ps is not None:
+        finalists, rejections = _finalists(field, candidates, limit_bytes)
+        proof, ranking = _rank(finalists, top, progress)
+    return _Found(finalists, rejections, proof, ranking, below_ps)
+
+
+def _finalists(
+    field: Field, candidates: Candidates, limit_bytes: int
+) -> tuple[Finalists, dict[str, int]]:
+    """Return the layouts that no rule takes out, and how many each takes out."""
+    if field.measured is not None:
+        field.measured.drop_families(limit_bytes)
+        candidates = replace(candidates, is_measured=field.measured.is_known)
+    left, rejections = apply_rules(candidates)
+    indices = np.flatnonzero(left)
+    return Finalists(indices, field.bounds(indices), field.runs), rejections
+
+
+def _measure_rest(field: Field, ranking: Iterable[int], top: int) -> int | None:
+    """Measure layouts that may be faster than the last one ranked, if not all are measured yet.
+
+    Returns:
+        Its time; None where there was nothing to measure.
+    """
+    measured = field.measured
+    if measured is None or measured.is_known.all():
+        return None
+    ranked = sorted(field.runs.step_ps[index] for index in ranking)
+    below_ps = ranked[-1] if len(ranked) >= top else np.iinfo(np.int64).max
+    rest = np.flatnonzero(~measured.is_known)
+    measured.measure(rest[field.rough_ps(rest) < below_ps])
+    return int(below_ps)
 
 
 def _mesh_field(
@@ -97,9 +178,10 @@ def _mesh_field(
     space = enumerate_space(job, stack, num_gpus, limits)
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, num_gpus)
-    peaks = peak_bytes(space, table, costs.blocks)
-    runs = Runs(space, costs, peaks, device_bytes_column(peaks, stack))
-    return Field(runs, StepBounds(space, table, costs).lower_bounds_ps)
+    measured = Measured(space, cluster, Footprint(space, table, costs.blocks))
+    runs = Runs(space, costs, measured.peaks, measured.device_bytes)
+    bounds = StepBounds(space, table, costs)
+    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, measured)
 
 
 def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:
@@ -115,8 +197,12 @@ def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:
 
 def _rank(
     finalists: Finalists, top: int, progress: Progress | None
-) -> tuple[Proof, tuple[int, ...]]:
-    """Return the proof of the best layout, and the best ones known after some more runs."""
+) -> tuple[Proof, dict[int, list[int]]]:
+    """Return the proof of the best layout, and the best rows known after some more runs.
+
+    Returns:
+        The proof; the best layout, and those that stand for others, with all that each stands for.
+    """
     runs = finalists.runs
     proof = finalists.fastest(1, PROOF_PASSES, progress)
     if len(finalists.indices) and not proof.indices:
@@ -125,10 +211,10 @@ def _rank(
             f"simulate: global_batch_size={runs.space.job.global_batch_size} is too large for "
             f"{runs.space.num_gpus} GPUs"
         )
-    if top == 1:
-        return proof, proof.indices
-    ranking = finalists.fastest(top, runs.num_passes + RUNNER_UP_PASSES, progress)
-    return proof, ranking.indices
+    if top == 1 or not proof.indices:
+        return proof, {index: [] for index in proof.indices}
+    rows = Rows(finalists).best(top, runs.num_passes + RUNNER_UP_PASSES)
+    return proof, {proof.indices[0]: []} | rows
 
 
 def _gap_fraction(proof: Proof, runs: Runs) -> float:

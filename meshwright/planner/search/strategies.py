@@ -66,6 +66,7 @@ def enumerate_strategies(
     strategy_limits = limits.pinned(
         **only_dp,
         zero_stage=(0,),
+        attention=limits.values("attention") or (stack.attention,),
         recompute=tuple(mode for mode in wanted if mode in modes),
         schedule=limits.values("schedule") or stack.schedules,
     )
@@ -75,8 +76,6 @@ def enumerate_strategies(
         job=job,
         stack=stack,
         num_gpus=num_gpus,
-        attention=space.attention,
-        stages=space.stages,
         rows=np.tile(space.rows, (len(choices), 1)),
         servers=tuple(servers for servers in choices for _ in range(len(space))),
     )
@@ -154,7 +153,7 @@ def strategy_field(
             peaks[index] = _peak_bytes(space, index, costs)
         except TooManyTasksError:
             too_long.add(index)
-    device_bytes = device_bytes_column(peaks, stack)
+    device_bytes = device_bytes_column(space, cluster, peaks)
     runs = StrategyRuns(space, costs, peaks, device_bytes, too_long=too_long)
 
     def lower_bounds_ps(indices: NDArray[np.int64]) -> Column:

@@ -1,5 +1,6 @@
 """The space of layouts as columns: what divides, what is ruled out, what is alike."""
 
+from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.roles import (
     PERIODS,
     PeakCandidate,
@@ -8,20 +9,21 @@ from meshwright.planner.space.roles import (
     pipeline_roles,
     representative_microbatches,
 )
-from meshwright.planner.space.rules import RULES, Candidates, apply_rules
+from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes, block_counts
 from meshwright.planner.space.space import (
-    COLUMNS,
-    Column,
+    BASIC,
     Space,
-    SpaceLimits,
     enumerate_space,
 )
+from meshwright.planner.space.switches import SWITCHES, Column, distinct
 
 __all__ = [
+    "BASIC",
     "COLUMNS",
     "PERIODS",
     "RULES",
+    "SWITCHES",
     "Candidates",
     "Column",
     "PeakCandidate",
@@ -32,8 +34,10 @@ __all__ = [
     "SpaceLimits",
     "apply_rules",
     "block_counts",
+    "distinct",
     "enumerate_space",
     "fullest_moments",
+    "lacks",
     "pipeline_roles",
     "representative_microbatches",
 ]

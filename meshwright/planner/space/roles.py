@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.space.shapes import block_counts
-from meshwright.planner.space.space import Column
+from meshwright.planner.space.switches import Column
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import BlockKind

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.space.space import COLUMNS, Column, Space
+from meshwright.planner.space.limits import COLUMNS
+from meshwright.planner.space.space import Space
+from meshwright.planner.space.switches import Column
 from meshwright.simulator.layout import stack_gaps
 from meshwright.simulator.memory import usable_bytes
 
@@ -20,12 +22,16 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What rules may look at: the space, what it runs on, and each layout's device memory."""
+    """What rules may look at: the space, what it runs on, and each layout's device memory.
+
+    ``is_measured`` says whose memory is known; None where all is.
+    """
 
     space: Space
     cluster: Cluster
     device_bytes: Column
     memory_limit_bytes: int | None
+    is_measured: Mask | None = None
 
 
 Rule = Callable[[Candidates], dict[str, Mask]]
@@ -35,21 +41,39 @@ def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the software stack cannot express."""
     space, stack = candidates.space, candidates.space.stack
     reasons: dict[str, Mask] = {}
-    for gap in stack_gaps(stack):
+    for gap in stack_gaps(stack, space.job.precision):
         if gap.field in COLUMNS:
             reason, mask = f"{stack.name} lacks {gap.reason}", gap.lacks(space.column)
             reasons[reason] = reasons.get(reason, False) | mask
     return reasons
 
 
+def is_measured(candidates: Candidates) -> dict[str, Mask]:
+    """Reject what the search need not measure: its family is too slow whatever the switches."""
+    if candidates.is_measured is None:
+        return {}
+    return {"can be no faster with other switches": ~candidates.is_measured}
+
+
 def fits_memory(candidates: Candidates) -> dict[str, Mask]:
     """Reject what needs more device memory than there is."""
-    limit = usable_bytes(candidates.cluster, candidates.space.stack, candidates.memory_limit_bytes)
+    limit = usable_bytes(candidates.cluster, candidates.memory_limit_bytes)
     return {"needs more memory than a device has": candidates.device_bytes > limit}
+
+
+def lacks(space: Space) -> Mask:
+    """Return the layouts that the stack does not offer."""
+    masks = [
+        gap.lacks(space.column)
+        for gap in stack_gaps(space.stack, space.job.precision)
+        if gap.field in COLUMNS
+    ]
+    return np.asarray(sum(masks, start=np.zeros(len(space), np.bool_)), np.bool_)
 
 
 RULES: dict[str, Rule] = {
     "stack": stack_offers,
+    "time": is_measured,
     "memory": fits_memory,
 }
 

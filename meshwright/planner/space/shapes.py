@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space.space import Column, Space
+from meshwright.planner.space.space import Space
+from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage, sums_microbatches, syncs_by_default
+from meshwright.simulator.layout import PLAN_FIELDS, Stage, sums_microbatches, syncs_by_default
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -48,25 +49,28 @@ class ShapeTable:
     @classmethod
     def of(cls, space: Space) -> "ShapeTable":
         """Return the shapes of every layout of *space*."""
-        names = ("tp", "microbatch_size", "sequence_parallel", "recompute")
+        names = ("tp", "microbatch_size", "sequence_parallel", "recompute", "attention")
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
-        flags = (in_pipeline, _defers_sums(space))
-        columns = np.stack([*(space.column(name) for name in names), *flags], axis=1)
-        _, first, index = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-        return cls(_shapes(space, first), index.reshape(-1), block_kinds(space.job.model))
+        flags = (in_pipeline.astype(np.int64), _defers_sums(space))
+        columns = [*(space.column(name) for name in names), *flags]
+        first, index = distinct(columns)
+        return cls(_shapes(space, first), index, block_kinds(space.job.model))
 
 
 def _defers_sums(space: Space) -> Column:
     """Return `BlockShape.defers_sums` of every layout."""
     stack = space.stack
-    each = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
+    habit = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
+    # Numbers of a switch: 0 is the stack's habit, then no and yes.
+    said = space.column("sync_each_microbatch")
+    each = np.where(said == 0, habit, said == PLAN_FIELDS["sync_each_microbatch"].code(True))  # noqa: FBT003
     once = sums_microbatches(each, space.column("pp"), space.num_microbatches)
     return np.asarray(once & stack.sums_norms_each_microbatch, np.int64)
 
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
-    degrees = np.unique(space.column("tp")[rows]).tolist()
+    degrees = set(space.column("tp")[rows].tolist())  # `np.unique` would load numpy.ma
     multiple = space.stack.vocabulary_multiple
     parameters = {tp: rank_parameters(space.job.model, tp, multiple) for tp in degrees}
     plans = (space.plan_without_stages(row) for row in rows.tolist())
@@ -84,24 +88,29 @@ class ShapeTimes:
 
     blocks: NDArray[np.int64]
     messages: NDArray[np.int64]
+    known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
+    priced: set[int]
 
     @classmethod
-    def of(cls, table: ShapeTable, used: Column, costs: CostModel) -> "ShapeTimes":
-        """Return the times of the shapes that *used* indexes; zeros for the others."""
+    def empty(cls, table: ShapeTable) -> "ShapeTimes":
+        """Return the times of no shape yet: zeros."""
         blocks = np.zeros((len(table.shapes), 2 * len(table.kinds)), np.int64)
-        messages = np.zeros((len(table.shapes), len(table.kinds), 4), np.int64)
-        # Recomputation is of layers: shapes that differ in it share the ends and the messages.
-        known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[list[int]]]] = {}
-        for index in used.tolist():
+        return cls(blocks, np.zeros((len(table.shapes), len(table.kinds), 4), np.int64), {}, set())
+
+    def price(self, table: ShapeTable, used: Column, costs: CostModel) -> None:
+        """Find the times of the shapes that *used* indexes."""
+        for index in set(used.tolist()) - self.priced:
             shape = table.shapes[index]
+            # Recomputation is of layers: shapes that differ in it share the ends and the messages.
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
             key = (shape.tp, shape.microbatch_size, *flags)
-            if key not in known:
+            if key not in self.known:
                 ends = _block_times(shape, costs, ENDS)
-                known[key] = ends, _message_times(shape, costs, table.kinds)
-            ends, messages[index] = known[key]
-            blocks[index] = [*_block_times(shape, costs, table.kinds[: -len(ENDS)]), *ends]
-        return cls(blocks, messages)
+                self.known[key] = ends, _message_times(shape, costs, table.kinds)
+            ends, self.messages[index] = self.known[key]
+            layers = _block_times(shape, costs, table.kinds[: -len(ENDS)])
+            self.blocks[index] = [*layers, *ends]
+            self.priced.add(index)
 
 
 def _block_times(shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]) -> list[int]:

@@ -10,7 +10,22 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Attention, Recompute, StackProfile, StageSplit, suggestion
+from meshwright.hwprofiles import (
+    Precision,
+    Recompute,
+    StackProfile,
+    StageSplit,
+)
+from meshwright.planner.space.limits import COLUMNS, SpaceLimits
+from meshwright.planner.space.switches import (
+    SWITCHES,
+    Column,
+    Place,
+    Setting,
+    distinct,
+    divisors,
+    settings,
+)
 from meshwright.simulator import (
     RUNTIMES,
     SCHEDULES,
@@ -23,76 +38,21 @@ from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
+    STACKS_OWN,
     Axis,
     PlanField,
-    Stage,
+    chosen_formats,
     divides,
     known_values,
     model_refusal,
-    model_stages,
+    stack_gaps,
+    syncs_by_default,
 )
-from meshwright.simulator.model import AnyModel
+from meshwright.simulator.model import AnyModel, ModelSpec
 
-Column = NDArray[np.int64]
-
-COLUMNS = tuple(each.name for each in SEARCHED_FIELDS)
-
-
-class SpaceLimits:
-    """What of the space is searched: allowed values of a field (None: all), and largest values.
-
-    ``attention`` and ``stages`` are not searched: they default to the stack's. Values of a field
-    are a tuple by its name, as ``tp=(4, 8)``; a largest value is a number, as ``max_pp=16``.
-
-    Raises:
-        PlanError: If a name is no searched field, or a limit leaves nothing of one.
-
-    >>> SpaceLimits(tp=(8,), max_pp=16)
-    SpaceLimits(tp=(8,), max_pp=16)
-    """
-
-    def __init__(
-        self,
-        *,
-        attention: Attention | None = None,
-        stages: StageSplit | None = None,
-        **limits: tuple[object, ...] | int | None,
-    ) -> None:
-        self.attention = attention
-        self.stages = stages
-        self._limits = {name: value for name, value in limits.items() if value is not None}
-        known = [*COLUMNS, *(each.limit for each in SEARCHED_FIELDS if each.declaration.is_limited)]
-        for name, value in self._limits.items():
-            if name not in known:
-                raise PlanError(f"{name} is no field of a search; {suggestion(name, known)}")
-            if isinstance(value, int) and value < 1:
-                raise PlanError(f"{name}={value} leaves nothing; allowed: at least 1")
-
-    def __repr__(self) -> str:
-        """Return the limits as they are written."""
-        ends = {"attention": self.attention, "stages": self.stages}
-        said = self._limits | {name: value for name, value in ends.items() if value is not None}
-        return f"SpaceLimits({', '.join(f'{name}={value!r}' for name, value in said.items())})"
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is pinned or limited."""
-        return not self._limits
-
-    def values(self, name: str) -> tuple[object, ...] | None:
-        """Return the allowed values of a field, None for all."""
-        return cast("tuple[object, ...] | None", self._limits.get(name))
-
-    def allows(self, name: str, value: object) -> bool:
-        """Return whether *value* of the field *name* may be searched."""
-        allowed, largest = self.values(name), self._limits.get(PLAN_FIELDS[name].limit)
-        if allowed is not None and value not in allowed:
-            return False
-        return largest is None or cast("int", value) <= cast("int", largest)
-
-    def pinned(self, **values: tuple[object, ...]) -> "SpaceLimits":
-        """Return the same limits with other allowed values."""
-        return SpaceLimits(attention=self.attention, stages=self.stages, **self._limits | values)
+# Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
+BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
+BASIC = tuple(each.name for each in BASIC_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -106,8 +66,6 @@ class Space:
     job: TrainingJob
     stack: StackProfile
     num_gpus: int
-    attention: Attention
-    stages: StageSplit
     rows: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -124,20 +82,59 @@ class Space:
         sequences = self.job.global_batch_size // self.column("dp")
         return sequences // self.column("microbatch_size")
 
-    def layers(self, pp: int, num_virtual_stages: int) -> tuple[int, ...]:
-        """Return the layers of each virtual stage."""
-        return resolve_stages(
-            self.job.model, self.job.seq_len, pp * num_virtual_stages, self.stages
-        )
+    @cached_property
+    def num_shards(self) -> Column:
+        """Data-parallel ranks of each layout that share one set of shards."""
+        dp, shards = self.column("dp"), PLAN_FIELDS["dp_shard"]
+        if shards not in SEARCHED_FIELDS:
+            return dp
+        return np.where(self.column("dp_shard"), self.column("dp_shard"), dp)
 
-    def virtual_stages(self, pp: int, num_virtual_stages: int) -> tuple[Stage, ...]:
-        """Return the virtual stages in model order."""
-        return model_stages(self.job.model, self.layers(pp, num_virtual_stages))
+    @cached_property
+    def sharing(self) -> Column:
+        """Number of each layout's setting of its switches, however many ranks share a shard."""
+        has_sets = np.asarray(self.num_shards < self.column("dp"), np.int64)
+        others = [self.column(name) for name in SWITCHES if name != "dp_shard"]
+        return distinct([has_sets, *others])[1]
+
+    @cached_property
+    def family(self) -> Column:
+        """Number of each layout's family: those that differ in switches alone are of one."""
+        return distinct([self.column(name) for name in BASIC])[1]
+
+    @cached_property
+    def leanest(self) -> Column:
+        """The layout of each family that needs the least memory, by the number of the family.
+
+        It has the most shards, frees and reduces as soon as can be, in the fewest bytes.
+        """
+        habits = {
+            "reshard_after_forward": (self.column("pp") == 1) | self.stack.reshards_in_pipelines,
+            "sync_each_microbatch": syncs_by_default(
+                self.stack, self.column("zero_stage"), self.column("pp")
+            ),
+        }
+        waste = -self.num_shards
+        for name, habit in habits.items():
+            said = self.column(name)
+            waste = 2 * waste + np.where(said == 0, ~habit, said == PLAN_FIELDS[name].code(False))  # noqa: FBT003
+        for name in ("gradient_precision", "reduce_precision"):
+            usual = chosen_formats(self.stack, self.job.precision, STACKS_OWN)
+            own = usual.kept if name == "gradient_precision" else usual.reduced
+            bytes_of = [own.num_bytes if own else 0, *(each.num_bytes for each in Precision)]
+            waste = 8 * waste + np.array(bytes_of, np.int64)[self.column(name)]
+        order = np.lexsort((waste, self.family))
+        return order[np.unique(self.family[order], return_index=True)[1]]
+
+    def layers(self, pp: int, num_virtual_stages: int, rule: object) -> tuple[int, ...]:
+        """Return the layers of each virtual stage by a *rule* for stages."""
+        return _layers(self.job, pp * num_virtual_stages, rule)
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
         plan = self.plan_without_stages(index)
-        return replace(plan, stages=self.layers(plan.pp, plan.num_virtual_stages))
+        rule = PLAN_FIELDS["stages"].value(int(self.column("stages")[index]))
+        return replace(plan, stages=_layers(self.job, plan.num_stages, rule))
 
     def plan_without_stages(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan that leaves the layers of its stages open."""
@@ -145,8 +142,13 @@ class Space:
         values = {
             field.name: field.value(code)
             for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
+            if field.name != "stages"
         }
-        return ParallelPlan.of({**values, "attention": self.attention})
+        return ParallelPlan.of(values)
+
+
+def _layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, ...]:
+    return resolve_stages(job.model, job.seq_len, num_stages, cast("StageSplit", rule))
 
 
 def enumerate_space(
@@ -165,17 +167,54 @@ def enumerate_space(
     blocks = [
         _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
         for degrees in _degrees(job, num_gpus, limits)
-        for vpp, schedules in _virtual_stages(job.model, degrees["pp"], limits)
+        for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
-    rows = np.concatenate([*blocks, np.empty((0, len(COLUMNS)), np.int64)])
+    rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
     return Space(
         job=job,
         stack=stack,
         num_gpus=num_gpus,
-        attention=limits.attention or stack.attention,
-        stages=limits.stages or stack.stage_split,
-        rows=rows,
+        rows=_with_switches(job, stack, limits, rows),
     )
+
+
+def _with_switches(
+    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return *basic* rows with every setting of the switches that has an effect there."""
+    columns = dict(zip(BASIC, basic.T, strict=True))
+    count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
+    lacks = np.zeros(len(basic), np.bool_)
+    for gap in stack_gaps(stack, job.precision):
+        if {condition.field for condition in gap.conditions} <= {*BASIC}:
+            lacks |= gap.lacks(columns.__getitem__)
+    places = [columns["pp"], columns["dp"], columns["zero_stage"], count > 1, lacks]
+    places = [np.asarray(each, np.int64) for each in places]
+    first, member = distinct(places)
+    wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
+    tables = [
+        _codes(settings(job, stack, Place(*row), wanted))
+        for row in np.stack(places, axis=1)[first].tolist()
+    ]
+    sizes = np.array([len(table) for table in tables], np.int64)
+    num_settings = sizes[member]
+    family = np.repeat(np.arange(len(basic)), num_settings)
+    number = np.arange(len(family)) - np.repeat(
+        np.cumsum(num_settings) - num_settings, num_settings
+    )
+    start = (np.cumsum(sizes) - sizes)[member[family]]
+    switches = np.concatenate([*tables, _codes([])])[start + number]
+    rows = np.empty((len(family), len(COLUMNS)), np.int64, order="F")  # it is read by column
+    rows[:, [COLUMNS.index(name) for name in BASIC]] = basic[family]
+    rows[:, [COLUMNS.index(name) for name in SWITCHES]] = switches
+    return rows
+
+
+def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
+    """Return settings as rows of numbers."""
+    fields = [PLAN_FIELDS[name] for name in SWITCHES]
+    rows = [[field.code(each[field.name]) for field in fields] for each in known]
+    return np.array(rows, np.int64).reshape(-1, len(SWITCHES))
 
 
 def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[dict[str, int]]:
@@ -197,14 +236,14 @@ def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[d
 
 
 def _virtual_stages(
-    model: AnyModel, pp: int, limits: SpaceLimits
+    model: AnyModel, stack: StackProfile, pp: int, limits: SpaceLimits
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield each number of virtual stages with the schedules that can run it.
 
     More than one takes equal virtual stages, or equal ones when embedding and head count as a
     layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).
     """
-    per_rank = model.num_layers // pp
+    per_rank, known = model.num_layers // pp, tuple(SCHEDULES)
     for vpp in range(1, per_rank + 1):
         if vpp > 1 and (pp == 1 or not _divides_into(model.num_layers, pp * vpp)):
             continue
@@ -215,6 +254,11 @@ def _virtual_stages(
             for index, (name, schedule) in enumerate(SCHEDULES.items())
             if schedule.interleaves == (vpp > 1) and limits.allows("schedule", name)
         ]
+        if pp == 1:  # no pipeline: all are one, which is called as usual where the stack has it
+            usual = PLAN_FIELDS["schedule"].default
+            names = sorted(stack.schedules, key=lambda name: name != usual)
+            offered = [index for name in names for index in schedules if known[index] == name]
+            schedules = (offered or schedules)[:1]
         if schedules:
             yield vpp, schedules
 
@@ -239,13 +283,15 @@ def _block(
             return list(schedules)
         if field.name == "microbatch_size":
             return _microbatch_sizes(job, stack, limits, fixed, schedules)
+        if field.name == "stages":
+            return _stage_rules(job, stack, limits, fixed["pp"] * fixed["num_virtual_stages"])
         return _switches(job, stack, limits, field, fixed)
 
-    axes = [np.array(numbers(field), np.int64) for field in SEARCHED_FIELDS]
+    axes = [np.array(numbers(field), np.int64) for field in BASIC_FIELDS]
     sizes = tuple(map(len, axes))
     places = np.unravel_index(np.arange(prod(sizes)), sizes)
     rows = np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
-    schedule, size = (rows[:, COLUMNS.index(name)] for name in ("schedule", "microbatch_size"))
+    schedule, size = (rows[:, BASIC.index(name)] for name in ("schedule", "microbatch_size"))
     for pair in product(schedules, set(size.tolist())):
         if not _is_runnable(job, stack, fixed, *pair):
             kept = (schedule != pair[0]) | (size != pair[1])
@@ -267,6 +313,17 @@ def _microbatch_sizes(
         if limits.allows("microbatch_size", size)
         and any(_is_runnable(job, stack, fixed, schedule, size) for schedule in schedules)
     ]
+
+
+def _stage_rules(
+    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, num_stages: int
+) -> list[int]:
+    """Return the rules for stages that give different layers, the stack's first."""
+    rules = limits.values("stages") or (stack.stage_split, *StageSplit)
+    by_layers: dict[tuple[int, ...], int] = {}
+    for rule in rules:
+        by_layers.setdefault(_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
+    return list(by_layers.values())
 
 
 def _is_runnable(
@@ -308,16 +365,8 @@ def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tu
     """
     if field.name == "zero_stage":
         return tuple(sorted({0, 1, *stack.zero_stages}))
+    if field.name == "attention":
+        return stack.attention_kernels if isinstance(job.model, ModelSpec) else (stack.attention,)
     known = known_values(field, job.model)
     alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
     return tuple(each for each in (known or field.choices) if each not in alone)
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of *number* in ascending order.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
-    return small + [number // value for value in reversed(small) if value * value != number]

@@ -11,6 +11,7 @@ from meshwright.simulator.account.traffic import (
     closing_traffic,
     message_traffic,
     norm_ranks,
+    norm_traffic,
     rank_traffic,
 )
 
@@ -27,6 +28,7 @@ __all__ = [
     "host_traffic",
     "message_traffic",
     "norm_ranks",
+    "norm_traffic",
     "plan_warnings",
     "rank_flops",
     "rank_traffic",

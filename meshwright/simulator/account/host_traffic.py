@@ -46,7 +46,7 @@ def host_traffic(
         added_bytes = reduced_bytes - reduced_bytes // setting.num_reductions
         updated_bytes = shares[Moment.UPDATED] * setting.wire.gather_bytes
         return HostTraffic(updated_bytes + added_bytes, reduced_bytes)
-    if stack.root_unit:
+    if stack.is_fully_sharded:
         stages, num_shards = setting.rank_stages(pp_rank), replication.span.num_ranks
         owned = sum(sum(unit_shards(setting.shape, each, num_shards, shard)) for each in stages)
         reduced_bytes = setting.num_reductions * owned * state.gradient

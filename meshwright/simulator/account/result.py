@@ -8,6 +8,7 @@ from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
 from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.memory import Overheads
 from meshwright.simulator.schedules import get_schedule
 
 
@@ -42,20 +43,30 @@ class StageMemory:
 class MemoryResult:
     """Memory of the fullest rank by three rules of counting, against what there is.
 
-    ``peak_bytes`` are live tensors, ``reserved_bytes`` add the allocator's rounding,
-    ``device_bytes`` the context; a plan fits when the last is at most ``usable_bytes``, and
-    ``host_bytes``, what the fullest node keeps on its host, at most ``host_capacity_bytes``.
+    ``peak_bytes`` are live tensors, ``reserved_bytes`` add libraries' workspaces and what the
+    allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
+    when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
+    its host, at most ``host_capacity_bytes``.
     """
 
     peak_bytes: int
-    reserved_bytes: int
-    device_bytes: int
+    overheads: Overheads
     capacity_bytes: int
     usable_bytes: int
     worst_rank: int
     by_stage: tuple[StageMemory, ...]
     host_bytes: int = 0
     host_capacity_bytes: int | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator of the fullest rank holds."""
+        return self.overheads.reserved_bytes(self.peak_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """What its device shows as used."""
+        return self.overheads.device_bytes(self.peak_bytes)
 
     @property
     def fits(self) -> bool:

@@ -18,7 +18,7 @@ from meshwright.simulator.ledger import (
 )
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
-# Who takes part in the norm is `norm_ranks`.
+# Who takes part in a norm that is one number is `norm_ranks`.
 ELSEWHERE = (*OTHER_SUMS, Moment.NORM, Moment.MESSAGE)
 REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
 
@@ -65,10 +65,21 @@ def closing_traffic(
     """Return the collectives after the last backward pass, but for those of the replicas.
 
     Gradients of weights that saw only a rank's own tokens are summed over the tensor-parallel
-    ranks, a tied table's over both ends of the pipeline; then the gradient norm.
+    ranks, a tied table's over both ends of the pipeline.
     """
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
     return _traffic(entries, OTHER_SUMS)
+
+
+def norm_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[Traffic, ...]:
+    """Return what sums the gradient norm, and the tokens, where that goes axis by axis.
+
+    Else `norm_ranks` sum one number.
+    """
+    entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
+    return _traffic(entries, (Moment.NORM,)) if stack.norm_by_axis else ()
 
 
 def message_traffic(

@@ -4,7 +4,7 @@ from meshwright.simulator.blocks.fp8_casts import (
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import OUTPUT, Ending, walk
+from meshwright.simulator.blocks.kinds import OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -41,6 +41,7 @@ __all__ = [
     "NamedBytes",
     "Operator",
     "hardware_flops",
+    "makes_gradients",
     "model_flops",
     "step_cast_bytes",
     "sum_flops",

@@ -10,22 +10,25 @@ from meshwright.simulator.graph import (
     Heads,
     Linear,
     Placement,
-    Reads,
     Size,
     Tensor,
+    activation,
+    biased,
+    cast,
     columns,
     copy,
     counted,
     flash,
     norm,
-    pointwise,
     residual,
+    rotary,
     rounded_up,
     row,
     scored,
     share,
 )
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import ModelSpec
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
@@ -95,13 +98,13 @@ class LayerDims(NamedTuple):
 def layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the tokens after a layer."""
     model = shape.model
-    centers = model.norm == "layernorm"
+    entered, centers = x, model.norm == "layernorm"
     with block.part("layer"):
         y = _attention(block, norm(block, x, "attention norm", centers=centers), shape, dims)
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
         y = _mlp(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
-        block.hold(x)
+        block.hold(entered, x)
         return out
 
 
@@ -116,21 +119,34 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
             query = copy(block, query, "queries apart")  # a view of them is not one stretch
         if model.positions == "rotary":
             given = query, key
-            query, key = (
-                pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given
-            )
-            block.hold(*given)
+            query, key = rotary(block, *given)
+            if block.lowering.is_eager:  # they have names until it returns
+                block.argument(*(given if block.lowering.is_local else ()), query, key)
+            key, query = (cast(block, x, f"{x.name} cast", block.width) for x in (key, query))
+        given = key, value
+        if block.lowering.copies_operands and _leaves_gaps(model):
+            key, value = (copy(block, each, f"{each.name} apart") for each in given)
         heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
         attend = scored if is_unfused else flash
         with block.part("core"):
             context = attend(block, query, key, value, heads)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)
-        block.hold(query, key, value)
+        block.hold(query, key, value, *given)
         bias = Linear(bias=model.output_bias)
         y = row(block, context, dims.hidden, "attention output", dims.outside, bias)
         block.hold(context)
         return y
+
+
+def _leaves_gaps(model: ModelSpec) -> bool:
+    """Return whether keys and values are parts of a product that lie as no kernel knows.
+
+    Transformer Engine copies such (get_qkv_layout of its dot_product_attention/utils.py, 0.12 to
+    2.x).  Of rotated ones it would copy the values, but runs of real size hold as much as with the
+    whole product (docs/accuracy.md).
+    """
+    return model.num_kv_heads < model.num_heads and model.positions != "rotary"
 
 
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -138,8 +154,11 @@ def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     model, bias = shape.model, Linear(bias=shape.model.mlp_bias)
     with block.module(x):
         widths = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
-        inner = columns(block, x, *widths, linear=bias, packed=True)
-        hidden = pointwise(block, "activation", *inner, last=dims.inner)
+        apart = block.lowering.is_local  # a kernel of its own adds the bias
+        inner = columns(block, x, *widths, linear=Linear() if apart else bias, packed=True)
+        if apart and bias.bias:
+            inner = [biased(block, each, "mlp in") for each in inner]
+        hidden = activation(block, *inner, parts=widths, last=dims.inner)
         y = row(block, hidden, dims.hidden, "mlp out", dims.outside, bias)
         block.hold(hidden)
         return y

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Recompute
+from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
@@ -104,8 +104,12 @@ ADDED = Ending()
 def lowering_of(shape: BlockShape) -> Lowering:
     """Return how the stack of *shape* runs operators; its facts are read here and nowhere else."""
     stack = shape.stack
-    fuses_gradients = stack.fused_gradient_accumulation
+    # Megatron-Core's own layers add gradients in their products, too, but hand autograd an empty
+    # tensor for each (core/tensor_parallel/layers.py, LinearWithGradAccumulation...).
+    fuses_gradients = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
     return Lowering(
+        kernels=stack.kernels,
+        spells_out=stack.transformers_layers,
         fuses_products=stack.fused_qkv,
         fuses_places=stack.fused_qkv,
         fuses_residual=stack.fused_qkv,
@@ -114,8 +118,14 @@ def lowering_of(shape: BlockShape) -> Lowering:
         loss=stack.loss,
         casts=shape.casts_weights,
         caches_casts=shape.caches_casts,
+        copies_operands=stack.transformer_engine,
         eight_bits=_eight_bits(shape),
     )
+
+
+def makes_gradients(shape: BlockShape) -> bool:
+    """Return whether a weight's gradient is a tensor before it is added to what is kept."""
+    return lowering_of(shape).weight_gradients is not WeightGradients.FUSED
 
 
 def _eight_bits(shape: BlockShape) -> EightBits | None:

@@ -1,10 +1,11 @@
 """The operators of a block as they are priced: merged products, traffic, collectives, launches."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, cast
 
-from meshwright.hwprofiles import CollectiveOp, Recompute
+from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
@@ -45,7 +46,7 @@ MLM_KERNELS = 5
 
 
 class PricedBlock(NamedTuple):
-    """A block that was walked, whose sizes may be columns of many shapes.
+    """A block that was walked, whose sizes may be columns of many shapes; so are its operators'.
 
     Args:
         shape: Its switches, and its sizes where they are no columns.
@@ -57,11 +58,11 @@ class PricedBlock(NamedTuple):
     kind: BlockKind
     found: Backward
 
-    def operators(self, row: int = 0) -> BlockOperators:
-        """Return what one microbatch runs on one rank, for one *row* of the columns."""
-        forward, again, backward = (self._phase(phase, row) for phase in Phase)
+    def operators(self) -> BlockOperators:
+        """Return what one microbatch runs on one rank."""
+        forward, again, backward = (self._phase(phase) for phase in Phase)
         if not isinstance(self.shape.trained, ModelSpec):
-            return self._listed_operators(forward, again, (*backward, *self._accumulation(row)))
+            return self._listed_operators(forward, again, (*backward, *self._accumulation()))
         linears = [each for each in forward if isinstance(each, Gemm) and each.is_fp8]
         extra = self._launches(forward, linears, backward=False)
         return BlockOperators(
@@ -70,8 +71,8 @@ class PricedBlock(NamedTuple):
             backward=(
                 *backward,
                 *self._launches(backward, linears, backward=True),
-                *self._accumulation(row),
-                *self._sums(row),
+                *self._accumulation(),
+                *self._sums(),
             ),
         )
 
@@ -92,15 +93,15 @@ class PricedBlock(NamedTuple):
             backward=(*backward, starts[Phase.BACKWARD]),
         )
 
-    def _phase(self, phase: Phase, row: int) -> tuple[Operator, ...]:
+    def _phase(self, phase: Phase) -> tuple[Operator, ...]:
         steps = [step for step in self.found.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
-        products = _products(steps, row, merges=merges)
-        calls = _collectives(self.found, steps, products, row)
+        products = _products(steps, merges=merges)
+        calls = _collectives(self.found, steps, products)
         flash = [
             FlashAttention(
                 "attention",
-                batch_heads=_at(step.work.scores, row) // self.shape.seq_len**2,
+                batch_heads=_number(step.work.scores) // self.shape.seq_len**2,
                 seq_len=self.shape.seq_len,
                 head_dim=self.shape.model.head_dim,
                 backward=phase is Phase.BACKWARD,
@@ -109,9 +110,10 @@ class PricedBlock(NamedTuple):
             for step in steps
             if isinstance(step.work, FusedAttention)
         ]
-        moved = sum(_at(step.work.nbytes, row) for step in steps if isinstance(step.work, Traffic))
-        traffic = [MemoryBound("element-wise kernels", moved)] if moved else []
-        return (*products.values(), *_convolutions(steps, row), *flash, *traffic, *calls)
+        moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
+        moves = not isinstance(moved, int) or moved > 0
+        traffic = [MemoryBound("element-wise kernels", moved)] if moves else []
+        return (*products.values(), *_convolutions(steps), *flash, *traffic, *calls)
 
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
@@ -128,6 +130,9 @@ class PricedBlock(NamedTuple):
             )
         usual = stack.backward_kernels_per_layer if backward else stack.forward_kernels_per_layer
         num_products = sum(isinstance(each, Gemm) for each in operators)
+        if stack.kernels is Kernels.EAGER:
+            phase = Phase.BACKWARD if backward else Phase.FORWARD
+            usual = max(usual, _num_kernels(self.found, phase) - num_products)
         casts = backward_casts if backward else forward_casts
         return (
             *casts(self.shape, linears),
@@ -162,7 +167,7 @@ class PricedBlock(NamedTuple):
             HostPasses("layer again", 1),
         )
 
-    def _accumulation(self, row: int) -> tuple[Operator, ...]:
+    def _accumulation(self) -> tuple[Operator, ...]:
         """Return the traffic of adding a microbatch's weight gradients to what is kept of them.
 
         Fused, it is part of the products; an embedding's is in the traffic of its table.
@@ -173,10 +178,10 @@ class PricedBlock(NamedTuple):
         weights = list(self.found.places)
         if self.kind != TRANSFORMER_LAYER and not listed:
             weights = [each for each in weights if len(each.dims) > 1]
-        count = sum(_at(each.numel, row) for each in weights)
+        count = sum(_number(each.numel) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
 
-    def _sums(self, row: int) -> tuple[Operator, ...]:
+    def _sums(self) -> tuple[Operator, ...]:
         """Return the sums of gradients over tensor ranks that a stack makes in every microbatch.
 
         With sequence parallelism a rank's norms see its own tokens alone.
@@ -186,7 +191,7 @@ class PricedBlock(NamedTuple):
             return ()
         return tuple(
             Collective(
-                "tp norm reduce", CollectiveOp.ALL_REDUCE, _at(each.numel, row) * width, Axis.TP
+                "tp norm reduce", CollectiveOp.ALL_REDUCE, _number(each.numel) * width, Axis.TP
             )
             for each in _partial_weights(self.found)
         )
@@ -197,11 +202,31 @@ def _partial_weights(found: Backward) -> list[Tensor]:
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
 
 
-def _at(size: Size, row: int) -> int:
-    return size if isinstance(size, int) else int(size[row])
+def _number(size: Size) -> int:
+    """Return a size, as a number of an operator also where it is a column: see `operator_rows`."""
+    return cast("int", size)
 
 
-def _products(steps: Sequence[Step], row: int, *, merges: bool) -> dict[tuple[int, int], Gemm]:
+def operator_rows(operators: BlockOperators, count: int) -> list[BlockOperators]:
+    """Return the *operators* of each of *count* shapes, of which they hold columns."""
+    phases = [
+        list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
+        for phase in operators
+    ]
+    return [BlockOperators(*each) for each in zip(*phases, strict=True)]
+
+
+def _rows(value: object, count: int) -> Iterable[object]:
+    """Return *count* operators, or numbers of one, of which columns hold each its own."""
+    if isinstance(value, int | str | None):
+        return repeat(value, count)
+    if isinstance(value, tuple):
+        each = zip(*(_rows(part, count) for part in value), strict=True)
+        return map(cast("type[Gemm]", type(value))._make, each)
+    return cast("list[int]", cast("Any", value).tolist())
+
+
+def _products(steps: Sequence[Step], *, merges: bool) -> dict[tuple[int, int], Gemm]:
     """Return the products of a phase; those of one input are priced as one.
 
     The key is the number of the operators that are priced together, and which of an operator's
@@ -214,7 +239,7 @@ def _products(steps: Sequence[Step], row: int, *, merges: bool) -> dict[tuple[in
             continue
         op, number = step.operator, seen[step.operator]
         seen[op] += 1
-        m, n, k, batch = (_at(size, row) for size in step.work)
+        m, n, k, batch = (_number(size) for size in step.work)
         apart = len(found) if not merges or op.kind is Kind.ATTENTION else 0
         key = (op.price if not apart else -apart, number)
         if key in found:
@@ -233,9 +258,9 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
     return one._replace(k=one.k + k) if number == 0 else one._replace(m=one.m + m)
 
 
-def _convolutions(steps: Sequence[Step], row: int) -> list[ImplicitGemm]:
+def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:
     return [
-        ImplicitGemm(step.operator.name, *(_at(size, row) for size in step.work))
+        ImplicitGemm(step.operator.name, *(_number(size) for size in step.work))
         for step in steps
         if isinstance(step.work, Convolution)
     ]
@@ -250,7 +275,7 @@ def _num_kernels(found: Backward, phase: Phase) -> int:
 
 
 def _collectives(
-    found: Backward, steps: Sequence[Step], products: dict[tuple[int, int], Gemm], row: int
+    found: Backward, steps: Sequence[Step], products: dict[tuple[int, int], Gemm]
 ) -> list[Collective]:
     """Return the collectives of a phase, with the products that they may run beside.
 
@@ -267,5 +292,5 @@ def _collectives(
         number = 0 if work.op is CollectiveOp.ALL_GATHER else 1
         is_column = first[op.price] is Kind.PLACE and phase is Phase.BACKWARD
         cover = products.get((op.price, number)) if is_column else None
-        calls.append(Collective("tp", work.op, _at(work.nbytes, row), work.axis, cover))
+        calls.append(Collective("tp", work.op, _number(work.nbytes), work.axis, cover))
     return calls

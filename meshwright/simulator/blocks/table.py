@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, keeps_output, walk
 from meshwright.simulator.blocks.operators import BlockOperators
-from meshwright.simulator.blocks.priced import PricedBlock
+from meshwright.simulator.blocks.priced import PricedBlock, operator_rows
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor, column
 from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
@@ -25,6 +27,7 @@ class BlockMemory(NamedTuple):
     left: int
     received: int
     sent: int
+    buffer: int
 
 
 class NamedBytes(NamedTuple):
@@ -34,10 +37,23 @@ class NamedBytes(NamedTuple):
     size_bytes: int
 
 
+@dataclass
+class _Walk:
+    """A walk of as many shapes as *count*."""
+
+    found: PricedBlock
+    count: int
+
+    @cached_property
+    def operators(self) -> list[BlockOperators]:
+        """What the block runs, of each shape."""
+        return operator_rows(self.found.operators(), self.count)
+
+
 class _Row(NamedTuple):
     """A walk, which row of its columns is meant, and what the block of that row holds."""
 
-    found: PricedBlock
+    walk: _Walk
     memory: BlockMemory
     row: int
 
@@ -51,7 +67,6 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
-        self._operators: dict[tuple[BlockShape, BlockKind], BlockOperators] = {}
         self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
@@ -70,11 +85,8 @@ class BlockTable:
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
-        key = (shape, kind)
-        if key not in self._operators:
-            found, _, row = self._row(shape, kind, ADDED)
-            self._operators[key] = found.operators(row)
-        return self._operators[key]
+        walked, _, row = self._row(shape, kind, ADDED)
+        return walked.operators[row]
 
     def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
         """Return what a block keeps and needs."""
@@ -112,9 +124,9 @@ class BlockTable:
             repeat(size, len(shapes)) if isinstance(size, int) else size.tolist()
             for size in Memory.of(found)
         )
+        walked = _Walk(PricedBlock(shapes[0], kind, found), len(shapes))
         for row, (shape, sizes) in enumerate(zip(shapes, zip(*columns, strict=True), strict=True)):
-            priced = PricedBlock(shape, kind, found)
-            self._rows[shape, kind, ending] = _Row(priced, BlockMemory(*sizes), row)
+            self._rows[shape, kind, ending] = _Row(walked, BlockMemory(*sizes), row)
 
 
 def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:

@@ -1,6 +1,6 @@
 """A block written once: operators over tensors with named dims, and what a walk derives of it."""
 
-from meshwright.simulator.graph.attention import Heads, flash, scored
+from meshwright.simulator.graph.attention import Heads, flash, rotary, scored
 from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
@@ -30,6 +30,9 @@ from meshwright.simulator.graph.pointwise import (
     NUMBER_BYTES,
     STATISTIC_BYTES,
     Reads,
+    activation,
+    biased,
+    cast,
     copy,
     counted,
     cut,
@@ -86,6 +89,9 @@ __all__ = [
     "Transfer",
     "WeightGradients",
     "Work",
+    "activation",
+    "biased",
+    "cast",
     "cast_operands",
     "column",
     "columns",
@@ -101,6 +107,7 @@ __all__ = [
     "pointwise",
     "product",
     "residual",
+    "rotary",
     "rounded_up",
     "row",
     "scored",

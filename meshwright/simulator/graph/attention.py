@@ -1,17 +1,21 @@
 """Attention in one kernel, and with its scores in memory."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.simulator.graph.block import Block
-from meshwright.simulator.graph.linear import product
+from meshwright.simulator.graph.linear import Scratch, product
 from meshwright.simulator.graph.operators import FusedAttention, Gradient, Kind, Traffic
 from meshwright.simulator.graph.pointwise import (
     STATISTIC_BYTES,
+    Reads,
+    cast,
     copy,
     dropout,
     last_dim,
+    pointwise,
     view,
 )
 from meshwright.simulator.graph.tensors import Dim, Tensor
@@ -24,6 +28,73 @@ class Heads(NamedTuple):
     tokens: Dim
     causal: bool
     drops: bool
+
+
+def rotary(block: Block, *given: Tensor) -> list[Tensor]:
+    """Return queries and keys turned by their positions."""
+    lowering = block.lowering
+    if not lowering.is_eager:
+        turned = [pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given]
+    elif lowering.is_local or lowering.spells_out:
+        turned = [_by_halves(block, x) for x in given]
+    else:
+        turned = _by_complex_numbers(block, given)
+    block.hold(*given)
+    return turned
+
+
+def _by_complex_numbers(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return products with complex numbers in fp32, as torchtitan writes them.
+
+    All of them live until both are cast back (torchtitan/models/llama3/model/model.py); backward
+    makes the conjugate numbers.
+    """
+    wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]
+    turned = []
+    for x in wide:
+        numbers = x.like("conjugate", dims=(x.dims[0], Dim("angles", x.dims[-1].grain)), at={})
+        moved = Traffic(2 * x.nbytes)
+        slope, out = Gradient(x, (), (moved,)), x.like(f"turned {x.name}")
+        turned.append(block.add([x], [out], [slope], moved, scratch=((), (numbers,))))
+    narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
+    block.hold(*wide, *turned)
+    return narrow
+
+
+def _by_halves(block: Block, x: Tensor) -> Tensor:
+    """Return ``x cos + (-second half, first half) sin``.
+
+    Megatron-Core makes cosines and sines for each tensor, and cuts off before and puts behind it
+    what has no positions, which is nothing here (core/models/common/embeddings/rope_utils.py).
+    Those of transformers are there before, and in fp32 under autocast.
+    """
+    lowering, angles = block.lowering, (x.dims[0], Dim("angles", x.dims[-1].grain))
+    made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in ("cos", "sin")]
+    made = made if lowering.is_local else []
+    width = STATISTIC_BYTES if lowering.casts else x.width
+    wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
+    product = (wide,) if lowering.casts else ()
+    rest = _without_positions(block, x) if lowering.is_local else None
+    one, two = block.traffic(x, x), block.traffic(x, x, x)
+    slope = Gradient(x, tuple(made[:1]), (one,))
+    outputs = [wide.like("along"), *made]
+    along = block.add([x], outputs, [slope], one, scratch=((), product))
+    scratch = ((half,), (half if lowering.is_local else x,))
+    turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
+    slope = Gradient(turned, tuple(made[1:]), (one,))
+    inputs = [turned, *made[1:]]
+    across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
+    parts = [Gradient(each, hands_on=True) for each in (along, across)]
+    both = block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
+    if rest is None:
+        return both
+    whole = [Gradient(each, hands_on=True) for each in (both, rest)]
+    return block.add([both, rest], [both.like(both.name)], whole, one)
+
+
+def _without_positions(block: Block, x: Tensor) -> Tensor:
+    """Return an empty view of *x*, whose gradient is as large as *x*."""
+    return block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
 
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -50,29 +121,38 @@ def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads)
 def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention whose scores lie in memory.
 
-    Fewer keys and values than queries are copied for each query head of their group.
+    Fewer keys and values than queries are copied for each query head of their group.  Megatron-Core
+    multiplies into a buffer that it keeps, which baddbmm copies, and holds the scores until values
+    are there (core/transformer/dot_product_attention.py).
     """
+    is_local = block.lowering.is_local
     rows, batch, width = query.dims
     head = Dim("head", width.grain)
     seen = Dim("seen tokens", heads.tokens.size)
     held: list[Tensor] = []
-    operands = []
+    by_heads = []
     for x in (query, key, value):
         given = copy(block, x, f"repeated {x.name}", like=query) if _fewer(x, query) else x
-        operands.append(_by_heads(block, given))
-        held += [operands[-1], *([given] if given is x else [])]
-    query, key, value = operands
+        by_heads.append(_by_heads(block, given))
+        held += [by_heads[-1], *([given] if given is x else [])]
+    query, key, value = by_heads
     query = view(block, query, rows, batch, heads.heads, head, renamed=(width, heads.heads))
     key, value = (
         view(block, x, seen, batch, heads.heads, head, renamed=(x.dims[-1], heads.heads))
         for x in (key, value)
     )
     dims = (batch, heads.heads, rows, seen)
-    scores = product(block, "scores", (query, key), *dims, kind=Kind.ATTENTION)
+    # A product that baddbmm scales has gradients that are scaled in kernels of their own.
+    scaled = Scratch((), (key.like("unscaled gradient"),)) if is_local else None
+    operands = query, key
+    scores = product(block, "scores", operands, *dims, kind=Kind.ATTENTION, scratch=scaled)
     weights = _weights(block, scores, heads)
     dims = (rows, batch, heads.heads, head)
     out = product(block, "values", (weights, value), *dims, kind=Kind.ATTENTION)
     out = copy(block, out, "attention")
+    if is_local:
+        held.append(scores)
+        block.buffers.append(scores.like("buffer of scores"))
     block.hold(*held)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))
 
@@ -100,7 +180,9 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     forward = Traffic(element * (3 if heads.causal else 4) // 2)
     out = scores.like("probabilities")
     backward = Traffic(element * 4)
-    block.add([scores], [out], [Gradient(scores, (out,), (backward,))], forward)
+    in_place = block.lowering.is_local  # the kernel of Apex writes over the gradient it gets
+    slope = Gradient(scores, (out,), (backward,), hands_on=in_place)
+    block.add([scores], [out], [slope], forward)
     if not heads.drops:
         return out
     dropped = (Traffic(2 * element + scores.numel), Traffic(element))

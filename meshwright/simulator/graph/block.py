@@ -36,8 +36,11 @@ class Block:
         width: Bytes of an activation's element.
         operators: What has been written down.
         weights: Parameters, in the order in which modules hold them.
+        casts: Copies in another format that all who read a tensor share, where the stack compiles.
+        remade: What backward makes a tensor of again, where the stack compiles.
         held: Until after how many operators forward holds on to a tensor.
         cached: Tensors that live until the forward pass is over.
+        buffers: Tensors that all blocks share, and that live from the first pass on.
     """
 
     mesh: Mesh
@@ -45,8 +48,11 @@ class Block:
     width: int = 2
     operators: list[Operator] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    casts: dict[Tensor, Tensor] = field(default_factory=dict)
+    remade: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)
     held: list[tuple[int, Tensor]] = field(default_factory=list)
     cached: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
     _region: tuple[str, ...] = ()
     _nodes: _Nodes = field(default_factory=_Nodes)
     _prices: _Nodes = field(default_factory=_Nodes)
@@ -91,9 +97,9 @@ class Block:
         self.hold(*self._arguments)
         self._arguments = outer
 
-    def argument(self, tensor: Tensor) -> None:
-        """Hold on to *tensor* until the module that is being written returns."""
-        self._arguments.append(tensor)
+    def argument(self, *tensors: Tensor) -> None:
+        """Hold on to *tensors* until the module that is being written returns."""
+        self._arguments += tensors
 
     def hold(self, *tensors: Tensor) -> None:
         """Hold on to *tensors* until here."""

@@ -89,7 +89,8 @@ def product(
         dims: Of what it makes.
         linear: Whether a vector is added.
         kind: What it is.
-        scratch: Copies of its operands in fp8, if it multiplies so.
+        scratch: Copies of its operands in fp8, if it multiplies so; beside attention's products,
+            what their kernels make for a moment.
     """
     x, weight = operands
     out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=block.width)
@@ -100,8 +101,10 @@ def product(
     gradients = (*product_gradients(x, weight, out), *(each for _, each in biases))
     inputs = [x, weight, *(vector for vector, _ in biases)]
     work = product_work(x, weight, dims)
-    in_fp8 = scratch is not None
+    in_fp8 = scratch is not None and weight.is_weight
     copies = scratch or Scratch()
+    if biases and block.lowering.is_local:
+        copies = copies._replace(forward=(*copies.forward, out.like(f"{name} without bias")))
     return block.add(inputs, [out], gradients, work, kind=kind, eight_bits=in_fp8, scratch=copies)
 
 
@@ -122,9 +125,19 @@ def cast_operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     if not block.lowering.casts:
         return x, weight
     narrow = _cast(block, weight)
-    if x.width > block.width:
-        x = copy(block, x, f"{x.name} cast", width=block.width)
-    return x, narrow
+    return _narrowed(block, x), narrow
+
+
+def _narrowed(block: Block, x: Tensor) -> Tensor:
+    """Return *x* in the block's format; compiled, one copy is for all who read it."""
+    if x.width <= block.width:
+        return x
+    if x not in block.casts:
+        made = copy(block, x, f"{x.name} cast", width=block.width)
+        if not block.lowering.is_compiled:
+            return made
+        block.casts[x] = made
+    return block.casts[x]
 
 
 def _cast(block: Block, weight: Tensor) -> Tensor:
@@ -187,7 +200,9 @@ def row(
     if block.lowering.fuses_residual:
         linear = linear._replace(bias=False)  # `residual` adds it
     x = _kept_copy(block, x, linear)
-    with block.one_price(), block.one_node(fused=block.lowering.fuses_places):
+    # Megatron-Core's own row layers scatter what they sum in a node of its own.
+    fused = block.lowering.fuses_places and not block.lowering.is_local
+    with block.one_price(), block.one_node(fused=fused):
         inputs = x.dims[-1]
         weight = block.weight(f"{name}.weight", out, inputs, at={Axis.TP: inputs})
         in_fp8 = _gathers_in_fp8(block, linear)

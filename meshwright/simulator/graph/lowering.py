@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.hwprofiles import LossKernel
+from meshwright.hwprofiles import Kernels, LossKernel
 
 
 class WeightGradients(StrEnum):
@@ -34,6 +34,9 @@ class Lowering:
     """How operators become kernels and autograd nodes.
 
     Args:
+        kernels: How element-wise work runs.
+        spells_out: Eager layers are those of transformers, which write RMS norm and GELU in
+            PyTorch's operators and have rotary positions by halves.
         fuses_products: Products of one input are one product, cut apart afterwards.
         fuses_places: A change of place is part of the product beside it: one node, which keeps
             what it got and gathers again in backward, and sums in place (Megatron); else a node
@@ -45,9 +48,12 @@ class Lowering:
         loss: How it is made.
         casts: Products cast fp32 inputs and weights (autocast).
         caches_casts: A weight's cast lives as long as the forward pass.
+        copies_operands: Attention copies keys and values that do not lie as it knows.
         eight_bits: How linear layers multiply in fp8, if they do.
     """
 
+    kernels: Kernels = Kernels.FUSED
+    spells_out: bool = False
     fuses_products: bool
     fuses_places: bool
     fuses_residual: bool
@@ -56,4 +62,20 @@ class Lowering:
     loss: LossKernel
     casts: bool = False
     caches_casts: bool = True
+    copies_operands: bool = False
     eight_bits: EightBits | None = None
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether each operator is a kernel."""
+        return self.kernels is Kernels.EAGER
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what backward reads is chosen by torch.compile's partitioner."""
+        return self.kernels is Kernels.COMPILED
+
+    @property
+    def is_local(self) -> bool:
+        """Whether layers are those of Megatron-Core's local spec: no kernels of its own."""
+        return self.is_eager and self.fuses_places

@@ -22,6 +22,7 @@ class Memory(NamedTuple):
         left: What is still there in the end, such as gradients that are kept.
         received: What enters the block.
         sent: What it hands on.
+        buffer: What it shares with other blocks, from the first pass on.
     """
 
     saved: Size
@@ -32,6 +33,7 @@ class Memory(NamedTuple):
     left: Size
     received: Size
     sent: Size
+    buffer: Size
 
     @classmethod
     def of(cls, walk: Backward) -> "Memory":
@@ -52,6 +54,7 @@ class Memory(NamedTuple):
             left=levels[-1],
             received=events[0][0].nbytes,
             sent=output.nbytes,
+            buffer=sum(each.nbytes for each in tape.block.buffers),
         )
 
 

@@ -95,6 +95,8 @@ def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
         name: What it makes.
         centers: Layer norm, with a mean and a bias; else RMS norm.
     """
+    if block.lowering.is_eager and block.lowering.spells_out and not centers:
+        return _rms_norm(block, x, name)
     width = x.dims[-1]
     weights = [block.weight(f"{name}.weight", width)]
     weights += [block.weight(f"{name}.bias", width)] if centers else []
@@ -105,10 +107,108 @@ def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
         for each in kinds
     ]
     summed = dict.fromkeys(x.at, PARTIAL)
-    slope = Gradient(x, (x, *statistics), (block.traffic(*[x] * 5),))
-    of_weights = [Gradient(each, (x, *statistics), at=summed) for each in weights]
+    read = (*block.remade.get(x, (x,)), *statistics)
+    slope = Gradient(x, read, (block.traffic(*[x] * 5),))
+    of_weights = [Gradient(each, read, at=summed) for each in weights]
     outputs = [x.like(name), *statistics]
     return block.add([x, *weights], outputs, [slope, *of_weights], block.traffic(x, x))
+
+
+def _rms_norm(block: Block, x: Tensor, name: str) -> Tensor:
+    """Return ``w (x / sqrt(mean(x^2)))``, in fp32 but for the weight, as LlamaRMSNorm does."""
+    width = x.dims[-1]
+    tokens = {axis: dim for axis, dim in x.at.items() if dim is not width}
+    weight = block.weight(f"{name}.weight", width)
+    wide = cast(block, x, f"{name} in fp32", STATISTIC_BYTES)
+    number = wide.like(f"{name} mean", dims=x.dims[:-1], at=tokens)
+    one, two = Traffic(2 * wide.nbytes), Traffic(3 * wide.nbytes)
+    power = ((), (wide.like("power"), wide.like("scaled power")))
+    slope = Gradient(wide, (wide,), (one, one, two), at=x.at)
+    square = block.add([wide], [wide.like("square")], [slope], one, scratch=power)
+    mean = block.add([square], [number], [Gradient(square, (), (one,), at=x.at)], one)
+    numbers = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
+    deviation = number.like(f"{name} deviation")
+    root = Gradient(mean, (deviation,), at=mean.at)
+    block.add([mean], [deviation], [root], scratch=numbers)
+    slopes = [
+        Gradient(wide, (deviation,), (one,), at=x.at),
+        Gradient(deviation, (wide,), (two, one), at=deviation.at),
+    ]
+    inputs, scratch = [wide, deviation], ((), (wide.like("product"),))
+    unit = block.add(inputs, [wide.like(f"{name} unit")], slopes, one, scratch=scratch)
+    narrow = cast(block, unit, f"{name} unit cast", x.width)
+    moved = block.traffic(x, x)
+    summed = dict.fromkeys(x.at, PARTIAL)
+    slopes = [
+        Gradient(narrow, (), (moved,), at=x.at),
+        Gradient(weight, (narrow,), (block.traffic(x, x, x), moved), at=summed),
+    ]
+    product = ((), (x.like("product"),))
+    out = block.add([narrow, weight], [x.like(name)], slopes, moved, scratch=product)
+    block.hold(mean, unit)
+    return out
+
+
+def biased(block: Block, x: Tensor, name: str) -> Tensor:
+    """Return *x* with a vector added, in a kernel of its own."""
+    last = x.dims[-1]
+    split = {axis: dim for axis, dim in x.at.items() if dim is last}
+    vector = block.weight(f"{name}.bias", last, at=split)
+    summed = {axis: dim if dim is last else PARTIAL for axis, dim in x.at.items()}
+    gradients = [
+        Gradient(x, hands_on=True),
+        Gradient(vector, (), (block.traffic(x),), at=summed),
+    ]
+    return block.add([x, vector], [x.like(f"{name} biased")], gradients, block.traffic(x, x))
+
+
+def activation(block: Block, *inner: Tensor, parts: tuple[Dim, ...], last: Dim) -> Tensor:
+    """Return the activation of a product, or of a gate and what it opens (SwiGLU).
+
+    Eager, the opened gate is a tensor of its own, and Megatron-Core adds an offset of 0 to the
+    other part.
+
+    Args:
+        block: Where it is written down.
+        inner: One tensor for each of *parts*, or one with all of them.
+        parts: Their last dims.
+        last: The last dim of what it makes.
+    """
+    lowering = block.lowering
+    if lowering.is_eager and lowering.spells_out and len(parts) == 1:
+        return _gelu(block, inner[0], last)
+    if not lowering.is_eager or len(parts) == 1:
+        return pointwise(block, "activation", *inner, last=last)
+    gate, up = inner if len(inner) == len(parts) else cut(block, inner[0], *parts)
+    opened = pointwise(block, "opened gate", gate)
+    if lowering.is_local:
+        shifted = up.like(f"{up.name} shifted")
+        up = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
+    return pointwise(block, "activation", opened, up, last=last)
+
+
+def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
+    """Return ``x / 2 (1 + tanh(c (x + d x^3)))`` (transformers, NewGELUActivation)."""
+    one, two = block.traffic(x, x), block.traffic(x, x, x)
+    half = pointwise(block, "half", x, reads=Reads.NOTHING)
+    power = ((), (x.like("square"), x.like("square scaled")))
+    cube = block.add([x], [x.like("cube")], [Gradient(x, (x,), (two, one))], one, scratch=power)
+    scaled = pointwise(block, "cube scaled", cube, reads=Reads.NOTHING)
+    both = [Gradient(each, hands_on=True) for each in (x, scaled)]
+    summed = block.add([x, scaled], [x.like("sum")], both, two)
+    scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
+    bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
+    share = block.add([bent], [bent.like("share")], [Gradient(bent, hands_on=True)], one)
+    return pointwise(block, "activation", half, share, last=last)
+
+
+def cast(block: Block, x: Tensor, name: str, width: int) -> Tensor:
+    """Return *x* with elements of *width* bytes; itself if it has them."""
+    if x.width == width:
+        return x
+    out = x.like(name, width=width)
+    moved = Traffic(x.nbytes + out.nbytes)
+    return block.add([x], [out], [Gradient(x, (), (moved,), at=x.at)], moved)
 
 
 def dropout(block: Block, x: Tensor, name: str, work: Sequence[Traffic] = ()) -> Tensor:
@@ -129,16 +229,24 @@ def dropout(block: Block, x: Tensor, name: str, work: Sequence[Traffic] = ()) ->
 def residual(block: Block, update: Tensor, stream: Tensor, *, bias: bool, drops: bool) -> Tensor:
     """Return *stream* with *update* added, after its bias and dropout."""
     with block.module(update):
-        name, fuses = update.name, block.lowering.fuses_residual
+        name, lowering = update.name, block.lowering
+        fuses = lowering.fuses_residual and not lowering.is_eager
         # Where it is a kernel of its own, PyTorch still fuses dropout's traffic with the addition
         # in what stacks are fitted on: it counts as a byte forward, 2 values and a byte backward.
         masked = Traffic(block.traffic(update, update).nbytes + update.numel)
+        given = update  # dropout's mask is kept, too
         vector = [block.weight(f"{name}.bias", update.dims[-1])] if bias and fuses else []
         summed = dict.fromkeys(update.at, PARTIAL)
         of_bias = [Gradient(each, (), (block.traffic(update),), at=summed) for each in vector]
         mask = [update.like(f"{name} mask", width=1)] if drops and fuses else []
+        if bias and lowering.is_local:
+            update = biased(block, update, name)
+            block.argument(update)
         if drops and not fuses:
-            update = dropout(block, update, name, (Traffic(update.numel), masked))
+            work = () if lowering.is_eager else (Traffic(update.numel), masked)
+            update = dropout(block, update, name, work)
+            if lowering.is_local:
+                block.argument(update)
         branch = Gradient(
             update, tuple(mask), (masked,) * len(mask), hands_on=not mask and _same(update, stream)
         )
@@ -146,6 +254,9 @@ def residual(block: Block, update: Tensor, stream: Tensor, *, bias: bool, drops:
         added = Gradient(stream, (), (moved,), hands_on=True)
         forward = Traffic(moved.nbytes + block.count(*mask))
         outputs = [stream.like(f"{name} added"), *mask]
+        # Of what is added and the sum the partitioner keeps the narrower one, and adds again.
+        if lowering.is_compiled and given.width < stream.width:
+            block.remade[outputs[0]] = (stream, given)
         return block.add([update, stream, *vector], outputs, [branch, *of_bias, added], forward)
 
 

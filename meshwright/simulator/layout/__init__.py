@@ -1,6 +1,7 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
 from meshwright.simulator.layout.axes import AXES, Axis, divides
+from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
@@ -10,6 +11,7 @@ from meshwright.simulator.layout.formats import (
     chosen_formats,
     gradient_bytes,
     main_gradient_bytes,
+    offered_formats,
 )
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
@@ -51,6 +53,7 @@ from meshwright.simulator.layout.stages import (
     parse_stages,
     rank_stages,
     resolve_stages,
+    stages_rule,
     whole_model,
     with_stages,
 )
@@ -81,6 +84,8 @@ __all__ = [
     "casts_of",
     "check_sharding",
     "chosen_formats",
+    "default_attention",
+    "default_precision",
     "divides",
     "gradient_bytes",
     "in_option_order",
@@ -90,6 +95,7 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "offered_formats",
     "pair_span",
     "parse_stages",
     "rank_stages",
@@ -100,6 +106,7 @@ __all__ = [
     "shard_shape",
     "stack_gaps",
     "stack_refusal",
+    "stages_rule",
     "strided_span",
     "sums_microbatches",
     "syncs_by_default",

@@ -103,12 +103,17 @@ class PlanField:
         return tuple(self.kind) if issubclass(self.kind, StrEnum) else ()
 
     def code(self, value: object) -> int:
-        """Return *value* as the whole number that a column of the search holds."""
-        return self.choices.index(value) if self.choices else cast("int", value)
+        """Return *value* as the whole number that a column of the search holds; None is 0."""
+        if self.is_optional and value is None:
+            return 0
+        shift = self.is_optional
+        return shift + self.choices.index(value) if self.choices else cast("int", value)
 
     def value(self, code: int) -> object:
         """Return the value that *code* stands for."""
-        return self.choices[code] if self.choices else code
+        if self.is_optional and code == 0:
+            return None
+        return self.choices[code - self.is_optional] if self.choices else code
 
 
 def fields_of(record: type) -> tuple[PlanField, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
+from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
@@ -98,6 +98,7 @@ class PlanFields:
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
+        heading="attention",
         is_basic=True,
         offered_by="attention_kernels",
         without_attention=(),
@@ -111,11 +112,14 @@ class PlanFields:
         is_basic=True,
         choices=lambda: tuple(SCHEDULES),
         offered_by="schedules",
+        acts_on=Axis.PP,
     ).field("1f1b")
 
     stages: tuple[int, ...] = Declaration(
         help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
         metavar="RULE|LIST",
+        heading="stages",
+        choices=lambda: tuple(StageSplit),
         is_basic=True,
     ).field(())
     """Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers; none where
@@ -127,13 +131,13 @@ class PlanFields:
     """Servers of a stack that has them; the data-parallel ranks are workers."""
 
     dp_shard: int | None = Declaration(
-        help="Ranks that share one set of shards [--dp].", group="replication"
+        help="Ranks that share one set of shards [--dp].", heading="shard", group="replication"
     ).field(None)
     """Data-parallel ranks that share one set of shards; by default all of them. Fewer make replicas
     of the shards (hybrid sharding)."""
 
     reshard_after_forward: bool | None = Declaration(
-        help="Gather again for backward [the stack's].", group="replication"
+        help="Gather again for backward [the stack's].", heading="reshard", group="replication"
     ).field(None)
     """With sharded parameters, free a unit's after its forward pass and gather them again for its
     backward; if not, they are kept until then; None is the stack's habit."""
@@ -141,6 +145,7 @@ class PlanFields:
     gradient_precision: Precision | None = Declaration(
         help="Format of kept gradients [the stack's].",
         metavar="fp32|fp16|bf16",
+        heading="grads",
         group="replication",
     ).field(None)
     """Number format in which gradients are kept; None is the stack's."""
@@ -148,6 +153,7 @@ class PlanFields:
     reduce_precision: Precision | None = Declaration(
         help="Format of reduced ones [the stack's].",
         metavar="fp32|fp16|bf16",
+        heading="reduce",
         group="replication",
         acts_on=Axis.DP,
     ).field(None)
@@ -155,7 +161,10 @@ class PlanFields:
     precision."""
 
     sync_each_microbatch: bool | None = Declaration(
-        help="Reduce gradients in every microbatch.", group="replication", acts_on=Axis.DP
+        help="Reduce gradients in every microbatch.",
+        heading="sync",
+        group="replication",
+        acts_on=Axis.DP,
     ).field(None)
     """Reduce gradients in every microbatch, not in the last alone; None is the stack's habit."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import Precision, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES
+from meshwright.simulator.layout.axes import AXES, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
@@ -53,7 +53,7 @@ class Gap(NamedTuple):
         )
 
 
-def stack_gaps(stack: StackProfile) -> Iterator[Gap]:
+def stack_gaps(stack: StackProfile, precision: Precision) -> Iterator[Gap]:
     """Yield what *stack* does not offer of all that plans may have, in the order it is said."""
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
@@ -76,6 +76,16 @@ def stack_gaps(stack: StackProfile) -> Iterator[Gap]:
             is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
             yield Gap(field.name, field.name, (is_on, *effect), (False,))
     yield from _zero_gaps(stack)
+    if stack.casts_shards_alone and precision is not Precision.FP32:
+        yield from _precision_gaps(precision)
+
+
+def _precision_gaps(precision: Precision) -> Iterator[Gap]:
+    """Yield the plans without shards that would be computed in fp32, whatever is asked for."""
+    allowed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
+    for axis in (Axis.TP, Axis.PP):
+        alone = Condition(Axis.DP, eq, 1), Condition(axis, gt, 1)
+        yield Gap(Axis.DP, f"{precision} with {axis} but without dp", alone, allowed)
 
 
 def _zero_gaps(stack: StackProfile) -> Iterator[Gap]:
@@ -140,7 +150,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     refusal = _job_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
-    for gap in stack_gaps(stack):
+    for gap in stack_gaps(stack, job.precision):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
             return _not_offered(gap.field, value, gap.allowed, plan, stack)
@@ -155,7 +165,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
 def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot train such a model in such a format, or None when it can."""
     if not isinstance(job.model, ModelSpec):
-        if stack.root_unit:
+        if stack.is_fully_sharded:
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
         if job.precision is Precision.FP8:
             return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"

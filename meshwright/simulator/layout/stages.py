@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -109,6 +110,7 @@ def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     return 2 * hidden * model.vocab_size / layer
 
 
+@cache
 def split_layers(
     num_layers: int, num_stages: int, rule: StageSplit, *, head_cost: float = 0.0
 ) -> tuple[int, ...]:
@@ -221,3 +223,17 @@ def with_stages(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> Pa
         return plan
     stages = resolve_stages(job.model, job.seq_len, plan.num_stages, stack.stage_split)
     return replace(plan, stages=stages)
+
+
+def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> StageSplit | None:
+    """Return the rule that gives the stages of *plan*; None if it is the stack's, or none does."""
+    if not plan.stages:
+        return None
+    own = stack.stage_split
+    rules = (
+        rule
+        for rule in (own, *StageSplit)
+        if resolve_stages(job.model, job.seq_len, plan.num_stages, rule) == plan.stages
+    )
+    rule = next(rules, own)
+    return None if rule is own else rule

@@ -18,9 +18,10 @@ from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, pair_span,
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import BlockKind, parameter_tensors
-from meshwright.simulator.replication import WireBytes
+from meshwright.simulator.replication import WireBytes, unit_shards
 
 NORM_BYTES = 4
+TOKENS_BYTES = 8  # an int64
 
 
 def sums_first(stack: StackProfile) -> bool:
@@ -77,7 +78,7 @@ def tied_table(
     if last == 0 or not shape.tied_parameters:
         return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
-    if shape.stack.root_unit:
+    if shape.stack.is_fully_sharded:
         rows = -(-rows // num_shards)  # equal shards on both ends, so that each meets its own
         width_bytes = StateBytes.of(shape.stack, shape.precision).sharded_parameter
     table_bytes = rows * shape.model.hidden_size * width_bytes
@@ -87,10 +88,30 @@ def tied_table(
     return [StepCollective(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, span)]
 
 
-def gradient_norm(world_size: int, node_size: int) -> StepCollective:
-    """Return the gradient norm's all-reduce, for which all ranks meet."""
-    span = strided_span(0, 1, world_size, node_size)
-    return StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, NORM_BYTES, span)
+def gradient_norm(
+    shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh, shards: GroupSpan
+) -> list[StepCollective]:
+    """Return the gradient norm's all-reduces, for which all ranks meet, and the sum of tokens.
+
+    That comes before the first pass, but costs the same there: a step waits for it.  DTensor sums
+    the norms of a rank's weights as one vector, axis by axis (`clip_grad_norm_` of torchtitan
+    0.2.2, distributed/utils.py).
+    """
+    world = strided_span(0, 1, mesh.world_size, mesh.node_size)
+    sums = [(Axis.DP, NORM_BYTES, world)]
+    if shape.stack.norm_by_axis:
+        norms = sum(len(unit_shards(shape, stage, 1)) for stage in stages) * NORM_BYTES
+        sums = [
+            (Axis.DP, norms, shards),
+            (Axis.TP, norms, mesh.span(Axis.TP)),
+            (Axis.PP, NORM_BYTES, mesh.span(Axis.PP)),
+        ]
+    if shape.stack.sums_tokens:
+        sums.append((Axis.DP, TOKENS_BYTES, mesh.span(Axis.DP)))
+    return [
+        StepCollective(axis, CollectiveOp.ALL_REDUCE, size_bytes, span)
+        for axis, size_bytes, span in sums
+    ]
 
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:

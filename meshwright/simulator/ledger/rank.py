@@ -46,10 +46,10 @@ class RankLedger(NamedTuple):
 def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
     """Return the ledger of a pipeline rank."""
     stages = setting.rank_stages(pp_rank)
-    passes = zip(stages, setting.refetches(pp_rank), strict=True)
+    passes = list(zip(stages, setting.refetches(pp_rank), strict=True))
+    entries = {each: stage_entries(setting, *each) for each in dict.fromkeys(passes)}
     return RankLedger(
-        tuple(stage_entries(setting, stage, again) for stage, again in passes),
-        tuple(closing_entries(setting, stages)),
+        tuple(entries[each] for each in passes), tuple(closing_entries(setting, stages))
     )
 
 
@@ -114,7 +114,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.PASSES_DONE: [],
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
-        Moment.NORM: [gradient_norm(setting.mesh.world_size, setting.mesh.node_size)],
+        Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication.span),
         Moment.UPDATED: [],
     }
     if not setting.parts[stages[0]]:

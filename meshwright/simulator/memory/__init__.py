@@ -6,6 +6,12 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.overheads import (
+    Overheads,
+    num_communicators,
+    usable_bytes,
+    workspace_bytes,
+)
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
     KeptUnits,
@@ -15,12 +21,9 @@ from meshwright.simulator.memory.rank import (
     Shards,
     StateBytes,
     VirtualStageMemory,
-    device_bytes,
     fuller_peak,
     rank_memory,
-    reserved_bytes,
     sharded_workspace_bytes,
-    usable_bytes,
     virtual_stage_memory,
     with_copies,
     with_workspace,
@@ -45,6 +48,7 @@ __all__ = [
     "BlockBytes",
     "KeptUnits",
     "MemoryEvent",
+    "Overheads",
     "PassPeak",
     "PassPeaks",
     "RanAction",
@@ -54,7 +58,6 @@ __all__ = [
     "StateBytes",
     "VirtualStageMemory",
     "block_bytes",
-    "device_bytes",
     "fuller_peak",
     "fullest_moments",
     "kept_levels",
@@ -63,11 +66,11 @@ __all__ = [
     "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
+    "num_communicators",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",
     "rank_memory",
-    "reserved_bytes",
     "sharded_workspace_bytes",
     "stage_messages",
     "update_level",
@@ -75,4 +78,5 @@ __all__ = [
     "virtual_stage_memory",
     "with_copies",
     "with_workspace",
+    "workspace_bytes",
 ]

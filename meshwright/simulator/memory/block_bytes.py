@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.simulator.blocks import BlockMemory, BlockShape, BlockTable
+from meshwright.simulator.blocks import BlockMemory, BlockShape, BlockTable, makes_gradients
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
@@ -42,6 +42,7 @@ class BlockBytes(NamedTuple, Generic[Size]):
         arrival: The same when a gradient of its weights has come.
         received: What it gets from the block before, and the gradient that goes back.
         sent: What it hands on to the block behind.
+        buffer: What it shares with all others, from the first pass on.
     """
 
     saved: Size
@@ -52,6 +53,7 @@ class BlockBytes(NamedTuple, Generic[Size]):
     arrival: Size
     received: Size
     sent: Size
+    buffer: Size
 
 
 def block_bytes(table: BlockTable, shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
@@ -76,6 +78,7 @@ def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
         arrival=memory.arrival,
         received=memory.received,
         sent=memory.sent,
+        buffer=memory.buffer,
     )
 
 
@@ -92,7 +95,7 @@ def waiting_table_bytes(shape: BlockShape) -> int:
 
     Autograd adds both up, in place, before it adds them to the gradient that is kept.
     """
-    if shape.stack.fused_gradient_accumulation:
+    if not makes_gradients(shape):
         return 0
     return shape.tied_parameters * shape.residual_bytes
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Cluster, Precision, StackProfile
+from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import (
     STACKS_OWN,
@@ -142,6 +142,7 @@ class KeptUnits:
 class VirtualStageMemory:
     """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
 
+    ``buffer_bytes`` live once a rank, from its first pass on.
     ``late_gradients_bytes`` are those of the gradients that the virtual stage's first backward pass
     makes, ``first_backward`` is the fullest instant of that pass; None where it is as the others.
     ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
@@ -161,13 +162,15 @@ class VirtualStageMemory:
     after_forward_bytes: int = 0
     after_backward_bytes: int = 0
     kept_units: KeptUnits | None = None
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
 
-    ``holds_sent`` says that messages it has sent live until the step ends.
+    ``message_buffers_bytes`` live throughout, with what its blocks share; ``holds_sent`` says that
+    messages it has sent live until the step ends.
     """
 
     parameters_bytes: int
@@ -202,6 +205,7 @@ def virtual_stage_memory(
         saved_bytes=saved + kept_output_bytes(shape, stage_messages(blocks, stage)),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
+        buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.blocks),
     )
 
 
@@ -248,26 +252,10 @@ def rank_memory(
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,
         virtual_stages=virtual_stages,
+        message_buffers_bytes=max((each.buffer_bytes for each in virtual_stages), default=0),
     )
 
 
 def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
     """Return *memory* with copies of weights in another format, which are never split or moved."""
     return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)
-
-
-def reserved_bytes(allocated_bytes: int, stack: StackProfile) -> int:
-    """Return what the allocator holds for *allocated_bytes* of live tensors."""
-    return allocated_bytes + int(allocated_bytes * stack.allocator_fraction)
-
-
-def device_bytes(allocated_bytes: int, stack: StackProfile) -> int:
-    """Return what the device shows as used: reserved memory, context and communicators."""
-    return reserved_bytes(allocated_bytes, stack) + stack.context_bytes
-
-
-def usable_bytes(cluster: Cluster, stack: StackProfile, limit_bytes: int | None) -> int:
-    """Return the most that `device_bytes` may be: a user's limit, or the capacity less a margin."""
-    if limit_bytes is not None:
-        return limit_bytes
-    return int(cluster.device.memory_capacity_bytes * (1 - stack.safety_fraction))

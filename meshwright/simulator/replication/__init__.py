@@ -1,9 +1,12 @@
 """What data parallelism adds to a step: shards, buckets, reductions, gathers, updates."""
 
 from meshwright.simulator.replication.buckets import (
+    EndUnits,
     StagePart,
     bucket_limit,
     bucket_parts,
+    is_tied,
+    keeps_last_layer,
     part_gathers,
     reduced_parts,
     stage_bucket_limit,
@@ -26,6 +29,7 @@ from meshwright.simulator.replication.data_parallel import (
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",
+    "EndUnits",
     "Replication",
     "StagePart",
     "WireBytes",
@@ -33,6 +37,8 @@ __all__ = [
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",
+    "is_tied",
+    "keeps_last_layer",
     "part_gathers",
     "reduced_parts",
     "replication_of",

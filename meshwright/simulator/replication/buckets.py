@@ -9,12 +9,13 @@ elements (`param_and_grad_buffer.py` of core r0.8).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, StackProfile
+from meshwright.hwprofiles import Offload, StackProfile, Units
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
@@ -126,13 +127,16 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, lis
     """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
     sizes = _arriving_sizes(shape)
     if shape.tied_parameters and not stage.has_embedding:
-        sizes[HEAD].insert(0, shape.tied_parameters)
-    kinds = [kind for kind, count in stage.blocks for _ in range(count)]
-    for place in reversed(range(stage.num_blocks)):
-        yield place, sizes[kinds[place]]
+        sizes = {**sizes, HEAD: [shape.tied_parameters, *sizes[HEAD]]}
+    place = stage.num_blocks
+    for kind, count in reversed(stage.blocks):
+        for _ in range(count):
+            place -= 1
+            yield place, sizes[kind]
 
 
-def _arriving_sizes(shape: BlockShape) -> dict[BlockKind, list[int]]:
+@lru_cache  # of each shape every stage asks, and a search asks for thousands of stages
+def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, last first.
 
     Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
@@ -203,8 +207,8 @@ def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[St
     The embedding is part of the first, the head of the last; a tied table belongs to the part
     with the embedding, or as a copy to the head's.
     """
-    if shape.stack.root_unit:
-        return _units_with_root(shape, stage, num_shards)
+    if shape.stack.is_fully_sharded:
+        return _units_with_ends(shape, stage, num_shards)
     second = int(stage.has_embedding) + 1
     cuts = [0, *range(second, second + stage.num_layers - 1), stage.num_blocks]
     units = [stage.part(first, end) for first, end in pairwise(cuts)]
@@ -214,25 +218,75 @@ def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[St
     return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
 
 
-def _units_with_root(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[StagePart, ...]:
-    """Return each layer as a unit, after the root: embedding and head, gathered before all.
+class EndUnits(NamedTuple):
+    """Weights of a stage's units beside its layers: elements, filled up to equal shards.
 
-    Each weight is split along its first dim, which is filled up to a multiple of the shards.
+    Args:
+        root: What is gathered before all and stays, unit by unit.
+        table: Gathered for the embedding, and again for its backward.
+        head: Gathered for the head, and stays.
     """
 
-    def gathered(unit: Stage) -> tuple[int]:
-        return (num_shards * sum(unit_shards(shape, unit, num_shards)),)
+    root: tuple[int, ...]
+    table: int = 0
+    head: int = 0
 
-    # Gathered first and reduced last, as one: its bucket goes with the part before all layers, and
-    # the head, whose backward comes first, reduces nothing.
-    root = gathered(stage._replace(layers=()))
-    parts = [StagePart(Stage((), stage.has_embedding, has_head=False), root, stays=True)]
+    @classmethod
+    def of(cls, shape: BlockShape, stage: Stage, num_shards: int) -> "EndUnits":
+        """Return those of *stage* over so many shards."""
+        ends = stage._replace(layers=())
+        weights = [num_shards * size for size in unit_shards(shape, ends, num_shards)]
+        if shape.stack.units is Units.ROOT:
+            return cls(_units(sum(weights)))
+        if not stage.has_embedding:
+            return cls((), head=sum(weights))
+        table, others = weights[0], 0
+        first = len(unit_shards(shape, ends._replace(has_head=False), num_shards))
+        others, head = sum(weights[1:first]), sum(weights[first:])
+        if is_tied(shape, stage):
+            return cls((*_units(others), table + head))
+        return cls(_units(others), table, head)
+
+
+def _units(size: int) -> tuple[int, ...]:
+    return (size,) if size else ()
+
+
+def is_tied(shape: BlockShape, stage: Stage) -> bool:
+    """Return whether one weight is the stage's table and its output matrix.
+
+    Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
+    """
+    return shape.trained.tied_embeddings and stage.has_embedding and stage.has_head
+
+
+def keeps_last_layer(shape: BlockShape, stage: Stage) -> bool:
+    """Return whether the last layer of *stage*, a whole model, stays until its backward pass."""
+    is_whole = stage.has_embedding and stage.has_head and stage.num_layers > 0
+    return is_whole and shape.stack.keeps_last_layer
+
+
+def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[StagePart, ...]:
+    """Return each layer as a unit between those of `EndUnits`.
+
+    Each weight is split along its first dim, which is filled up to a multiple of the shards.  The
+    root is gathered first and reduced last: it goes with the part before all layers.
+    """
+    nothing = Stage((), has_embedding=False, has_head=False)
+    root, table, head = EndUnits.of(shape, stage, num_shards)
+    embedding = nothing._replace(has_embedding=stage.has_embedding)
+    parts = [StagePart(nothing if table else embedding, root, stays=True)] if root else []
+    if table:
+        parts.append(StagePart(embedding, (table,)))
     for kind, count in stage.layers:
-        one = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
-        parts += [StagePart(one, gathered(one))] * count
+        one = nothing._replace(layers=(BlockRun(kind, 1),))
+        gathered = num_shards * sum(unit_shards(shape, one, num_shards))
+        parts += [StagePart(one, (gathered,))] * count
+    if keeps_last_layer(shape, stage):
+        parts[-1] = parts[-1]._replace(stays=True)
     if stage.has_head:
-        parts.append(StagePart(Stage((), has_embedding=False, has_head=True), ()))
-    return tuple(parts if sum(root) else parts[1:])  # a stage between the ends has no root
+        parts.append(StagePart(nothing._replace(has_head=True), _units(head), stays=head > 0))
+    return tuple(parts)
 
 
 def unit_shards(

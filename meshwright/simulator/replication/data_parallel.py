@@ -139,7 +139,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
     )._replace(
         reshards=reshards_units(plan, stack),
         offload=plan.offload,
-        keeps_units=stack.root_unit and plan.pp > 1,
+        keeps_units=stack.is_fully_sharded and plan.pp > 1,
     )
 
 

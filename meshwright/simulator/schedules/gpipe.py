@@ -20,13 +20,17 @@ def gpipe(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
     return [_rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
 
 
-def _rank_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+def _rank_actions(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
     forward, backward = single_stage_passes(num_microbatches)
+    # Without a pipeline no framework has a schedule: gradients of microbatches are accumulated one
+    # by one (`forward_backward_no_pipelining`, megatron/core/pipeline_parallel/schedules.py).
+    if pp == 1:
+        return [action for pair in zip(forward, backward, strict=True) for action in pair]
     return forward + backward
 
 
-def _in_flight(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> int:
-    return num_microbatches
+def _in_flight(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
+    return 1 if pp == 1 else num_microbatches
 
 
 GPIPE = Schedule(

@@ -4,7 +4,7 @@ Microbatches go through a rank's virtual stages in groups.  Runtimes differ in t
 and so in the numbers of microbatches that they take.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
@@ -75,13 +75,16 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         assert size is not None, "refused before"
         return size
 
-    def rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    def of_ranks(ranks: Iterable[int], pp: int, num_microbatches: int, vpp: int) -> ActionLists:
         group = group_of(pp, num_microbatches)
-        forward, backward = _passes(group, num_microbatches, vpp)
-        return alternate(forward, backward, _warmup(pp_rank, pp, group, vpp))
+        passes = _passes(group, num_microbatches, vpp)
+        return [alternate(*passes, _warmup(rank, pp, group, vpp)) for rank in ranks]
+
+    def rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+        return of_ranks([pp_rank], pp, num_microbatches, vpp)[0]
 
     def actions(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
-        return [rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+        return of_ranks(range(pp), pp, num_microbatches, vpp)
 
     def in_flight(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
         warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)

@@ -130,7 +130,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         prefetches=stack.prefetches_units,
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
-        norm_ps=ranks[0].closing[Moment.NORM].time_ps,
+        norm_ps=max(rank.closing[Moment.NORM].time_ps for rank in ranks),
         overhead_per_million=overhead_per_million(stack),
     )
 

@@ -19,10 +19,9 @@ from meshwright.simulator.errors import TooManyTasksError
 from meshwright.simulator.layout import ParallelPlan, TrainingJob
 from meshwright.simulator.memory import (
     MemoryEvent,
+    Overheads,
     RankMemory,
-    device_bytes,
     memory_peak,
-    reserved_bytes,
     usable_bytes,
 )
 from meshwright.simulator.step import overhead_per_million
@@ -158,10 +157,9 @@ def _memory(case: StrategyCase, run: GraphRun) -> MemoryResult:
     worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
         peak_bytes=worst.peak_bytes,
-        reserved_bytes=reserved_bytes(worst.peak_bytes, stack),
-        device_bytes=device_bytes(worst.peak_bytes, stack),
+        overheads=Overheads.of_plan(case.job, case.plan, cluster, stack),
         capacity_bytes=cluster.device.memory_capacity_bytes,
-        usable_bytes=usable_bytes(cluster, stack, case.memory_limit_bytes),
+        usable_bytes=usable_bytes(cluster, case.memory_limit_bytes),
         worst_rank=worst.stage,
         by_stage=stages,
     )

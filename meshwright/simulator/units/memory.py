@@ -19,13 +19,13 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.replication import Replication, sum_parameters
 from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
-from meshwright.simulator.units.passes import StagePass
+from meshwright.simulator.units.passes import StagePass, reduction
 from meshwright.simulator.units.sums import SumBytes, with_sums
 
 
 def holds_units(shape: BlockShape, replication: Replication) -> bool:
     """Return whether passes hold the units of fully_shard, also on a mesh of one rank."""
-    return shape.stack.root_unit and replication.offload is not Offload.OPTIMIZER
+    return shape.stack.is_fully_sharded and replication.offload is not Offload.OPTIMIZER
 
 
 def unit_rank_memory(
@@ -89,7 +89,9 @@ def _virtual_stage_memory(
         backward_workspace_bytes=apart.backward.total_bytes,
         late_gradients_bytes=stage_pass.late_bytes,
         first_backward=apart.first_backward,
-        after_forward_bytes=units.root if replication.reshards else stage_pass.gathered_bytes,
+        after_forward_bytes=units.root + units.head.weights + units.kept_layer
+        if replication.reshards
+        else stage_pass.gathered_bytes,
         after_backward_bytes=stage_pass.gathered_bytes if replication.keeps_units else 0,
         kept_units=_kept_units(stage_pass, saved, is_alone=is_alone)
         if replication.keeps_units
@@ -104,7 +106,9 @@ def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> K
     whole = stage_pass.moments(whole=True)
     # Before a pass saves or makes anything, units are copied out of their buffers, one by one: the
     # buffers of all, and the weights of the largest.
-    fetch = stage_pass.gathered_bytes + (max(units.root, units.layer) if is_sharded else 0)
+    each = (*units.last, units.layer, units.head)
+    largest = max(unit.weights for unit in each)
+    fetch = stage_pass.gathered_bytes + (largest if is_sharded else 0)
     copied = PassPeaks(
         PassPeak(fetch - saved_bytes), PassPeak(fetch, stage_pass.late_bytes), PassPeak(fetch)
     )
@@ -112,6 +116,6 @@ def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> K
         whole=whole,
         ahead=PassPeaks(*map(fuller_peak, whole, copied)),
         ahead_bytes=stage_pass.gathered_bytes if is_sharded else 0,
-        reduction=stage_pass.reduction(is_alone=is_alone),
+        reduction=reduction(stage_pass, is_alone=is_alone),
         sent=passes.messages(stage),
     )

@@ -207,7 +207,7 @@ def _probe(
     result = ProbeResult(saved=saved, probe=probed, on_cpu=device == "cpu")
     if folder is not None:
         write_probe(result, folder)
-    show(output.json, probe_document(result), probe_report(result), STEP_WIDTH)
+    show(output.json, probe_document(result), lambda: probe_report(result), STEP_WIDTH)
     return 0 if result.agrees else DISAGREES
 
 
@@ -222,7 +222,7 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
     if folder is not None:
         write_validation(validation, folder)
     document, report = validation_document(validation), validation_report(validation)
-    show(output.json, document, report, STEP_WIDTH)
+    show(output.json, document, lambda: report, STEP_WIDTH)
     return 0 if validation.agrees else DISAGREES
 
 
@@ -232,5 +232,5 @@ def _fail(failure: "RunFailure", output: ValidateOutput) -> int:
 
     from meshwright.validate.comparison import failure_document
 
-    show(output.json, failure_document(failure), Text(failure.report()), STEP_WIDTH)
+    show(output.json, failure_document(failure), lambda: Text(failure.report()), STEP_WIDTH)
     return DISAGREES

@@ -22,7 +22,7 @@ HOST_PEAK = "peak bytes on the host"
 TO_DEVICE, TO_HOST = "bytes copied to the device", "bytes copied to the host"
 ONE_MEMORY = "on CPUs device and host are one memory"
 # Groups that programs tell apart and the simulator does not.
-PREDICTED_AXES = {"replica": "dp", "table": "pp"}
+PREDICTED_AXES = {"replica": "dp", "batch": "dp", "table": "pp"}
 
 
 class CheckVerdict(StrEnum):

@@ -16,6 +16,7 @@ from meshwright.validate.counting.internals import (
     tensors_in,
 )
 from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.counting.pipelines import pipeline_patches
 from meshwright.validate.counting.storages import Memories, StorageGroup
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "gpu_kernels",
     "is_wrapper",
     "library_on_fakes",
+    "pipeline_patches",
     "stand_in",
     "storage_identity",
     "tensors_in",

@@ -15,7 +15,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # documented, not 
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.validate.counting.finished_work import done, finished_work, outputs_filled
-from meshwright.validate.counting.internals import fake_process_group, pipeline_patches
+from meshwright.validate.counting.internals import fake_process_group
+from meshwright.validate.counting.pipelines import pipeline_patches
 
 
 @contextmanager

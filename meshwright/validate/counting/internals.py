@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from meshwright.validate.counting.finished_work import UnsupportedTorchError, finished_work
+from meshwright.validate.counting.pipelines import pipeline_patches
+from meshwright.validate.counting.shards import shard_patches
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 FROM_VALUES = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor(values) has made
@@ -213,6 +215,7 @@ def library_on_fakes() -> Iterator[None]:
             *_work_patches(),
             *_data_parallel_patches(),
             *pipeline_patches(),
+            *shard_patches(),
         ):
             stack.enter_context(change)
         yield
@@ -371,29 +374,3 @@ def _completed(
     outputs.buffers = tensors_in((args, kwargs))
     work = finished_work(outputs).boxed()
     return work if len(operator._schema.returns) == 1 else (args[0], work)
-
-
-def pipeline_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what skips the vote of pipeline stages on how to learn their shapes."""
-    from torch.distributed.pipelining import schedules  # noqa: PLC0415 - slow to import
-
-    base = schedules._PipelineSchedule
-    if hasattr(base, "_warmup_p2p"):
-        yield patch.object(base, "_warmup_p2p", _without_vote)
-
-
-def _without_vote(
-    _schedule: object,
-    stages: Sequence[Any],
-    has_backward: bool,  # noqa: FBT001 - the signature is torch's
-    _p2p_done: object,
-) -> None:
-    from torch.distributed.pipelining._utils import InferenceMode  # noqa: PLC0415 - recent releases
-
-    for stage in stages:
-        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
-            raise ValueError(
-                f"pipeline stage {stage.stage_index} of the fake cluster needs input_args and "
-                "output_args, those that get gradients with requires_grad"
-            )
-        stage._inference_mode = InferenceMode.STATIC

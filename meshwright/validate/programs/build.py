@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import StackProfile, suggestion
+from meshwright.hwprofiles import Kernels, StackProfile, suggestion
 from meshwright.simulator import PlanError
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
@@ -34,7 +34,16 @@ def build_program(request: ProgramRequest) -> RankProgram:
 
 
 def check_program(stack: StackProfile) -> None:
-    """Raise PlanError if no program stands for *stack*."""
+    """Raise PlanError if no program stands for *stack*, or its layers run otherwise.
+
+    The programs' kernels are fused; compiled, without autocast, as much is kept.
+    """
     if stack.name not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
+    runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
+    if stack.kernels is Kernels.EAGER or runs_otherwise:
+        raise PlanError(
+            f"kernels = {stack.kernels} has no PyTorch program on stack {stack.name}; "
+            f"allowed: {Kernels.FUSED}"
+        )

@@ -1,5 +1,10 @@
 """Published runs, and a scoreboard of the simulator against them."""
 
+from meshwright.validate.published.margins import (
+    PublishedReserve,
+    allocator_fraction,
+    load_published_reserves,
+)
 from meshwright.validate.published.peaks import (
     ExcludedPeak,
     PeakComparison,
@@ -46,12 +51,14 @@ __all__ = [
     "PeakComparison",
     "PublishedLayer",
     "PublishedPeak",
+    "PublishedReserve",
     "PublishedRun",
     "Quantity",
     "Scoreboard",
     "SourceSummary",
     "TableStyle",
     "Verdict",
+    "allocator_fraction",
     "compare_peak",
     "format_comparisons",
     "format_scoreboard",
@@ -61,6 +68,7 @@ __all__ = [
     "load_padded_lengths",
     "load_published_layers",
     "load_published_peaks",
+    "load_published_reserves",
     "load_published_runs",
     "scoreboard",
     "scoreboard_json",

@@ -1,11 +1,8 @@
 """Exact peaks of live memory that Megatron-LM's own tests record, and what is predicted for them.
 
-Its tests print ``max_memory_allocated`` of the last rank: live tensors, and what cuBLAS works in.
-Each host thread that multiplies has a buffer of cuBLAS's (the one that runs forward passes and
-autograd's), of 32 MiB on Hopper and later and 8.125 MiB before, or what the environment says,
-as PyTorch's deterministic mode does: 32 MiB (``parseChosenWorkspaceSize`` of CUDABlas in
-PyTorch 2.4, ``CUBLAS_WORKSPACE_CONFIG=:4096:8``).  Transformer Engine has one more of 32 MiB, 4
-before Hopper (``get_cublas_workspace_size_bytes`` of its module/base.py, 1.x).
+Its tests print ``max_memory_allocated`` of the last rank: live tensors, and what libraries for
+matrix products work in, of which the deterministic mode sets one (cuBLAS:
+``CUBLAS_WORKSPACE_CONFIG=:4096:8``, 32 MiB a thread).
 """
 
 from collections.abc import Mapping
@@ -32,6 +29,7 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
+from meshwright.simulator.memory import workspace_bytes
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.rows import (
     Count,
@@ -46,10 +44,7 @@ from meshwright.validate.published.rows import (
 PEAKS_FILE = "published_peaks.csv"
 EXCLUDED_FILE = "published_peaks_excluded.csv"
 STACK = "megatron-core"
-NUM_THREADS = 2  # that multiply: of forward passes, and autograd's
-HOPPER_WORKSPACE = 32 * MEBI
-OLDER_WORKSPACE = 8_519_680  # 2 x 4,096 KiB and 8 x 16 KiB
-OLDER_ENGINE_WORKSPACE = 4 * MEBI
+DETERMINISTIC_WORKSPACE = 8 * 4 * MEBI  # ":4096:8" is eight of 4,096 KiB
 
 
 class PublishedPeak(Row):
@@ -152,19 +147,17 @@ def compare_peak(row: PublishedPeak) -> PeakComparison:
         row=row,
         attention=result.plan.attention,
         published_bytes=row.peak_memory_gib * GIBI,
-        predicted_bytes=live + workspace_bytes(row, cluster.device),
+        predicted_bytes=live + workspace_bytes(_device(row), stack),
     )
 
 
-def workspace_bytes(row: PublishedPeak, device: Device) -> int:
-    """Return the bytes that libraries for matrix products hold on a device."""
-    is_older = Precision.FP8 not in device.peak_flops_per_s  # which Hopper brought
-    own = HOPPER_WORKSPACE
-    if is_older and "deterministic-mode" not in row.switches:
-        own = OLDER_WORKSPACE
-    has_engine = row.switches["transformer-impl"] != "local"
-    engine = OLDER_ENGINE_WORKSPACE if is_older else HOPPER_WORKSPACE
-    return NUM_THREADS * own + has_engine * engine
+def _device(row: PublishedPeak) -> Device:
+    """Return what *row* ran on, with the workspaces that its mode asks for."""
+    device = load_cluster(row.cluster).device
+    if device.overheads is None or "deterministic-mode" not in row.switches:
+        return device
+    own = device.overheads.model_copy(update={"product_workspace_bytes": DETERMINISTIC_WORKSPACE})
+    return device.model_copy(update={"overheads": own})
 
 
 def _stack(row: PublishedPeak) -> StackProfile:
@@ -174,6 +167,7 @@ def _stack(row: PublishedPeak) -> StackProfile:
         "fused_gradient_accumulation": "no-gradient-accumulation-fusion" not in row.switches,
         "overlap_gradient_reduce": "overlap-grad-reduce" in row.switches,
         "overlap_parameter_gather": "overlap-param-gather" in row.switches,
+        "transformer_engine": row.switches["transformer-impl"] != "local",
     }
     return load_stack(STACK).model_copy(update=facts)
 

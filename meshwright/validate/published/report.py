@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from meshwright.hwprofiles import GIBI, KILO
-from meshwright.validate.published.scoreboard import Comparison, Quantity, Scoreboard, SourceSummary
+from meshwright.validate.published.scoreboard import (
+    Comparison,
+    Quantity,
+    Scoreboard,
+    SourceSummary,
+    Verdict,
+)
 
 
 class TableStyle(StrEnum):
@@ -22,7 +28,7 @@ EXCLUDED_HEAD = ("rows", "source", "why left out")
 
 
 def format_scoreboard(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT) -> str:
-    """Return the errors by source, the verdicts on runs that did not fit, and what is left out.
+    """Return the errors by source, how many runs are called right, and what is left out.
 
     Args:
         board: What to show.
@@ -30,8 +36,8 @@ def format_scoreboard(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT)
     """
     parts = [_table(SUMMARY_HEAD, [_summary_cells(item) for item in board.summaries], style)]
     if board.verdicts:
-        right = sum(verdict.is_called_right for verdict in board.verdicts)
-        parts.append(f"Out of memory as printed: {right} of {len(board.verdicts)} predicted so.")
+        said = (("Finished", board.finished), ("Out of memory", board.failed))
+        parts.append("\n".join(_calls(name, verdicts) for name, verdicts in said if verdicts))
     if board.excluded:
         counts = Counter((row.source, row.reason) for row in board.excluded)
         cells = [(str(count), source, why) for (source, why), count in counts.items()]
@@ -76,8 +82,9 @@ def scoreboard_json(board: Scoreboard) -> str:
             {
                 "id": item.id,
                 "source": item.source,
+                "out_of_memory": item.out_of_memory,
                 "device_bytes": item.device_bytes,
-                "capacity_bytes": item.capacity_bytes,
+                "usable_bytes": item.usable_bytes,
                 "is_called_right": item.is_called_right,
             }
             for item in board.verdicts
@@ -85,6 +92,13 @@ def scoreboard_json(board: Scoreboard) -> str:
         "excluded": [row.model_dump(mode="json") for row in board.excluded],
     }
     return json.dumps(document, indent=2) + "\n"
+
+
+def _calls(name: str, verdicts: Sequence[Verdict]) -> str:
+    right = sum(verdict.is_called_right for verdict in verdicts)
+    return (
+        f"{name} as printed: {right} of {len(verdicts)} predicted so ({right / len(verdicts):.1%})."
+    )
 
 
 def _summary_cells(item: SourceSummary) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from meshwright.hwprofiles import GIBI, PS_PER_S, load_cluster, load_stack
 from meshwright.simulator import CostModel, ParallelPlan, StepResult, TrainingJob, simulate
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.memory import Overheads
 from meshwright.validate.published.runs import (
     ExcludedRun,
     MemoryKind,
@@ -49,17 +50,29 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A run that is printed as out of memory, and what the simulator says it needs."""
+    """Whether a run is predicted to fit its devices, and whether it is printed as one that did."""
 
     id: str
     source: str
-    device_bytes: int
-    capacity_bytes: int
+    out_of_memory: bool
+    live_bytes: int
+    overheads: Overheads
+    usable_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """What the fullest device is predicted to hold."""
+        return self.overheads.device_bytes(self.live_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether processes can have so much of the device."""
+        return self.device_bytes <= self.usable_bytes
 
     @property
     def is_called_right(self) -> bool:
-        """Whether the prediction exceeds the device, too."""
-        return self.device_bytes > self.capacity_bytes
+        """Whether that is as printed."""
+        return self.fits is not self.out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +105,21 @@ class SourceSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoreboard:
-    """All comparisons, the verdicts on runs that did not fit, and the rows left out."""
+    """All comparisons, the verdict on each run, and the rows left out."""
 
     comparisons: tuple[Comparison, ...]
     verdicts: tuple[Verdict, ...]
     excluded: tuple[ExcludedRun, ...]
+
+    @property
+    def finished(self) -> tuple[Verdict, ...]:
+        """The verdicts on runs that are printed as having run."""
+        return tuple(verdict for verdict in self.verdicts if not verdict.out_of_memory)
+
+    @property
+    def failed(self) -> tuple[Verdict, ...]:
+        """The verdicts on runs that are printed as out of memory."""
+        return tuple(verdict for verdict in self.verdicts if verdict.out_of_memory)
 
     @property
     def summaries(self) -> tuple[SourceSummary, ...]:
@@ -132,8 +155,7 @@ def scoreboard(
         is_ragged = (run.source, run.seq_len) in ragged
         predicted_s = step_time_s(run, padded) if is_ragged else result.step_time_s
         comparisons += _run_comparisons(run, result, predicted_s)
-        if run.out_of_memory:
-            verdicts.append(_verdict(run, result))
+        verdicts.append(_verdict(run, result))
     comparisons += [_layer_comparison(layer) for layer in layers]
     return Scoreboard(
         comparisons=tuple(comparisons),
@@ -237,6 +259,8 @@ def _verdict(run: PublishedRun, result: StepResult) -> Verdict:
     return Verdict(
         id=run.id,
         source=run.source,
-        device_bytes=memory.device_bytes,
-        capacity_bytes=memory.capacity_bytes,
+        out_of_memory=run.out_of_memory,
+        live_bytes=memory.peak_bytes,
+        overheads=memory.overheads,
+        usable_bytes=memory.usable_bytes,
     )

@@ -2,6 +2,7 @@
 
 from meshwright.validate.ranks.groups import (
     MESH_DIMS,
+    batch_ranks,
     different_parts,
     mesh_shape,
     plan_groups,
@@ -44,6 +45,7 @@ __all__ = [
     "RankMeasurement",
     "RankPrediction",
     "ServerLayout",
+    "batch_ranks",
     "capped",
     "default_ranks",
     "different_parts",

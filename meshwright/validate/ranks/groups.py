@@ -29,6 +29,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     shape = mesh_shape(plan)
     groups = {tuple(range(plan.world_size)): "world"}
     groups.setdefault(different_parts(plan, rank), "parts")
+    groups[batch_ranks(plan, rank)] = "batch"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
     if is_tied:
         groups.setdefault(table_ranks(plan, rank), "table")
@@ -47,6 +48,11 @@ def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     return tuple(
         stage * stride + first + offset for stage in range(plan.pp) for offset in range(size)
     )
+
+
+def batch_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """Return the data-parallel ranks of *rank*, also where they hold several sets of shards."""
+    return _along(rank, (plan.pp, plan.dp, plan.tp), 1)
 
 
 def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:

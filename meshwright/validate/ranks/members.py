@@ -17,7 +17,6 @@ from meshwright.simulator import (
 from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.ledger import NORM_BYTES
-from meshwright.simulator.memory import reserved_bytes
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 from meshwright.validate.ranks.prediction import (
     RECEIVE,
@@ -114,7 +113,7 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
         flops=flops if rank < saved.plan.dp else 0,
         collectives=tuple(sorted(calls)),
         peak_bytes=members[rank].peak_bytes,
-        reserved_bytes=reserved_bytes(members[rank].peak_bytes, saved.stack),
+        reserved_bytes=result.memory.overheads.reserved_bytes(members[rank].peak_bytes),
         bytes_at_peak=_kinds(members[rank]),
         step_time_s=result.step_ps / PS_PER_S,
     )

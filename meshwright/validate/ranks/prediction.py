@@ -15,12 +15,12 @@ from meshwright.simulator.account import (
     host_traffic,
     message_traffic,
     norm_ranks,
+    norm_traffic,
     rank_flops,
     rank_traffic,
 )
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.ledger import NORM_BYTES
-from meshwright.simulator.memory import reserved_bytes
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
 SEND, RECEIVE = "send", "recv"
@@ -137,7 +137,7 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
             ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
             ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
         },
-        reserved_bytes=reserved_bytes(memory.peak_bytes, stack),
+        reserved_bytes=result.memory.overheads.reserved_bytes(memory.peak_bytes),
         step_time_s=result.step_ps / PS_PER_S,
         host_bytes=memory.host_bytes,
     )
@@ -156,6 +156,7 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
     calls: list[tuple[str | None, Iterable[Traffic]]] = [
         (None, rank_traffic(job, plan, stack, pp_rank)),
         (None, closing_traffic(job, plan, stack, pp_rank)),
+        (None, norm_traffic(job, plan, stack, pp_rank)),
         (SEND, sent),
         (RECEIVE, received),
     ]
@@ -164,7 +165,7 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
             op = message if message and each.op is CollectiveOp.P2P else each.op.value
             counted[each.axis.value, op, each.num_ranks, each.size_bytes] += each.num_calls
     norm = norm_ranks(plan)
-    if norm > 1:
+    if norm > 1 and not stack.norm_by_axis:
         counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
     return tuple(
         sorted(

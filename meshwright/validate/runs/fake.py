@@ -4,6 +4,7 @@ Torch is imported late: whoever only reads results does not wait for it.
 """
 # ruff: noqa: PLC0415
 
+import gc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ def run_counted(
 ) -> Iterator[list["Tensor"]]:
     """Run steps of *program*, each counted afresh; after each yield its losses, if any."""
     for step in range(num_steps):
+        gc.collect()  # what a step left in cycles of references dies at no certain time else
         for tensor, kind in program.persistent_tensors():
             oracle.mark(tensor, kind)
         oracle.start_step()

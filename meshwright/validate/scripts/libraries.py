@@ -13,6 +13,7 @@ from torch.distributed import checkpoint, tensor
 from torch.optim.optimizer import _foreach_supported_types as step_types
 from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _foreach_supported_types as norm_types
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from meshwright.validate.scripts.gpu import ScriptTensors
@@ -49,6 +50,10 @@ class AnsweredValues(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Call *func*, or answer it."""
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            # C++ code would read the values of tensors in it.
+            own = tree_map_only(FakeTensor, FakeTensor.item, args[0])
+            return func(own, *args[1:], **(kwargs or {}))
         tensor = args[0] if args else None
         if isinstance(tensor, FakeTensor):
             if func in _VERDICTS:

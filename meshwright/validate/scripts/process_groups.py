@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.validate.counting import clear_sharding_cache, fake_store
@@ -84,8 +84,9 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
     with ExitStack() as stack:
         stack.enter_context(patch.object(DeviceMesh, "__init__", mesh))
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
-        for module in (dist, distributed_c10d):
+        for module in (dist, distributed_c10d, device_mesh):  # a mesh makes the first group itself
             stack.enter_context(patch.object(module, "init_process_group", init_process_group))
+        for module in (dist, distributed_c10d):
             for name, answer in _OBJECTS.items():
                 stack.enter_context(patch.object(module, name, answer))
             for name in ("barrier", "monitored_barrier"):

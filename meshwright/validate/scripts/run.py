@@ -1,9 +1,9 @@
 """A user's own script as one rank of a world: run, counted, and stopped after some steps."""
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ from meshwright.validate.scripts.gpu import (
     idle_gpu,
 )
 from meshwright.validate.scripts.libraries import libraries_answered
+from meshwright.validate.scripts.mail import (
+    Letter,
+    LetterMissingError,
+    LetterSentError,
+    Mail,
+)
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
 from meshwright.validate.scripts.torchrun import as_rank, launched, run_script
@@ -104,36 +110,55 @@ class ScriptOracle(RankOracle):
 def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount:
     """Run a script as one rank, on tensors without data, and return what its last step does.
 
-    What it prints goes to standard error.
+    What it prints goes to standard error. Where it waits for an object of another rank, it is run
+    as that one first, until that has sent it.
 
     Raises:
         ScriptFailedError: If it raises, or ends with a status of failure.
         PlanError: If it ends before it has made its steps, or asks for what only data can answer.
     """
+    mail, wanted = Mail(), list[Letter]()
+    while True:
+        own = wanted[-1] if wanted else None
+        runner = replace(run, rank=own.source) if own else run
+        try:
+            count = _count(runner, mail.delivered(runner.rank, own), progress)
+        except LetterSentError:
+            wanted.pop()
+        except LetterMissingError as missing:
+            if missing.letter in wanted:
+                raise PlanError(f"ranks wait for each other's objects: {missing.letter}") from None
+            wanted.append(missing.letter)
+        else:
+            if own is None:
+                return count
+            raise PlanError(f"rank {own.source} never sends what rank {own.target} waits for")
+
+
+def _count(
+    run: ScriptRun, mail: AbstractContextManager[None], progress: Callable[[int], None]
+) -> ScriptCount:
     names = GroupNames(run.world_size, run.groups)
     memories = ScriptMemories()
-    oracle, tensors = ScriptOracle(names, memories), ScriptTensors(memories)
+    oracle, fakes = ScriptOracle(names, memories), fake_tensors()
+    tensors = ScriptTensors(memories, fakes)
     steps = ScriptSteps(oracle, run.num_steps, progress)
-    own = launched(run.rank, run.world_size)
-    number, count = int(own["LOCAL_RANK"]), int(own["LOCAL_WORLD_SIZE"])
+    contexts = (
+        redirect_stdout(sys.stderr),
+        as_rank(run.words, run.rank, run.world_size),
+        groups_on_demand(run.rank, run.world_size, names),
+        library_on_fakes(),
+        mail,
+        *_gpu(run, memories),
+        libraries_answered(tensors),
+        fakes,
+        tensors,
+        GpuNames(memories, _gpu_number(run)),
+        steps.followed(),
+        oracle,
+    )
     with ExitStack() as stack:
-        for context in (
-            redirect_stdout(sys.stderr),
-            as_rank(run.words, run.rank, run.world_size),
-            groups_on_demand(run.rank, run.world_size, names),
-            library_on_fakes(),
-            gpu_kernels(),
-            gpu_of_fakes(number),
-            gpu_attention(memories),
-            gpu_autocast(memories),
-            idle_gpu(number, count, memories),
-            libraries_answered(tensors),
-            fake_tensors(),
-            tensors,
-            GpuNames(memories, number),
-            steps.followed(),
-            oracle,
-        ):
+        for context in contexts:
             stack.enter_context(context)
         try:
             run_script(run.words)
@@ -150,6 +175,20 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
         f"the script ended after {steps.num_done} of {run.num_steps} steps of an optimizer; "
         "allowed: a script that trains, or fewer --steps"
     )
+
+
+def _gpu(run: ScriptRun, memories: ScriptMemories) -> Iterator[AbstractContextManager[object]]:
+    number = _gpu_number(run)
+    yield gpu_kernels()
+    yield gpu_of_fakes(number)
+    yield gpu_attention(memories)
+    yield gpu_autocast(memories)
+    count = int(launched(run.rank, run.world_size)["LOCAL_WORLD_SIZE"])
+    yield idle_gpu(number, count, memories)
+
+
+def _gpu_number(run: ScriptRun) -> int:
+    return int(launched(run.rank, run.world_size)["LOCAL_RANK"])
 
 
 def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> ScriptCount:

@@ -1,18 +1,30 @@
-"""The tables of docs/accuracy.md on peaks that Megatron-LM's own tests record."""
+"""The tables of docs/accuracy.md on memory: published peaks, and what devices hold beside."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from statistics import fmean, median
 
+from documents.makers import accuracy
 from documents.tables import table
 from meshwright.validate.published import (
+    MemoryKind,
     PeakComparison,
+    PublishedReserve,
+    Quantity,
+    allocator_fraction,
     compare_peak,
     load_excluded_peaks,
     load_published_peaks,
+    load_published_reserves,
+    load_published_runs,
 )
 
 HEAD = ("model", "tp x pp", "attention, layers", "rows", "mean abs", "median", "worst")
 EXCLUDED_HEAD = ("rows", "why left out")
+RESERVE_HEAD = ("series", "rows", "mean", "least", "most", "fitted on the others", "runs accepted")
+KIND_HEAD = ("source", "rows", "mean abs", "median", "more than 5 % under")
+GOLDEN = "Megatron-LM's own tests"
 
 
 def published_peaks() -> str:
@@ -43,3 +55,56 @@ def _cells(errors: list[float]) -> tuple[str, ...]:
     mean = fmean(abs(error) for error in errors)
     worst = max(errors, key=abs)
     return str(len(errors)), f"{mean:.1%}", f"{median(errors):+.1%}", f"{worst:+.1%}"
+
+
+def reserves() -> str:
+    """Return what allocators held beyond live tensors by series, and what leaving one out does."""
+    series: defaultdict[str, list[PublishedReserve]] = defaultdict(list)
+    for row in load_published_reserves():
+        series[row.series].append(row)
+    rows = []
+    for name, own in series.items():
+        shares = [row.fraction for row in own]
+        cells = [f"{share:.1%}" for share in (fmean(shares), min(shares), max(shares))]
+        others = [row for row in load_published_reserves() if row.series != name]
+        left = allocator_fraction(others) if own[0].is_fitted else None
+        rows.append((name, len(own), *cells, *_without(left)))
+    return table(RESERVE_HEAD, rows, rule=" --- ")
+
+
+def _without(fraction: float | None) -> tuple[str, str]:
+    """Return a fraction and how many runs that finished are accepted with it."""
+    if fraction is None:
+        return "not in the fit", ""
+    finished = accuracy.board().finished
+    accepted = sum(
+        replace(each, overheads=each.overheads._replace(allocator_fraction=fraction)).fits
+        for each in finished
+    )
+    return f"{fraction:.1%}", f"{accepted} of {len(finished)}"
+
+
+def errors_by_kind() -> dict[str, list[float]]:
+    """Return errors of published peaks of what an allocator gave or held, by source."""
+    errors: defaultdict[str, list[float]] = defaultdict(list)
+    errors[GOLDEN] = [compare_peak(row).error_fraction for row in load_published_peaks()]
+    kinds = {run.id: run.memory_kind for run in load_published_runs()}
+    for row in accuracy.board().comparisons:
+        kind = kinds.get(row.id)
+        if row.quantity is Quantity.MEMORY and kind not in (None, MemoryKind.DEVICE):
+            errors[f"{row.source} ({kind})"].append(row.error_fraction)
+    return dict(errors)
+
+
+def kinds() -> str:
+    """Return those errors, and of all rows together."""
+    errors = errors_by_kind()
+    every = [error for own in errors.values() for error in own]
+    rows = [(name, *_under(own)) for name, own in (*errors.items(), ("all", every))]
+    return table(KIND_HEAD, rows, rule=" --- ")
+
+
+def _under(errors: Iterable[float]) -> tuple[str, ...]:
+    own = list(errors)
+    count, mean, middle, _ = _cells(own)
+    return count, mean, middle, str(sum(error < -0.05 for error in own))

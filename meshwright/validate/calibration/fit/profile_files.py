@@ -3,7 +3,17 @@
 import json
 from pathlib import Path
 
-from meshwright.hwprofiles import GIBI, GIGA, MEGA, TERA, Device, GemmKernels, Link, Profile
+from meshwright.hwprofiles import (
+    GIBI,
+    GIGA,
+    MEGA,
+    TERA,
+    Device,
+    DeviceOverheads,
+    GemmKernels,
+    Link,
+    Profile,
+)
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
 
@@ -39,6 +49,16 @@ def _fp8(gemm: GemmKernels) -> list[str]:
     return [] if gemm.fp8 is None else ["", "[gemm.fp8]", *_kernels(gemm.fp8)]
 
 
+def _overheads(overheads: DeviceOverheads) -> list[str]:
+    """Return the keys of a table whose values are bytes."""
+    sizes = ("usable", "communicator", "product_workspace", "engine_workspace")
+    return [
+        *(f'{key} = "{_bytes(getattr(overheads, f"{key}_bytes"))}"' for key in sizes),
+        f"kind = {_text(overheads.kind)}",
+        f"source = {_text(overheads.source)}",
+    ]
+
+
 def device_toml(device: Device) -> str:
     """Return the file of *device*."""
     peaks = [
@@ -62,6 +82,8 @@ def device_toml(device: Device) -> str:
         lines += ["", f"[flash.{kernel}]", *_kernels(facts)]
     if device.convolution is not None:
         lines += ["", "[convolution]", *_kernels(device.convolution)]
+    if device.overheads is not None:
+        lines += ["", "[overheads]", *_overheads(device.overheads)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,10 @@
-"""FSDP2 over a stage: one unit a layer, the rest of the stage in the root unit."""
+"""FSDP2 over a stage: one unit a layer, the ends in one root unit or in units of their own."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -13,9 +14,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from meshwright.hwprofiles import Precision, StackProfile
+from meshwright.hwprofiles import Precision, StackProfile, Units
 from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
 from meshwright.validate.programs.layers import VirtualStage
+from meshwright.validate.programs.pytorch.parts import Embedding, Head
 from meshwright.validate.programs.pytorch.precision import DTYPES
 
 
@@ -42,28 +44,53 @@ def shard_stage(
     stage: VirtualStage,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
+    stack: StackProfile,
     *,
     reshards: bool,
     offloads: bool = False,
 ) -> FSDPModule:
     """Shard *stage* in place, each layer a unit, and return it.
 
-    The root unit (embedding, final norm and head) keeps PyTorch's default: it is not resharded
-    after its forward pass, which its backward soon follows.
+    The root unit keeps PyTorch's default: it is not resharded after its forward pass, which its
+    backward soon follows. So is a unit of final norm and head, with a table that is tied to it.
 
     Args:
         stage: Whole, or split over tensor-parallel ranks.
         mesh: Over which; with two dims, shards on the second and replicas on the first.
         policy: Precision of gathered parameters and of reductions.
+        stack: Which units it makes of embedding, final norm and head, and what it frees.
         reshards: Free a layer's gathered parameters after its forward pass.
         offloads: Keep shards, gradients and states in host memory.
     """
     place = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
-    for layer in stage.layers.values():
+
+    def shard(modules: nn.Module | list[nn.Module], *, frees: bool | None = None) -> None:
         fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, offload_policy=place
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=frees,
+            offload_policy=place,
         )
-    return fully_shard(stage, mesh=mesh, mp_policy=policy, offload_policy=place)
+
+    head: list[nn.Module] = []
+    if isinstance(stage.head, Head):
+        head = [stage.head.norm, stage.head.output]
+    if isinstance(stage.embedding, Embedding) and stack.units is Units.ENDS:
+        words = stage.embedding.words
+        if any(module.weight is words.weight for module in head):
+            head.insert(1, words)  # gathered when the first of them runs
+        else:
+            shard(words, frees=reshards)
+    *_, last = (None, *stage.layers.values())
+    stays = last if stack.keeps_last_layer and stage.embedding and stage.head else None
+    for layer in stage.layers.values():
+        shard(layer, frees=reshards and layer is not stays)
+    if head and stack.units is Units.ENDS:
+        shard(head, frees=False)
+    shard(stage)
+    assert isinstance(stage, FSDPModule)
+    return stage
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
 from meshwright.validate.ranks import (
     MESH_DIMS,
+    batch_ranks,
     different_parts,
     mesh_shape,
     plan_groups,
@@ -29,6 +30,7 @@ class RankLayout:
     Args:
         mesh: Of dims `MESH_DIMS`.
         norm_group: Ranks that hold different parts of the model; None if this one holds all.
+        batch_group: Ranks that train on parts of a batch; None if this one has all.
         table_group: First and last pipeline rank, where each holds a copy of a tied table and
             this rank is one of them.
         groups: Axis of each group by its ranks.
@@ -36,6 +38,7 @@ class RankLayout:
 
     mesh: DeviceMesh
     norm_group: dist.ProcessGroup | None
+    batch_group: dist.ProcessGroup | None
     table_group: dist.ProcessGroup | None
     groups: dict[tuple[int, ...], str]
 
@@ -72,6 +75,7 @@ def make_layout(request: ProgramRequest) -> RankLayout:
     return RankLayout(
         mesh=mesh,
         norm_group=_group(different, groups, plan.world_size),
+        batch_group=_group(batch_ranks(plan, rank), groups, plan.world_size),
         table_group=_group(ends, groups, plan.world_size),
         groups=groups,
     )

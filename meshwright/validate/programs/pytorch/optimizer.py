@@ -1,10 +1,11 @@
 """The optimizer of the PyTorch programs, and the clipping of gradients before it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.validate.programs.contract import (
@@ -63,9 +64,40 @@ def clip_gradients(
     total = sum_of_squares(own) if own else shared[0].new_zeros(())
     if group is not None:
         dist.all_reduce(total, group=group)
+    return _scale_gradients([*own, *shared], total)
+
+
+@torch.no_grad()
+def clip_gradients_by_axis(
+    gradients: Sequence[Tensor], counts: Sequence[bool], mesh: DeviceMesh
+) -> Tensor:
+    """Do as `clip_gradients`, with a number for each gradient, and over one axis after another.
+
+    Args:
+        gradients: All of this rank.
+        counts: Which of them it counts.
+        mesh: With the axes over which weights are split, then that of the pipeline.
+    """
+    squares = [sum_of_squares([each]) for each in gradients]
+    norms = torch.stack(squares) * torch.tensor(counts, device=squares[0].device)
+    for axis in ("dp_shard", "tp"):
+        _sum_over(norms, mesh[axis])
+    total = norms.sum()
+    _sum_over(total, mesh["pp"])
+    return _scale_gradients(gradients, total)
+
+
+def _sum_over(values: Tensor, axis: DeviceMesh) -> None:
+    """Sum *values* in place over the ranks of an axis, if there are others."""
+    if axis.size() > 1:
+        dist.all_reduce(values, group=axis.get_group())
+
+
+def _scale_gradients(gradients: Iterable[Tensor], total: Tensor) -> Tensor:
+    """Scale *gradients*, *total* the sum of the squares of all, and return their norm."""
     norm = total.sqrt()
     scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*own, *shared):
+    for gradient in gradients:
         gradient.mul_(scale)
     return norm
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from meshwright.validate.programs.pytorch.layout import (
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch, loss_context
 from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients,
+    clip_gradients_by_axis,
     local_gradients,
     make_optimizer,
     trained_tensors,
@@ -194,15 +196,15 @@ class FullyShardedProgram:
         """
         self._optimizer.zero_grad()
         tokens, targets = _batch(self._request, self._layout, step)
+        if self._request.stack.sums_tokens and self._layout.batch_group is not None:
+            dist.all_reduce(torch.tensor(targets.numel()), group=self._layout.batch_group)
         stops_early = set_checkpoint_early_stop(self._request.stack.recompute_stops_early)
         with loss_context(is_split=self._request.plan.tp > 1), views_returned(), stops_early:
             self._run(tokens, targets)
         table = self._table()
         if table is not None:
             dist.all_reduce(local_gradients([table])[0], group=self._layout.table_group)
-        counted = [each for each in self._parameters if self._counts(each)]
-        others = [each for each in self._parameters if not self._counts(each)]
-        clip_gradients(local_gradients(counted), local_gradients(others), self._layout.norm_group)
+        self._clip()
         self._optimizer.step()
         losses = self._loss.take()
         return losses if self._layout.reports else []
@@ -210,6 +212,16 @@ class FullyShardedProgram:
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield this rank's shards of weights, gradients and the optimizer's states."""
         return trained_tensors(self._parameters, self._optimizer)
+
+    def _clip(self) -> None:
+        counts = [self._counts(each) for each in self._parameters]
+        gradients = local_gradients(self._parameters)
+        if self._request.stack.norm_by_axis:
+            clip_gradients_by_axis(gradients, counts, self._layout.mesh)
+            return
+        shared = [each for each, is_own in zip(gradients, counts, strict=True) if not is_own]
+        own = [*compress(gradients, counts)]
+        clip_gradients(own, shared, self._layout.norm_group)
 
     def _runner(self) -> Runner:
         request = self._request
@@ -284,6 +296,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         stage,
         layout.data_mesh,
         policy,
+        request.stack,
         reshards=reshards_units(plan, request.stack),
         offloads=plan.offload is Offload.PARAMETERS,
     )

@@ -40,6 +40,7 @@ def gpu_of_fakes(number: int) -> Iterator[None]:
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
+        FakeTensorMode.cache_clear()  # results of another run are on the GPU of its rank
         yield
 
 

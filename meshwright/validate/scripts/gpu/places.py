@@ -7,7 +7,9 @@ from types import FrameType
 
 import torch
 
-_OURS = f"{__name__.partition('.')[0]}."
+import meshwright
+
+_OURS = str(Path(meshwright.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 
@@ -22,8 +24,7 @@ def script_place() -> str:
     inner = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        is_ours = frame.f_globals.get("__name__", "").startswith(_OURS)
-        if not (is_ours or file.startswith(("<", _TORCH))):
+        if not file.startswith(("<", _TORCH, _OURS)):
             place = f"{_short(file)}:{frame.f_lineno}"
             if not file.startswith(_LIBRARIES):
                 return f"{place} ({inner})" if inner else place

@@ -28,6 +28,7 @@ _ATEN = torch.ops.aten
 _VALUE = _ATEN._local_scalar_dense.default  # noqa: SLF001 - what ``item`` calls
 _COPY = _ATEN._to_copy.default  # noqa: SLF001 - what ``to``, ``cuda`` and ``float`` call
 _SAME = {_ATEN.equal.default, _ATEN.allclose.default}
+_PUTS = {_ATEN.index_put.default, _ATEN.index_put_.default}
 _RANGES = {_ATEN.linspace.default, _ATEN.logspace.default}  # of which scripts read values
 
 
@@ -45,17 +46,19 @@ class ScriptTensors(TorchDispatchMode):
 
     Args:
         memories: Know which tensors are on the GPU.
+        fakes: The fake mode. Others are of libraries, such as DTensor's when it propagates
+            shardings, and all is without data in them.
 
     Attributes:
         notes: How often which question was answered so at which place.
         refused: The last question that had no answer, if any; a script may go on without.
     """
 
-    def __init__(self, memories: ScriptMemories) -> None:
+    def __init__(self, memories: ScriptMemories, fakes: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self.notes: Counter[tuple[str, str]] = Counter()
         self.refused: ScriptRefusedError | None = None
-        self._memories = memories
+        self._memories, self._fakes = memories, fakes
 
     def note(self, what: str) -> None:
         """Note that the script was answered what need not be so."""
@@ -74,8 +77,9 @@ class ScriptTensors(TorchDispatchMode):
             ScriptRefusedError: If a size depends on data that is not there.
         """
         kwargs = kwargs or {}
-        if current_fake_mode() is None:
-            return func(*args, **_on_host(kwargs))
+        mode = current_fake_mode()
+        if mode is not self._fakes:
+            return func(*args, **(_on_host(kwargs) if mode is None else kwargs))
         if any(map(is_wrapper, types)):
             return NotImplemented
         given = tensors_in((args, kwargs))
@@ -86,6 +90,9 @@ class ScriptTensors(TorchDispatchMode):
             return self._answer(func, given[0])
         if func is _COPY and self._is_there(args[0], kwargs):
             func, kwargs = torch.ops.aten.detach.default, {}
+        if func in _PUTS and isinstance(args[0], FakeTensor):
+            # Values of a tensor on the GPU are there, though computed of whole numbers alone.
+            args = (*args[:2], _ATEN.empty_like.default(args[2], device=args[0].device), *args[3:])
         try:
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -104,8 +111,9 @@ class ScriptTensors(TorchDispatchMode):
         """Run an operator on data; numbers that are not whole lose theirs on the GPU."""
         if func is _COPY and is_gpu(kwargs.get("device")) and args[0].is_floating_point():
             return func(*args, **kwargs)
+        here = (HOST if isinstance(each, torch.device) else each for each in args)
         with unset_fake_temporarily():
-            return func(*args, **_on_host(kwargs))
+            return func(*here, **_on_host(kwargs))
 
     def _can_have_data(self, func: torch._ops.OpOverload, result: object) -> bool:
         """Tell whether a new tensor is made again, with data: whole numbers, unless very many."""

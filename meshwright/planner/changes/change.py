@@ -1,0 +1,62 @@
+"""A change of a plan: which fields, what it saves and what it costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.hwprofiles import format_bytes
+from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.simulator.layout import AXES, PLAN_FIELDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A plan that fits, near one that does not.
+
+    Args:
+        plan: The changed plan, every field resolved.
+        fields: What is changed, by the names of a plan's fields; ``stages`` by their rule, more
+            devices as ``gpus``.
+        saved_bytes: How much less device memory it needs on its fullest rank.
+        device_bytes: What it needs there.
+        step_ps: Simulated time of its step.
+        slower_fraction: How much longer that is than before; negative where it is shorter.
+    """
+
+    plan: ParallelPlan
+    fields: Mapping[str, object]
+    saved_bytes: int
+    device_bytes: int
+    step_ps: int
+    slower_fraction: float
+
+    @classmethod
+    def of(cls, before: StepResult, after: StepResult, fields: Mapping[str, object]) -> "Change":
+        """Return the change of *fields* that makes *after* of *before*."""
+        return cls(
+            plan=after.plan,
+            fields=fields,
+            saved_bytes=before.memory.device_bytes - after.memory.device_bytes,
+            device_bytes=after.memory.device_bytes,
+            step_ps=after.step_ps,
+            slower_fraction=after.step_ps / before.step_ps - 1,
+        )
+
+    @property
+    def options(self) -> str:
+        """The change as options of the command line; one axis takes the devices that are left."""
+        rest = {axis for axis, known in AXES.items() if known.takes_rest}
+        said = ((name, value) for name, value in self.fields.items() if name not in rest)
+        return " ".join(_option(name, value) for name, value in said)
+
+    def __str__(self) -> str:
+        """Return the change in a line: options, memory and time."""
+        sign = "-" if self.saved_bytes >= 0 else "+"
+        size = format_bytes(abs(self.saved_bytes))
+        return f"{self.options}: {sign}{size}, {self.slower_fraction:+.1%} time"
+
+
+def _option(name: str, value: object) -> str:
+    option = PLAN_FIELDS[name].option.replace("_", "-") if name in PLAN_FIELDS else name
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option} {value}"

@@ -1,0 +1,168 @@
+"""The cheapest changes of a plan that make it fit: single ones, pairs, layouts, more devices."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from meshwright.hwprofiles import Strategy
+from meshwright.planner.bounds import StepBounds
+from meshwright.planner.changes.change import Change
+from meshwright.planner.changes.switches import Fields, switched, switches
+from meshwright.planner.footprint import Footprint, Measured
+from meshwright.planner.space import (
+    COLUMNS,
+    SWITCHES,
+    Candidates,
+    ShapeTable,
+    SpaceLimits,
+    apply_rules,
+    enumerate_space,
+)
+from meshwright.simulator import CostModel, ModelSpec, ParallelPlan, PlanError, StepResult, simulate
+from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, stages_rule
+
+Progress = Callable[[str, int, int], None]
+MOST_CHANGES = 4
+MOST_PAIRS = 12
+# Passes that all changes together may simulate, some seconds: a plan of usual size has a thousand.
+MOST_PASSES = 400_000
+REST = {axis.value for axis, known in AXES.items() if known.takes_rest}
+GPU_MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass
+class Trials:
+    """Changes of a plan that does not fit, simulated as long as the budget of passes lasts."""
+
+    before: StepResult
+    memory_limit_bytes: int | None
+    costs: CostModel
+    progress: Progress | None = None
+    num_passes: int = 0
+    num_trials: int = 0
+
+    def change(self, plan: ParallelPlan, fields: Fields) -> tuple[Change, bool] | None:
+        """Return what *fields*, which make *plan*, come to, and whether it fits then.
+
+        Returns:
+            None where stack or job do not go with it, or the budget is spent.
+        """
+        before = self.before
+        num_passes = plan.num_stages * plan.num_microbatches(before.job)
+        if before.stack.strategy is not Strategy.MESH:
+            num_passes *= plan.dp
+        if self.num_passes + num_passes > MOST_PASSES:
+            return None
+        costs = self.costs if plan.world_size == before.plan.world_size else None
+        try:
+            after = simulate(
+                before.job,
+                plan,
+                before.cluster,
+                before.stack,
+                memory_limit_bytes=self.memory_limit_bytes,
+                costs=costs,
+            )
+        except PlanError:
+            return None
+        self.num_passes += num_passes
+        self.num_trials += 1
+        if self.progress is not None:
+            self.progress("simulating changes", self.num_trials, self.num_trials + 1)
+        return Change.of(before, after, fields), after.memory.fits
+
+    def all_of(self, wanted: Iterable[Fields]) -> Iterator[tuple[Change, bool]]:
+        """Yield what each of *wanted* comes to, of those that go with the plan."""
+        before = self.before
+        for fields in wanted:
+            try:
+                plan, differing = switched(before.job, before.plan, fields)
+            except PlanError:
+                continue
+            change = None if plan == before.plan else self.change(plan, differing)
+            if change is not None:
+                yield change
+
+
+def cheapest_changes(
+    before: StepResult, memory_limit_bytes: int | None = None, progress: Progress | None = None
+) -> tuple[Change, ...]:
+    """Return up to four changes that make a plan fit, the fastest first.
+
+    They are single switches; where none is enough, pairs of those that save most; where no pair
+    is, the layouts with the fewest differences on the same devices; else on more devices.
+
+    Args:
+        before: The plan as it was simulated.
+        memory_limit_bytes: What a device may use, as it was simulated.
+        progress: Called after each simulation.
+
+    Returns:
+        Nothing where the plan fits, or where nothing was found.
+    """
+    if before.memory.fits:
+        return ()
+    costs = CostModel(before.cluster, before.stack, before.plan.world_size)
+    trials = Trials(before, memory_limit_bytes, costs, progress)
+    singles = list(trials.all_of(switches(before.plan, before.stack)))
+    found = _fastest(singles) or _fastest(trials.all_of(_pairs(singles)))
+    if found or before.stack.strategy is not Strategy.MESH:
+        return found
+    for multiple in GPU_MULTIPLES:
+        found = _fastest(_layouts(trials, multiple * before.plan.world_size))
+        if found:
+            return found
+    return ()
+
+
+def _fastest(tried: Iterable[tuple[Change, bool]]) -> tuple[Change, ...]:
+    """Return the fastest of the changes that make it fit, one of those that take as long."""
+    fitting = [change for change, fits in tried if fits]
+    fitting.sort(key=lambda each: (each.step_ps, len(each.fields), each.device_bytes))
+    by_time = {each.step_ps: each for each in reversed(fitting)}
+    return tuple(by_time[step_ps] for step_ps in sorted(by_time))[:MOST_CHANGES]
+
+
+def _pairs(singles: list[tuple[Change, bool]]) -> Iterator[Fields]:
+    """Yield pairs of the changes that save memory, those that save most together first."""
+    saving = [change for change, _ in singles if change.saved_bytes > 0]
+    pairs = [
+        (first, second)
+        for first, second in combinations(saving, 2)
+        if first.fields.keys() & second.fields.keys() <= REST
+    ]
+    pairs.sort(key=lambda pair: -pair[0].saved_bytes - pair[1].saved_bytes)
+    for first, second in pairs[:MOST_PAIRS]:
+        yield {**first.fields, **second.fields}
+
+
+def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
+    """Yield the layouts on *num_gpus* devices that fit with the fewest fields changed."""
+    before = trials.before
+    plan, cluster, stack = before.plan, before.cluster, before.stack
+    nodes = -(-num_gpus // cluster.devices_per_node)
+    if cluster.num_nodes is not None and nodes > cluster.num_nodes:
+        return
+    names = ("attention", *SWITCHES) if isinstance(before.job.model, ModelSpec) else SWITCHES
+    kept = {name: (getattr(plan, name),) for name in names}
+    kept["stages"] = (stages_rule(before.job, plan, stack) or stack.stage_split,)
+    space = enumerate_space(before.job, stack, num_gpus, SpaceLimits(**kept))
+    table, costs = ShapeTable.of(space), CostModel(cluster, stack, num_gpus)
+    needed = Measured(space, cluster, Footprint(space, table, costs.blocks)).device_bytes
+    left, _ = apply_rules(Candidates(space, cluster, needed, trials.memory_limit_bytes))
+    fitting = np.flatnonzero(left)
+    bounds_ps = StepBounds(space, table, costs).lower_bounds_ps(fitting)
+    chosen = [each for each in SEARCHED_FIELDS if each.name not in {*REST, *kept}]
+    codes = {each.name: each.code(getattr(plan, each.name)) for each in chosen}
+    differences = sum(space.column(name)[fitting] != code for name, code in codes.items())
+    for index in fitting[np.lexsort((bounds_ps, differences))][:MOST_CHANGES].tolist():
+        changed = space.plan(index)
+        fields: dict[str, object] = {} if num_gpus == plan.world_size else {"gpus": num_gpus}
+        for name in COLUMNS:
+            if name not in kept and getattr(changed, name) != getattr(plan, name):
+                fields[name] = getattr(changed, name)
+        change = trials.change(changed, fields)
+        if change is not None:
+            yield change

@@ -1,0 +1,61 @@
+"""What of a plan can be switched, one thing at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+
+from meshwright.hwprofiles import StackProfile, StageSplit, Strategy
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, resolve_stages
+from meshwright.simulator.layout import AXES, PLAN_FIELDS
+
+Fields = Mapping[str, object]
+
+
+def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
+    """Yield the single changes of *plan* that may save memory.
+
+    They are the other values of fields that have few, a higher ZeRO stage, more shards, smaller
+    microbatches, no virtual stages, the other rules for stages and twice the ranks along an axis.
+    Whether stack, job and the rest of the plan go with one is for a simulation to say.
+    """
+    for name, field in PLAN_FIELDS.items():
+        yield from ({name: value} for value in field.choices if value != getattr(plan, name))
+    yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage > plan.zero_stage)
+    if plan.num_shards < plan.dp:
+        yield {"dp_shard": plan.dp}
+    for size in sorted({1, plan.microbatch_size // 2}):
+        if 0 < size < plan.microbatch_size:
+            yield {"microbatch_size": size}
+    if plan.num_virtual_stages > 1:
+        yield {"num_virtual_stages": 1, "schedule": "1f1b"}
+    if stack.strategy is Strategy.MESH:
+        yield from ({"stages": rule} for rule in StageSplit if plan.pp > 1)
+        for axis, known in AXES.items():
+            if not known.takes_rest:
+                yield {axis.value: 2 * plan.degree(axis)}
+
+
+def switched(job: TrainingJob, plan: ParallelPlan, fields: Fields) -> tuple[ParallelPlan, Fields]:
+    """Return *plan* with *fields* on as many devices, and all the fields that differ.
+
+    Raises:
+        PlanError: If there is no such plan.
+    """
+    values = dict(fields)
+    rule = values.pop("stages", None)
+    degrees = {axis: values.get(axis, plan.degree(axis)) for axis in AXES}
+    (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
+    others = prod(int(str(degree)) for axis, degree in degrees.items() if axis is not rest)
+    if values.keys() & AXES.keys():
+        if plan.world_size % others:
+            raise PlanError(f"{plan.world_size} devices are no multiple of {others}")
+        values[rest.value] = plan.world_size // others
+    same = {name: getattr(plan, name) for name in PLAN_FIELDS}
+    changed = ParallelPlan.of(same | values | {"stages": ()})
+    if rule is not None:
+        wanted = StageSplit(str(rule))
+        stages = resolve_stages(job.model, job.seq_len, changed.num_stages, wanted)
+        return replace(changed, stages=stages), values | {"stages": rule}
+    if changed.num_stages == plan.num_stages:
+        changed = replace(changed, stages=plan.stages)
+    return changed, values

@@ -1,0 +1,118 @@
+"""What replicas add to the passes of layouts: shards that are made whole, and casts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.space import Column, ShapeTable, Space
+from meshwright.simulator.layout import GroupSpan, Mesh, Stage
+from meshwright.simulator.memory import BlockBytes, StateBytes, sharded_workspace_bytes
+from meshwright.simulator.model import BlockKind
+from meshwright.simulator.replication import (
+    Replication,
+    StagePart,
+    WireBytes,
+    bucket_cast_bytes,
+    reduced_parts,
+    replication_of,
+)
+
+
+class Kind(NamedTuple):
+    """How the replicas of layouts share states, what a parameter costs there and on the wire."""
+
+    replication: Replication
+    state: StateBytes
+    wire: WireBytes
+    overlaps: bool
+    """Whether gradients are reduced under the passes."""
+
+    @classmethod
+    def of(cls, space: Space, index: int, *, has_replicas: bool) -> "Kind":
+        """Return that of layout *index*, with two replicas in place of any number of them."""
+        # Only whether a layout has replicas, and sets of shards, decides its parts: any degrees
+        # above 1 stand for all.
+        plan = space.plan_without_stages(index)
+        if plan.num_shards < plan.dp:
+            plan = replace(plan, tp=1, dp=4, dp_shard=2)
+        else:
+            plan = replace(plan, tp=1, dp=1 + has_replicas, dp_shard=None)
+        if not has_replicas:  # nothing is split, as at stage 0
+            plan = replace(plan, zero_stage=0)
+        stack, precision = space.stack, space.job.precision
+        return cls(
+            replication_of(plan, stack, Mesh.of(plan, node_size=2)),
+            StateBytes.of(stack, precision, plan.gradient_formats),
+            WireBytes.of(stack, precision, plan),
+            stack.overlap_gradient_reduce,
+        )
+
+    def cast_bytes(self, num_parameters: int) -> int:
+        """Return what holds gradients that are reduced together in another format than theirs."""
+        casts, replication = self.wire.casts, self.replication
+        if casts is None or replication.dp == 1:
+            return 0
+        return casts.buffer_bytes(num_parameters, replication.shards.gradients)
+
+    @property
+    def casts_last(self) -> bool:
+        """Whether gradients are cast, and reduced as one, when activations are gone."""
+        replication = self.replication
+        in_passes = replication.in_units or replication.reduces_each_microbatch
+        return not (in_passes or self.overlaps)
+
+
+class ReplicaWorkspaces:
+    """What passes hold of sharded states and of gradients that are cast, beside all else."""
+
+    def __init__(
+        self, table: ShapeTable, blocks: Sequence[Mapping[BlockKind, BlockBytes[int]]]
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._parts: dict[tuple[int, int, Replication, Stage], tuple[StagePart, ...]] = {}
+
+    def added_to(
+        self, passes: NDArray[np.int64], kind: Kind, stage: Stage, used: Column, devices: int
+    ) -> NDArray[np.int64]:
+        """Return *passes*, the bytes of forward and backward, with what replicas add to them.
+
+        Args:
+            passes: One column a shape.
+            kind: How states are shared.
+            stage: Whose passes.
+            used: Shapes that are asked for.
+            devices: Of a stage: data- times tensor-parallel ranks.
+        """
+        if not kind.replication.in_units and not kind.cast_bytes(1):
+            return passes
+        whole = passes.copy()
+        for index in used.tolist():
+            whole[:, index] = self._pair(kind, stage, index, devices, *passes[:, index].tolist())
+        return whole
+
+    def _pair(
+        self, kind: Kind, stage: Stage, index: int, devices: int, forward: int, backward: int
+    ) -> tuple[int, int]:
+        shape, replication = self._table.shapes[index], kind.replication
+        dp = devices // shape.tp
+        key = (shape.tp, dp, replication, stage)
+        if key not in self._parts:
+            spanned = replication._replace(span=GroupSpan(dp, 1, dp))
+            self._parts[key] = reduced_parts(shape, stage, spanned)
+        parts = self._parts[key]
+        if not parts:
+            return forward, backward
+        if not replication.in_units:
+            blocks = self._blocks[index]
+            needed = bucket_cast_bytes(blocks, stage, parts, kind.cast_bytes)
+            return forward, max(backward, needed)
+        units = [sum(part.buckets) for part in parts]
+        workspace = sharded_workspace_bytes(
+            units, kind.state, replication.shards, reshards=replication.reshards
+        )
+        largest = max(size for part in parts for size in part.buckets)
+        return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)

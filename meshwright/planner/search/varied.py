@@ -1,0 +1,60 @@
+"""What a search varied of a plan, and what it held, with the reason."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import Offload
+from meshwright.planner.space import COLUMNS, Space, SpaceLimits
+from meshwright.simulator.layout import PLAN_FIELDS, PlanField, known_values
+
+
+class Held(NamedTuple):
+    """A field with one value in all layouts; None is the habit of the stack."""
+
+    name: str
+    value: object
+    reason: str
+
+
+class Varied(NamedTuple):
+    """Fields of a plan that a search varied, and those that it held."""
+
+    searched: tuple[str, ...]
+    held: tuple[Held, ...]
+
+    @classmethod
+    def of(cls, space: Space, limits: SpaceLimits, is_offered: NDArray[np.bool_]) -> "Varied":
+        """Return what of *space* is varied among the layouts that its stack offers."""
+        fields = [
+            each
+            for each in PLAN_FIELDS.values()
+            if each.name != "parameter_server" and known_values(each, space.job.model) != ()
+        ]
+        codes = {
+            name: np.unique(space.column(name)[is_offered]).tolist()
+            for name in (each.name for each in fields)
+            if name in COLUMNS
+        }
+        searched = tuple(name for name, found in codes.items() if len(found) > 1)
+        held = tuple(_held(fields, codes, space, limits))
+        return cls(searched, held)
+
+
+def _held(
+    fields: list[PlanField], codes: dict[str, list[int]], space: Space, limits: SpaceLimits
+) -> Iterator[Held]:
+    for field in fields:
+        name = field.name
+        if name == "offload":
+            several = space.stack.offload_modes != (Offload.NONE,)
+            yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
+        elif name not in codes:
+            offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
+            yield Held(name, field.default, "it can only cost" if offered else "only one offered")
+        elif len(codes[name]) == 1:
+            pins = limits.values(name)
+            value = field.value(codes[name][0]) if pins is None else pins[0]
+            yield Held(name, value, "only one offered" if pins is None else "asked for")

@@ -1,0 +1,57 @@
+"""What of a space is searched."""
+
+from typing import cast
+
+from meshwright.hwprofiles import suggestion
+from meshwright.simulator import PlanError
+from meshwright.simulator.layout import PLAN_FIELDS, SEARCHED_FIELDS
+
+COLUMNS = tuple(each.name for each in SEARCHED_FIELDS)
+
+
+class SpaceLimits:
+    """What of the space is searched: allowed values of a field (None: all), and largest values.
+
+    Values of a field are a tuple by its name, as ``tp=(4, 8)``, rules in that of ``stages``; a
+    largest value is a number, as ``max_pp=16``.
+
+    Raises:
+        PlanError: If a name is no searched field, or a limit leaves nothing of one.
+
+    >>> SpaceLimits(tp=(8,), max_pp=16)
+    SpaceLimits(tp=(8,), max_pp=16)
+    """
+
+    def __init__(self, **limits: tuple[object, ...] | int | None) -> None:
+        self._limits = {name: value for name, value in limits.items() if value is not None}
+        known = [*COLUMNS, *(each.limit for each in SEARCHED_FIELDS if each.declaration.is_limited)]
+        for name, value in self._limits.items():
+            if name not in known:
+                raise PlanError(f"{name} is no field of a search; {suggestion(name, known)}")
+            if isinstance(value, int) and value < 1:
+                raise PlanError(f"{name}={value} leaves nothing; allowed: at least 1")
+
+    def __repr__(self) -> str:
+        """Return the limits as they are written."""
+        said = (f"{name}={value!r}" for name, value in self._limits.items())
+        return f"SpaceLimits({', '.join(said)})"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is pinned or limited."""
+        return not self._limits
+
+    def values(self, name: str) -> tuple[object, ...] | None:
+        """Return the allowed values of a field, None for all."""
+        return cast("tuple[object, ...] | None", self._limits.get(name))
+
+    def allows(self, name: str, value: object) -> bool:
+        """Return whether *value* of the field *name* may be searched."""
+        allowed, largest = self.values(name), self._limits.get(PLAN_FIELDS[name].limit)
+        if allowed is not None and value not in allowed:
+            return False
+        return largest is None or cast("int", value) <= cast("int", largest)
+
+    def pinned(self, **values: tuple[object, ...]) -> "SpaceLimits":
+        """Return the same limits with other allowed values."""
+        return SpaceLimits(**self._limits | values)

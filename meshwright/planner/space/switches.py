@@ -1,0 +1,160 @@
+"""Settings of a layout's switches: each that the stack offers and that has an effect, once.
+
+A switch that is at the stack's habit is None in a plan, so that no layout is there twice.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import Precision, StackProfile, Strategy
+from meshwright.simulator import TrainingJob
+from meshwright.simulator.layout import (
+    MAX_ZERO_STAGE,
+    SEARCHED_FIELDS,
+    Formats,
+    chosen_formats,
+    offered_formats,
+    syncs_by_default,
+)
+
+Column: TypeAlias = NDArray[np.int64]
+Setting: TypeAlias = dict[str, object]
+Wanted: TypeAlias = dict[str, tuple[object, ...]]
+
+SWITCHES = tuple(each.name for each in SEARCHED_FIELDS if not each.declaration.is_basic)
+MOST_KEY = 2**62
+
+
+class Place(NamedTuple):
+    """What decides which switches of a layout have an effect.
+
+    ``has_several`` says that a step has more than one microbatch, ``is_lacking`` that the stack
+    does not offer such layouts, whatever their switches.
+    """
+
+    pp: int
+    dp: int
+    zero_stage: int
+    has_several: int
+    is_lacking: int
+
+
+def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted) -> list[Setting]:
+    """Return the settings of all switches at *place*, the stack's habits first.
+
+    Args:
+        job: What is trained.
+        stack: With what software.
+        place: Where.
+        wanted: Values that are asked for, by the name of the field; all others are free.
+    """
+    if stack.strategy is not Strategy.MESH or place.is_lacking:
+        return [dict.fromkeys(SWITCHES)]
+    choices = (
+        _shards(stack, place, wanted),
+        _resharding(stack, place, wanted),
+        _formats(job, stack, place, wanted),
+        _syncs(stack, place, wanted),
+    )
+    return [
+        dict.fromkeys(SWITCHES) | {name: value for part in parts for name, value in part.items()}
+        for parts in product(*map(list, choices))
+    ]
+
+
+def _chosen(
+    name: str, habit: object, others: Iterable[object], wanted: Wanted
+) -> Iterator[Setting]:
+    """Yield the values of a switch that are asked for, if any are; the habit is None."""
+    values = wanted.get(name)
+    if values is None or None in values or habit in values:
+        yield {name: None}
+    yield from ({name: each} for each in others if values is None or each in values)
+
+
+def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield the ranks that share a set of shards."""
+    others = divisors(place.dp)[-2::-1] if stack.hybrid_sharding and place.zero_stage else []
+    return _chosen("dp_shard", place.dp, others, wanted)
+
+
+def _resharding(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield whether gathered parameters are freed after a forward pass."""
+    name = "reshard_after_forward"
+    if place.zero_stage < MAX_ZERO_STAGE or place.dp == 1:
+        return _chosen(name, True, [], wanted)  # noqa: FBT003
+    frees = place.pp == 1 or stack.reshards_in_pipelines
+    return _chosen(name, frees, [not frees] if stack.hybrid_sharding or not frees else [], wanted)
+
+
+def _syncs(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield whether gradients are reduced in every microbatch."""
+    name, habit = "sync_each_microbatch", bool(syncs_by_default(stack, place.zero_stage, place.pp))
+    if place.pp > 1:
+        return _chosen(name, habit, [], wanted)
+    if place.dp == 1 or not place.has_several:
+        return _chosen(name, habit, [], {})
+    return _chosen(name, habit, [not habit] if stack.optional_microbatch_sync else [], wanted)
+
+
+def _formats(
+    job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
+) -> Iterator[Setting]:
+    """Yield the formats of gradients; 16 bits are those of the training unless asked for."""
+    kept_wanted, reduced_wanted = wanted.get("gradient_precision"), wanted.get("reduce_precision")
+    seen: set[Formats] = set()
+    usual = chosen_formats(stack, job.precision, Formats(None, None))
+    for kept, reduced in offered_formats(stack, job.precision):
+        said = None if kept == usual.kept else kept
+        follows = chosen_formats(stack, job.precision, Formats(said, None)).reduced
+        pair = Formats(said, None if reduced == follows or place.dp == 1 else reduced)
+        is_own = reduced in (None, Precision.FP32, job.precision.storage, usual.reduced)
+        if pair in seen or not (
+            _is_wanted(kept_wanted, kept, said)
+            and (
+                is_own
+                if reduced_wanted is None
+                else place.dp == 1 or _is_wanted(reduced_wanted, reduced, pair.reduced)
+            )
+        ):
+            continue
+        seen.add(pair)
+        yield {"gradient_precision": pair.kept, "reduce_precision": pair.reduced}
+
+
+def _is_wanted(
+    wanted: tuple[object, ...] | None, value: Precision | None, said: Precision | None
+) -> bool:
+    return wanted is None or value in wanted or (said is None and None in wanted)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of *number* in ascending order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return small + [number // value for value in reversed(small) if value * value != number]
+
+
+def distinct(columns: list[Column]) -> tuple[Column, Column]:
+    """Return a row of each distinct combination of *columns*, and which one each row has.
+
+    >>> distinct([np.array([3, 1, 3]), np.array([0, 1, 0])])[1].tolist()
+    [1, 0, 1]
+    """
+    sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    if prod(sizes) > MOST_KEY:
+        columns = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in columns]
+        sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    key = np.zeros(len(columns[0]), np.int64)
+    for column, size in zip(columns, sizes, strict=True):
+        key = key * size + column
+    _, first, member = np.unique(key, return_index=True, return_inverse=True)
+    return first, member.reshape(-1)

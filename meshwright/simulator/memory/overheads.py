@@ -1,0 +1,105 @@
+"""What a device holds beside live tensors: libraries, the allocator, the context, communicators."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+from meshwright.hwprofiles import Cluster, Device, StackProfile, format_bytes
+from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+
+NUM_PRODUCT_THREADS = 2
+"""Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
+
+
+class Overheads(NamedTuple):
+    """Bytes of a rank beside those of live tensors.
+
+    Args:
+        workspace_bytes: What libraries for matrix products work in; the allocator holds it, too.
+        allocator_fraction: What the allocator holds beyond what is allocated, as a part of that.
+        outside_bytes: What it does not hold: the context and the communicators.
+    """
+
+    workspace_bytes: int
+    allocator_fraction: float
+    outside_bytes: int
+
+    @classmethod
+    def of(cls, device: Device, stack: StackProfile, num_communicators: int = 0) -> Self:
+        """Return those of a rank in so many communicators."""
+        each = device.overheads.communicator_bytes if device.overheads else 0
+        outside = stack.context_bytes + num_communicators * each
+        return cls(workspace_bytes(device, stack), stack.allocator_fraction, outside)
+
+    @classmethod
+    def of_plan(
+        cls, job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
+    ) -> Self:
+        """Return those of a rank of *plan*."""
+        degrees = {axis: plan.degree(axis) for axis in Axis}
+        count = num_communicators(degrees, is_tied=job.model.tied_embeddings)
+        return cls.of(cluster.device, stack, count)
+
+    def reserved_bytes(self, live_bytes: int) -> int:
+        """Return what the allocator holds for *live_bytes* of tensors.
+
+        >>> Overheads(20, 0.05, 500).reserved_bytes(1000)
+        1071
+        """
+        allocated = live_bytes + self.workspace_bytes
+        return allocated + int(allocated * self.allocator_fraction)
+
+    def device_bytes(self, live_bytes: int) -> int:
+        """Return what the device shows as used.
+
+        >>> Overheads(20, 0.05, 500).device_bytes(1000)
+        1571
+        """
+        return self.reserved_bytes(live_bytes) + self.outside_bytes
+
+
+def workspace_bytes(device: Device, stack: StackProfile) -> int:
+    """Return what libraries for matrix products work in on *device*.
+
+    A buffer for each host thread that multiplies (getCUDABlasWorkspace of PyTorch's
+    CublasHandlePool.cpp), and with Transformer Engine one more.
+    """
+    own = device.overheads
+    if own is None:
+        return 0
+    engine = own.engine_workspace_bytes if stack.transformer_engine else 0
+    return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine
+
+
+def num_communicators(degrees: Mapping[Axis, int], *, is_tied: bool) -> int:
+    """Return in how many communicators a rank is: each has buffers of its own (NVIDIA/nccl #864).
+
+    One along each axis that is split; where several are, one over all ranks (for the norm of the
+    gradients and the loss); and one between both ends of a pipeline that share a table.
+
+    >>> num_communicators({Axis.TP: 8, Axis.DP: 1, Axis.PP: 1}, is_tied=True)
+    1
+    >>> num_communicators({Axis.TP: 8, Axis.DP: 4, Axis.PP: 12}, is_tied=True)
+    5
+    """
+    num_split = sum(degree > 1 for degree in degrees.values())
+    has_world, has_ends = num_split > 1, is_tied and degrees[Axis.PP] > 1
+    return num_split + int(has_world) + int(has_ends)
+
+
+def usable_bytes(cluster: Cluster, limit_bytes: int | None) -> int:
+    """Return the most that a device may hold: a user's limit, or all that processes can have.
+
+    Raises:
+        PlanError: If the limit is more than a device has.
+    """
+    capacity_bytes = cluster.device.memory_capacity_bytes
+    if limit_bytes is None:
+        return cluster.device.usable_bytes
+    if limit_bytes > capacity_bytes:
+        have = format_bytes(capacity_bytes)
+        raise PlanError(
+            f"memory_limit={format_bytes(limit_bytes)} is more than {cluster.device.name} has; "
+            f"allowed: at most {have}"
+        )
+    return limit_bytes

@@ -1,0 +1,134 @@
+"""One eager layer of each framework's own code, against the graph's: every byte, FLOP and call."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from block_graph import as_measured
+from block_witness import Given, Measured, count_pass
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from witnesses import megatron_job, torchtitan_job
+from witnesses.boundary import modules_converted, objects_shared, values_answered
+
+from meshwright.hwprofiles import Kernels, Precision, load_stack
+from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.graph import Memory
+from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.outside import load_outside_plans
+from meshwright.validate.programs.megatron import default_dtype
+from meshwright.validate.programs.pytorch import autocast
+
+PLANS = {plan.name: plan for plan in load_outside_plans()}
+SCALE_BYTES = 4  # of the softmax: Megatron-Core makes a tensor of it, which a GPU has on the host
+NUM_SEQUENCES = 2
+
+
+def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]:
+    """Return what the graph says of a layer, and of what it shares with all others."""
+    found = walk(shape, TRANSFORMER_LAYER, ending=Ending(keeps_gradients=keeps_gradients))
+    return as_measured(found), Memory.of(found).buffer
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron zero 0", "megatron tp", "megatron tp sp", "megatron llama interleaved"]
+)
+def test_a_layer_of_megatrons_local_spec_is_byte_exact(name: str) -> None:
+    saved = PLANS[name].saved()
+    model, plan = saved.job.transformer, saved.plan
+    tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
+    with (
+        fake_cluster(0, plan.world_size),
+        values_answered(),
+        modules_converted(),
+        objects_shared(),
+        megatron_job.answers(),
+    ):
+        job = megatron_job.MegatronJob(saved)
+        gpt = job._chunks[0].module.module
+        layer, turned = gpt.decoder.layers[0], None
+        if model.positions == "rotary":
+            turned = gpt.rotary_pos_emb(saved.job.seq_len)
+        given = Given((tokens, plan.microbatch_size, model.hidden_size))
+        counted = count_pass(
+            lambda x: layer(x, None, rotary_pos_emb=turned)[0], [given], RankOracle(job.groups)
+        )
+    found, buffer = derived(BlockShape.of(saved.job, plan, saved.stack), keeps_gradients=False)
+    lasting = buffer + SCALE_BYTES
+    assert found == replace(
+        counted,
+        saved_bytes=counted.saved_bytes - lasting,
+        forward_peak_bytes=counted.forward_peak_bytes - lasting,
+        backward_peak_bytes=counted.backward_peak_bytes - lasting,
+        left_bytes=counted.left_bytes - buffer,
+        forward_calls=tuple(each for each in counted.forward_calls if each.axis == "tp"),
+        backward_calls=tuple(each for each in counted.backward_calls if each.axis == "tp"),
+    )
+
+
+def torchtitan_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
+    """Return a layer of torchtitan's Llama."""
+    width = model.hidden_size
+    module = torchtitan_job.model
+    layer = module.TransformerBlock(
+        0,
+        module.TransformerModelArgs(
+            dim=width, n_heads=model.num_heads, n_kv_heads=model.num_kv_heads, max_seq_len=tokens
+        ),
+    )
+    # It takes two thirds of the width that it is given.
+    layer.feed_forward = module.FeedForward(width, model.ffn_hidden_size * 3 // 2, 1, None)
+    angles = torch.empty(tokens, model.head_dim // 2, dtype=torch.complex64)
+    return lambda x: layer(x, angles, None)
+
+
+def transformers_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
+    """Return a layer of transformers' Llama; its gradients are added where it is under autocast."""
+    config = LlamaConfig(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+    )
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0)
+    angles = torch.empty(NUM_SEQUENCES, tokens, model.head_dim)
+    if angles.dtype is torch.float32:
+        for each in layer.parameters():
+            each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    return lambda x: layer(x, position_embeddings=(angles, angles))
+
+
+@pytest.mark.parametrize(
+    ("make", "stack"),
+    [
+        (torchtitan_layer, "torchtitan"),
+        (transformers_layer, "fsdp"),
+        (transformers_layer, "ddp"),
+    ],
+)
+def test_a_layer_of_pytorchs_operators_is_byte_exact(
+    make: Callable[[ModelSpec, int], Callable[[Tensor], Tensor]], stack: str
+) -> None:
+    saved = PLANS["ddp llama"].saved()
+    model, tokens = saved.job.transformer, saved.job.seq_len
+    profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
+    plan = replace(saved.plan, microbatch_size=NUM_SEQUENCES)
+    shape = BlockShape.of(saved.job, plan, profile)
+    dtype = torch.float32 if profile.autocast else torch.bfloat16
+    precision = Precision.BF16 if profile.autocast else Precision.FP32
+    with fake_cluster(0, 1):
+        with default_dtype(dtype):
+            layer = make(model, tokens)
+
+        def run(x: Tensor) -> Tensor:
+            with autocast(precision, "cpu"):
+                return layer(x)
+
+        given = Given((NUM_SEQUENCES, tokens, model.hidden_size), dtype)
+        counted = count_pass(run, [given], RankOracle({}))
+    found, buffer = derived(shape, keeps_gradients=not profile.autocast)
+    assert (found, buffer) == (counted, 0)
