@@ -14,6 +14,7 @@ over tensor-parallel ranks come before or after what is reduced last.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -187,11 +188,13 @@ class StepBounds:
         total = np.zeros(len(group.indices), np.int64)
         norm, update = (np.zeros(len(group.indices), np.int64) for _ in range(2))
         for role, data_parallel in zip(group.roles, data_parallel_by_role, strict=True):
-            in_flight = self._in_flight(group, role, columns.num_microbatches)
-            end = _rank_end(columns, role, data_parallel, delay, in_flight)
+            counted = _passes(group, role, columns.num_microbatches)
+            end = _rank_end(columns, role, data_parallel, delay, counted[:, 0])
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
             at_first = end + _way_back(columns, role)
-            at_first = _largest(at_first, *_way_back_of_later_stages(columns, role, delay))
+            late = data_parallel.gather_every - columns.forward(role.stages[-1])
+            later = _way_back_of_later_stages(columns, role, delay, late, counted[:, 1:])
+            at_first = _largest(at_first, *later)
             total = _largest(
                 total,
                 _reduced(columns, role, data_parallel, end - columns.sent_last(role)),
@@ -204,12 +207,6 @@ class StepBounds:
         # All ranks meet between reductions and updates: the longest of each may be added, even of
         # different ranks.
         return np.asarray(total + norm + update, np.int64)
-
-    def _in_flight(self, group: PipelineGroup, role: Role, num_microbatches: Column) -> Column:
-        numbers, member = np.unique(num_microbatches, return_inverse=True)
-        vpp = len(role.stages)
-        passes = [group.schedule.in_flight(role.last, group.pp, m, vpp) for m in numbers.tolist()]
-        return np.array(passes, np.int64)[member.reshape(-1)]
 
     def _replicas(self, group: PipelineGroup) -> _Replicas:
         # Of a layout's other choices none moves these times: layouts that share them share a row.
@@ -236,6 +233,20 @@ class StepBounds:
             for shape, replication, wire in replicas.kinds
         ]
         return DataParallelTimes(*np.array(rows, np.int64)[replicas.member].T)
+
+
+def _passes(group: PipelineGroup, role: Role, num_microbatches: Column) -> NDArray[np.int64]:
+    """Return the passes that the role's last rank has in flight, and `Schedule.around_last`."""
+    numbers, member = np.unique(num_microbatches, return_inverse=True)
+    schedule, vpp = group.schedule, len(role.stages)
+    rows = [
+        (
+            schedule.in_flight(role.last, group.pp, count, vpp),
+            *chain.from_iterable(schedule.around_last(role.last, group.pp, count, vpp)),
+        )
+        for count in numbers.tolist()
+    ]
+    return np.array(rows, np.int64)[member.reshape(-1)]
 
 
 def _rank_end(
@@ -273,28 +284,48 @@ def _rank_end(
 
 
 def _way_back_of_later_stages(
-    columns: _GroupColumns, role: Role, delay: Column
+    columns: _GroupColumns, role: Role, delay: Column, late: Column, around_last: NDArray[np.int64]
 ) -> Iterator[Column]:
     """Yield the least times at which the first rank has what the role's later virtual stages gave.
 
-    With fewer microbatches than ranks a rank idles between its virtual stages: all passes of a
-    stage and of those behind it on the rank wait for the first activation, and the last of them is
-    a backward pass, whose gradient goes back to the model's first stage.
+    All passes of a virtual stage wait for the first activation to reach it, and the last of them is
+    a backward pass, whose gradient goes back to the model's first stage.  What the rank runs in the
+    meantime is what the stages behind it on the rank run, and for the last one what the schedule
+    has in between.
 
     Args:
         columns: Layouts of a pipeline.
         role: Whose last rank.
         delay: By how much gathers put off the first forward pass.
+        late: When gathers let the first pass through the last stage start, if it then ran whole.
+        around_last: Its forward and backward passes by virtual stage, as `Schedule.around_last`.
     """
-    if (columns.num_microbatches >= columns.pp).all():
-        return
+    count = columns.num_microbatches
     places = range(role.last, len(columns.stages), columns.pp)
     for number, place in enumerate(places[1:], 1):
+        is_last = place == places[-1]
+        # With as many microbatches as ranks, a rank does not idle between its virtual stages.
+        if not is_last and (count >= columns.pp).all():
+            continue
         ahead, later = columns.stages[:place], join_stages(role.stages[number:])
-        passes = columns.forward(later) + columns.backward(later)
-        way = columns.forward(join_stages(ahead)) + columns.backward(join_stages(ahead))
-        way = way + 2 * columns.travel(ahead)
-        yield np.asarray(delay + way + columns.num_microbatches * passes, np.int64)
+        arrives = delay + columns.forward(join_stages(ahead)) + columns.travel(ahead)
+        if is_last:
+            arrives = np.maximum(arrives, late)
+            passes = _around_last(columns, role, around_last)
+        else:
+            passes = count * (columns.forward(later) + columns.backward(later))
+        back = columns.backward(join_stages(ahead)) + columns.travel(ahead)
+        yield np.asarray(arrives + passes + back, np.int64)
+
+
+def _around_last(columns: _GroupColumns, role: Role, counts: NDArray[np.int64]) -> Column:
+    """Return the time of *counts*, forward and backward passes of each of the role's stages."""
+    passes = np.zeros(len(counts), np.int64)
+    for stage in set(role.stages):
+        own = [number for number, each in enumerate(role.stages) if each == stage]
+        forward, backward = (counts[:, side::2][:, own].sum(axis=1) for side in (0, 1))
+        passes += forward * columns.forward(stage) + backward * columns.backward(stage)
+    return passes
 
 
 def _arrival(columns: _GroupColumns, role: Role) -> Column:

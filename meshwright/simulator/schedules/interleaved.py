@@ -90,6 +90,23 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)
         return min(num_microbatches * vpp, warmup + 1)
 
+    def around_last(
+        pp_rank: int, pp: int, num_microbatches: int, vpp: int
+    ) -> list[tuple[int, int]]:
+        group, whole = group_of(pp, num_microbatches), num_microbatches * vpp
+        before = (vpp - 1) * min(group, num_microbatches)
+        # The last group comes back through the last virtual stage before it does through others.
+        backward = whole - (vpp - 1) * ((num_microbatches - 1) % group + 1)
+        forward = min(whole, _warmup(pp_rank, pp, group, vpp) + backward)
+
+        def among(first: int, stage: int) -> int:
+            return _among(first, stage, group, num_microbatches, vpp)
+
+        return [
+            (among(forward, stage) - among(before, stage), among(backward, vpp - 1 - stage))
+            for stage in range(vpp)
+        ]
+
     def refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
         if vpp < 2 or pp < 2:
             return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
@@ -105,6 +122,7 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         actions=actions,
         rank_actions=rank_actions,
         in_flight=in_flight,
+        around_last=around_last,
         bubble_fraction=plain_bubble_fraction,
         refusal=refusal,
         interleaves=True,
@@ -125,6 +143,13 @@ def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], 
         for _, virtual_stage, microbatch in forward
     ]
     return forward, backward
+
+
+def _among(first: int, place: int, group: int, num_microbatches: int, vpp: int) -> int:
+    """Return how many of the *first* passes go through the virtual stage at *place* of a round."""
+    rounds, rest = divmod(first, group * vpp)
+    size = min(group, num_microbatches - rounds * group)
+    return rounds * group + min(max(rest - place * size, 0), size)
 
 
 def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:
