@@ -26,6 +26,7 @@ from meshwright.planner.space import (
     BASIC,
     SWITCHES,
     Column,
+    Pipeline,
     Role,
     ShapeTable,
     ShapeTimes,
@@ -37,7 +38,6 @@ from meshwright.simulator import CostModel, Phase
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh, Stage, join_stages
 from meshwright.simulator.ledger import leaves_sums, price, tied_table
-from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import Replication, WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
 
@@ -62,17 +62,16 @@ _NO_REPLICAS = _Replicas([], *np.zeros((2, 1), np.int64))
 class _GroupColumns:
     """Layouts with the same pipeline, their times as columns.
 
-    ``blocks`` are those of passes through a block of each of ``kinds``; ``occupied`` and
-    ``travelled`` those of what such a block sends; ``passes`` keeps those through a stage.
+    ``forward_blocks`` and ``backward_blocks`` are the times of passes through a block of each kind;
+    ``occupied`` and ``travelled`` those of what such a block sends; ``passes`` keeps those through
+    a stage.
     """
 
-    pp: int
-    vpp: int
-    stages: tuple[Stage, ...]
-    kinds: tuple[BlockKind, ...]
+    pipeline: Pipeline
     blocking: bool
     num_microbatches: Column
-    blocks: NDArray[np.int64]
+    forward_blocks: NDArray[np.int64]
+    backward_blocks: NDArray[np.int64]
     occupied: NDArray[np.int64]
     travelled: NDArray[np.int64]
     replicas: _Replicas
@@ -88,35 +87,32 @@ class _GroupColumns:
 
     def _times(self, stage: Stage) -> tuple[Column, Column]:
         if stage not in self.passes:
-            counts = np.array(block_counts(self.kinds, [stage]), np.int64)
-            self.passes[stage] = self.blocks[:, 0::2] @ counts, self.blocks[:, 1::2] @ counts
+            counts = np.array(block_counts(self.pipeline.kinds, [stage]), np.int64)
+            self.passes[stage] = self.forward_blocks @ counts, self.backward_blocks @ counts
         return self.passes[stage]
 
-    def ahead(self, role: Role) -> tuple[Stage, ...]:
-        """Return the stages ahead of the first one of the role's last rank."""
-        return self.stages[: role.last]
+    def forward_through(self, first: int, end: int) -> Column:
+        """Return the time of a microbatch's way from stage *first* to before *end*, or back."""
+        return np.asarray(self.forward_blocks @ self.pipeline.between(first, end), np.int64)
 
-    def behind(self, role: Role) -> tuple[Stage, ...]:
-        """Return the stages behind the last one of the role's last rank."""
-        return self.stages[len(self.stages) - self.pp + role.last + 1 :]
+    def backward_through(self, first: int, end: int) -> Column:
+        """Return the time of a gradient's way through those stages."""
+        return np.asarray(self.backward_blocks @ self.pipeline.between(first, end), np.int64)
 
-    def travel(self, senders: Sequence[Stage]) -> Column:
-        """Return the time of a message from each of *senders* to the stage behind it, or back."""
-        return self._sent(self.travelled, senders)
+    def travel(self, first: int, end: int) -> Column:
+        """Return the time of messages from each of those stages to the one behind it, or back."""
+        return np.asarray(self.travelled @ self.pipeline.senders[first:end].sum(axis=0), np.int64)
 
-    def occupy(self, senders: Sequence[Stage]) -> Column:
+    def occupy(self, senders: Sequence[int]) -> Column | np.int64:
         """Return the time that such messages keep their senders, where sending blocks."""
-        return self._sent(self.occupied, senders) * np.int64(self.blocking)
+        if not self.blocking:
+            return np.int64(0)
+        sent = self.pipeline.senders[np.array(senders, np.int64)].sum(axis=0)
+        return np.asarray(self.occupied @ sent, np.int64)
 
-    def _sent(self, times: NDArray[np.int64], senders: Sequence[Stage]) -> Column:
-        counts = [0] * len(self.kinds)
-        for stage in senders:
-            counts[self.kinds.index(stage.blocks[-1].kind)] += 1
-        return np.asarray(times @ np.array(counts, np.int64), np.int64)
-
-    def sent_last(self, role: Role) -> Column:
+    def sent_last(self, role: Role) -> Column | np.int64:
         """Return the time a rank's last message keeps it, where sending blocks."""
-        return self.occupy(self.ahead(role)[-1:])
+        return self.occupy(range(role.last)[-1:])
 
 
 class StepBounds:
@@ -155,14 +151,13 @@ class StepBounds:
         per_stage = self._space.column("tp") * self._space.column("dp")
         is_far = per_stage[group.indices, None] >= self._costs.cluster.devices_per_node
         messages = times.messages[shapes]
+        blocks = times.blocks[shapes]
         return _GroupColumns(
-            pp=group.pp,
-            vpp=len(group.roles[0].stages),
-            stages=group.stages,
-            kinds=self._table.kinds,
+            pipeline=group.pipeline,
             blocking=not self._costs.stack.overlap_p2p,
-            num_microbatches=self._countable(group, times.blocks[shapes]),
-            blocks=times.blocks[shapes],
+            num_microbatches=self._countable(group, blocks),
+            forward_blocks=blocks[:, 0::2],
+            backward_blocks=blocks[:, 1::2],
             occupied=np.where(is_far, messages[:, :, 0], messages[:, :, 2]),
             travelled=np.where(is_far, messages[:, :, 1], messages[:, :, 3]),
             replicas=_NO_REPLICAS if is_rough else self._replicas(group),
@@ -173,22 +168,22 @@ class StepBounds:
 
         Fewer microbatches take less time, so the bound stays one.
         """
-        whole = np.repeat(block_counts(self._table.kinds, group.stages), 2)
+        whole = np.repeat(group.pipeline.through[-1], 2)
         most = LONGEST_PS // np.maximum(blocks @ whole, 1)
         count = self._space.num_microbatches[group.indices]
-        return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
+        return np.asarray(np.minimum(count, np.maximum(most, group.pipeline.pp)), np.int64)
 
     def _group_bounds(self, group: PipelineGroup, columns: _GroupColumns) -> Column:
         data_parallel_by_role = [
-            self._data_parallel_columns(columns.replicas, role) for role in group.roles
+            self._data_parallel_columns(columns.replicas, role) for role in group.pipeline.roles
         ]
-        first, first_data_parallel = group.roles[0], data_parallel_by_role[0]
+        first, first_data_parallel = group.pipeline.roles[0], data_parallel_by_role[0]
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(columns, first, first_data_parallel)
         total = np.zeros(len(group.indices), np.int64)
         norm, update = (np.zeros(len(group.indices), np.int64) for _ in range(2))
-        for role, data_parallel in zip(group.roles, data_parallel_by_role, strict=True):
-            counted = _passes(group, role, columns.num_microbatches)
+        for role, data_parallel in zip(group.pipeline.roles, data_parallel_by_role, strict=True):
+            counted = _passes(columns, role)
             end = _rank_end(columns, role, data_parallel, delay, counted[:, 0])
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
             at_first = end + _way_back(columns, role)
@@ -235,18 +230,18 @@ class StepBounds:
         return DataParallelTimes(*np.array(rows, np.int64)[replicas.member].T)
 
 
-def _passes(group: PipelineGroup, role: Role, num_microbatches: Column) -> NDArray[np.int64]:
+def _passes(columns: _GroupColumns, role: Role) -> NDArray[np.int64]:
     """Return the passes that the role's last rank has in flight, and `Schedule.around_last`."""
-    numbers, member = np.unique(num_microbatches, return_inverse=True)
-    schedule, vpp = group.schedule, len(role.stages)
+    pipeline, vpp = columns.pipeline, len(role.stages)
+    first, member = distinct([columns.num_microbatches])
     rows = [
         (
-            schedule.in_flight(role.last, group.pp, count, vpp),
-            *chain.from_iterable(schedule.around_last(role.last, group.pp, count, vpp)),
+            pipeline.schedule.in_flight(role.last, pipeline.pp, count, vpp),
+            *chain.from_iterable(pipeline.schedule.around_last(role.last, pipeline.pp, count, vpp)),
         )
-        for count in numbers.tolist()
+        for count in columns.num_microbatches[first].tolist()
     ]
-    return np.array(rows, np.int64)[member.reshape(-1)]
+    return np.array(rows, np.int64)[member]
 
 
 def _rank_end(
@@ -261,19 +256,17 @@ def _rank_end(
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
     backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
     # A message that blocks is work of its sender; one that does not is only part of the way.
-    sent_forward = columns.occupy([stage for stage in role.stages if not stage.has_head])
+    places = columns.pipeline.places(role)
+    sent_forward = columns.occupy([place for place in places if place < columns.pipeline.last])
     # A gradient is as large as the activation that came from the stage before.
-    own = range(role.last, len(columns.stages), columns.pp)
-    sent_backward = columns.occupy([columns.stages[index - 1] for index in own if index > 0])
+    sent_backward = columns.occupy([place - 1 for place in places if place > 0])
     arrives = delay + _arrival(columns, role)
     waits = data_parallel.forward_wait + data_parallel.backward_wait
     work = arrives + count * (forward + backward + waits + sent_forward + sent_backward)
     # What a gradient passes before it reaches the rank's last stage: the stages behind that.
-    behind = columns.behind(role)
-    there = columns.forward(join_stages(columns.stages)) + columns.travel(columns.stages[:-1])
-    back = columns.backward(join_stages(behind)) + columns.travel(
-        columns.stages[-1 - len(behind) : -1]
-    )
+    last = columns.pipeline.last
+    there = columns.forward_through(0, last + 1) + columns.travel(0, last)
+    back = columns.backward_through(places[-1] + 1, last + 1) + columns.travel(places[-1], last)
     returns = delay + there + back
     # Until then the schedule lets a rank run no more than *in_flight* forward passes, none longer
     # than that of its longest stage: all others are still to come, and so are all backward passes.
@@ -301,20 +294,20 @@ def _way_back_of_later_stages(
         around_last: Its forward and backward passes by virtual stage, as `Schedule.around_last`.
     """
     count = columns.num_microbatches
-    places = range(role.last, len(columns.stages), columns.pp)
+    places = columns.pipeline.places(role)
     for number, place in enumerate(places[1:], 1):
         is_last = place == places[-1]
         # With as many microbatches as ranks, a rank does not idle between its virtual stages.
-        if not is_last and (count >= columns.pp).all():
+        if not is_last and (count >= columns.pipeline.pp).all():
             continue
-        ahead, later = columns.stages[:place], join_stages(role.stages[number:])
-        arrives = delay + columns.forward(join_stages(ahead)) + columns.travel(ahead)
+        arrives = delay + columns.forward_through(0, place) + columns.travel(0, place)
         if is_last:
             arrives = np.maximum(arrives, late)
             passes = _around_last(columns, role, around_last)
         else:
+            later = join_stages(role.stages[number:])
             passes = count * (columns.forward(later) + columns.backward(later))
-        back = columns.backward(join_stages(ahead)) + columns.travel(ahead)
+        back = columns.backward_through(0, place) + columns.travel(0, place)
         yield np.asarray(arrives + passes + back, np.int64)
 
 
@@ -330,15 +323,13 @@ def _around_last(columns: _GroupColumns, role: Role, counts: NDArray[np.int64]) 
 
 def _arrival(columns: _GroupColumns, role: Role) -> Column:
     """Return the time of a microbatch's way to the role's last rank."""
-    ahead = columns.ahead(role)
-    return np.asarray(columns.forward(join_stages(ahead)) + columns.travel(ahead), np.int64)
+    return columns.forward_through(0, role.last) + columns.travel(0, role.last)
 
 
 def _way_back(columns: _GroupColumns, role: Role) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
-    ahead = columns.ahead(role)
-    back = columns.backward(join_stages(ahead)) + columns.travel(ahead)
+    back = columns.backward_through(0, role.last) + columns.travel(0, role.last)
     return np.asarray(back - columns.sent_last(role), np.int64)
 
 
@@ -380,7 +371,7 @@ def _reduced(
     stage = role.stages[0]
     ready = _first_reduced(columns, stage, data_parallel, Phase.BACKWARD)
     queued = end - columns.backward(stage) + ready + data_parallel.first_virtual_stage
-    is_end = role.first == 0 or role.last == columns.pp - 1
+    is_end = role.first == 0 or role.last == columns.pipeline.pp - 1
     shared = columns.replicas.shared_embedding * np.int64(is_end)
     reduced = np.maximum(end + data_parallel.exposed, queued) + data_parallel.sums_last
     return np.asarray(reduced + shared, np.int64)
@@ -395,7 +386,9 @@ def _reductions_alone(
     follows all forward passes and, interleaved, all but p of the backward passes of each
     stage, with p - 1 of its own among them.
     """
-    group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
+    group = (
+        columns.pipeline.pp if len(role.stages) > 1 else 1
+    )  # microbatches that go through a stage in a row
     num_blocks = data_parallel.last_virtual_stage_blocks
     count, final = columns.num_microbatches, role.stages[-1]
     forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))

@@ -93,19 +93,8 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
     def around_last(
         pp_rank: int, pp: int, num_microbatches: int, vpp: int
     ) -> list[tuple[int, int]]:
-        group, whole = group_of(pp, num_microbatches), num_microbatches * vpp
-        before = (vpp - 1) * min(group, num_microbatches)
-        # The last group comes back through the last virtual stage before it does through others.
-        backward = whole - (vpp - 1) * ((num_microbatches - 1) % group + 1)
-        forward = min(whole, _warmup(pp_rank, pp, group, vpp) + backward)
-
-        def among(first: int, stage: int) -> int:
-            return _among(first, stage, group, num_microbatches, vpp)
-
-        return [
-            (among(forward, stage) - among(before, stage), among(backward, vpp - 1 - stage))
-            for stage in range(vpp)
-        ]
+        group = group_of(pp, num_microbatches)
+        return _around_last(group, _warmup(pp_rank, pp, group, vpp), num_microbatches, vpp)
 
     def refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
         if vpp < 2 or pp < 2:
@@ -145,11 +134,22 @@ def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], 
     return forward, backward
 
 
-def _among(first: int, place: int, group: int, num_microbatches: int, vpp: int) -> int:
-    """Return how many of the *first* passes go through the virtual stage at *place* of a round."""
-    rounds, rest = divmod(first, group * vpp)
-    size = min(group, num_microbatches - rounds * group)
-    return rounds * group + min(max(rest - place * size, 0), size)
+def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> list[tuple[int, int]]:
+    before = (vpp - 1) * min(group, num_microbatches)
+    # The last group comes back through the last virtual stage before it does through others.
+    backward = num_microbatches * vpp - (vpp - 1) * ((num_microbatches - 1) % group + 1)
+    forward = min(num_microbatches * vpp, warmup + backward)
+
+    def among(first: int, place: int) -> int:
+        """Return how many of the *first* passes go through the stage at *place* of a round."""
+        rounds, rest = divmod(first, group * vpp)
+        size = min(group, num_microbatches - rounds * group)
+        return rounds * group + min(max(rest - place * size, 0), size)
+
+    return [
+        (among(forward, stage) - among(before, stage), among(backward, vpp - 1 - stage))
+        for stage in range(vpp)
+    ]
 
 
 def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:
