@@ -14,7 +14,6 @@ over tensor-parallel ranks come before or after what is reduced last.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -180,25 +179,27 @@ class StepBounds:
         first, first_data_parallel = group.pipeline.roles[0], data_parallel_by_role[0]
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(columns, first, first_data_parallel)
-        total = np.zeros(len(group.indices), np.int64)
-        norm, update = (np.zeros(len(group.indices), np.int64) for _ in range(2))
+        total, at_first, norm, update = np.zeros((4, len(group.indices)), np.int64)
         for role, data_parallel in zip(group.pipeline.roles, data_parallel_by_role, strict=True):
             counted = _passes(columns, role)
             end = _rank_end(columns, role, data_parallel, delay, counted[:, 0])
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
-            at_first = end + _way_back(columns, role)
             late = data_parallel.gather_every - columns.forward(role.stages[-1])
             later = _way_back_of_later_stages(columns, role, delay, late, counted[:, 1:])
-            at_first = _largest(at_first, *later)
+            at_first = _largest(at_first, end + _way_back(columns, role), *later)
+            end = end - columns.sent_last(role)
+            if columns.replicas is _NO_REPLICAS:
+                total = _largest(total, end)
+                continue
             total = _largest(
                 total,
-                _reduced(columns, role, data_parallel, end - columns.sent_last(role)),
+                _reduced(columns, role, data_parallel, end),
                 _reductions_alone(columns, role, data_parallel, delay),
                 _port_alone(columns, role, data_parallel),
-                _reduced(columns, first, first_data_parallel, at_first),
             )
             norm = np.maximum(norm, data_parallel.norm)
             update = np.maximum(update, data_parallel.update)
+        total = _largest(total, _reduced(columns, first, first_data_parallel, at_first))
         # All ranks meet between reductions and updates: the longest of each may be added, even of
         # different ranks.
         return np.asarray(total + norm + update, np.int64)
@@ -231,17 +232,10 @@ class StepBounds:
 
 
 def _passes(columns: _GroupColumns, role: Role) -> NDArray[np.int64]:
-    """Return the passes that the role's last rank has in flight, and `Schedule.around_last`."""
-    pipeline, vpp = columns.pipeline, len(role.stages)
+    """Return what the schedule says of the role's last rank, as `Pipeline.passes`."""
     first, member = distinct([columns.num_microbatches])
-    rows = [
-        (
-            pipeline.schedule.in_flight(role.last, pipeline.pp, count, vpp),
-            *chain.from_iterable(pipeline.schedule.around_last(role.last, pipeline.pp, count, vpp)),
-        )
-        for count in columns.num_microbatches[first].tolist()
-    ]
-    return np.array(rows, np.int64)[member]
+    counts = columns.num_microbatches[first].tolist()
+    return np.array([columns.pipeline.passes(role, count) for count in counts], np.int64)[member]
 
 
 def _rank_end(
@@ -291,7 +285,8 @@ def _way_back_of_later_stages(
         role: Whose last rank.
         delay: By how much gathers put off the first forward pass.
         late: When gathers let the first pass through the last stage start, if it then ran whole.
-        around_last: Its forward and backward passes by virtual stage, as `Schedule.around_last`.
+        around_last: Its passes through blocks of each kind from the first to the last of its last
+            stage, forward and backward.
     """
     count = columns.num_microbatches
     places = columns.pipeline.places(role)
@@ -303,22 +298,13 @@ def _way_back_of_later_stages(
         arrives = delay + columns.forward_through(0, place) + columns.travel(0, place)
         if is_last:
             arrives = np.maximum(arrives, late)
-            passes = _around_last(columns, role, around_last)
+            times = np.hstack([columns.forward_blocks, columns.backward_blocks])
+            passes = (times * around_last).sum(axis=1)
         else:
             later = join_stages(role.stages[number:])
             passes = count * (columns.forward(later) + columns.backward(later))
         back = columns.backward_through(0, place) + columns.travel(0, place)
         yield np.asarray(arrives + passes + back, np.int64)
-
-
-def _around_last(columns: _GroupColumns, role: Role, counts: NDArray[np.int64]) -> Column:
-    """Return the time of *counts*, forward and backward passes of each of the role's stages."""
-    passes = np.zeros(len(counts), np.int64)
-    for stage in set(role.stages):
-        own = [number for number, each in enumerate(role.stages) if each == stage]
-        forward, backward = (counts[:, side::2][:, own].sum(axis=1) for side in (0, 1))
-        passes += forward * columns.forward(stage) + backward * columns.backward(stage)
-    return passes
 
 
 def _arrival(columns: _GroupColumns, role: Role) -> Column:
@@ -338,7 +324,7 @@ def _end_time(
 ) -> Column:
     """Return the time of the last *num_blocks* blocks of *stage*."""
     total = np.zeros(1, np.int64)
-    for number in np.unique(num_blocks).tolist():
+    for number in sorted({*np.atleast_1d(num_blocks).tolist()}):
         part = stage.part(stage.num_blocks - number, stage.num_blocks)
         of_part = columns.forward(part) if phase is Phase.FORWARD else columns.backward(part)
         total = np.where(num_blocks == number, of_part, total)

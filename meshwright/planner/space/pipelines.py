@@ -1,7 +1,7 @@
 """Pipelines of a space: their stages, what is ahead of each, and ranks that hold alike."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Pipeline:
     stages: tuple[Stage, ...]
     kinds: tuple[BlockKind, ...]
 
+    _passes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
     @property
     def last(self) -> int:
         """The place of the last stage."""
@@ -76,6 +78,20 @@ class Pipeline:
     def between(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the blocks of each kind from stage *first* to before stage *end*."""
         return np.asarray(self.through[end] - self.through[first], np.int64)
+
+    def passes(self, role: Role, num_microbatches: int) -> tuple[int, ...]:
+        """Return what the schedule says of a role's last rank.
+
+        Its passes in flight; then, from the first to the last pass of its last stage, those through
+        blocks of each kind, forward and backward (`Schedule.around_last`).
+        """
+        key = role.last, num_microbatches
+        if key not in self._passes:
+            size = role.last, self.pp, num_microbatches, len(role.stages)
+            own = np.array([block_counts(self.kinds, [stage]) for stage in role.stages])
+            around = np.array(self.schedule.around_last(*size)).T @ own
+            self._passes[key] = self.schedule.in_flight(*size), *around.ravel().tolist()
+        return self._passes[key]
 
     @cached_property
     def senders(self) -> NDArray[np.int64]:

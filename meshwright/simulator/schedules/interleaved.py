@@ -5,6 +5,7 @@ and so in the numbers of microbatches that they take.
 """
 
 from collections.abc import Callable, Iterable
+from operator import sub
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
@@ -140,16 +141,16 @@ def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> li
     backward = num_microbatches * vpp - (vpp - 1) * ((num_microbatches - 1) % group + 1)
     forward = min(num_microbatches * vpp, warmup + backward)
 
-    def among(first: int, place: int) -> int:
-        """Return how many of the *first* passes go through the stage at *place* of a round."""
+    def among(first: int) -> list[int]:
+        """Return how many of the *first* passes go through each virtual stage."""
         rounds, rest = divmod(first, group * vpp)
         size = min(group, num_microbatches - rounds * group)
-        return rounds * group + min(max(rest - place * size, 0), size)
+        done = rounds * group
+        stages, part = divmod(rest, size) if rest else (0, 0)
+        return [*[done + size] * stages, done + part, *[done] * vpp][:vpp]
 
-    return [
-        (among(forward, stage) - among(before, stage), among(backward, vpp - 1 - stage))
-        for stage in range(vpp)
-    ]
+    forward_passes = map(sub, among(forward), among(before))
+    return list(zip(forward_passes, reversed(among(backward)), strict=True))
 
 
 def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:
