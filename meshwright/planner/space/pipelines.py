@@ -72,8 +72,12 @@ class Pipeline:
     @cached_property
     def through(self) -> NDArray[np.int64]:
         """Blocks of each kind that are ahead of each place, and behind the last one."""
-        counts = [block_counts(self.kinds, [stage]) for stage in self.stages]
-        return np.cumsum([[0] * len(self.kinds), *counts], axis=0, dtype=np.int64)
+        return np.concatenate([np.zeros_like(self._each[:1]), self._each.cumsum(axis=0)])
+
+    @cached_property
+    def _each(self) -> NDArray[np.int64]:
+        known = {stage: block_counts(self.kinds, [stage]) for stage in {*self.stages}}
+        return np.array([known[stage] for stage in self.stages], np.int64)
 
     def between(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the blocks of each kind from stage *first* to before stage *end*."""
@@ -88,10 +92,13 @@ class Pipeline:
         key = role.last, num_microbatches
         if key not in self._passes:
             size = role.last, self.pp, num_microbatches, len(role.stages)
-            own = np.array([block_counts(self.kinds, [stage]) for stage in role.stages])
-            around = np.array(self.schedule.around_last(*size)).T @ own
+            around = np.array(self.schedule.around_last(*size)).T @ self.own_blocks(role)
             self._passes[key] = self.schedule.in_flight(*size), *around.ravel().tolist()
         return self._passes[key]
+
+    def own_blocks(self, role: Role) -> NDArray[np.int64]:
+        """Return the blocks of each kind in each virtual stage of the role's last rank."""
+        return self._each[role.last :: self.pp]
 
     @cached_property
     def senders(self) -> NDArray[np.int64]:
