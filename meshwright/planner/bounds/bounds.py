@@ -13,13 +13,13 @@ over tensor-parallel ranks come before or after what is reduced last.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
-from meshwright.planner.bounds.ways import Counts, Ways, WayTable, end_blocks
+from meshwright.planner.bounds.ranks import Layouts, Ranks, Replicas, Sharing, time_of
+from meshwright.planner.bounds.ways import WayTable, end_blocks
 from meshwright.planner.space import (
     BASIC,
     SWITCHES,
@@ -31,83 +31,12 @@ from meshwright.planner.space import (
     distinct,
 )
 from meshwright.simulator import CostModel
-from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh
 from meshwright.simulator.ledger import leaves_sums, price, tied_table
-from meshwright.simulator.replication import Replication, WireBytes, replication_of
+from meshwright.simulator.replication import WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
-
-
-class _Sharing(NamedTuple):
-    """How the replicas of some layouts share states: those of one pipeline, degrees, switches."""
-
-    pipeline: int
-    shape: BlockShape
-    replication: Replication
-    wire: WireBytes
-    shared_ps: int
-    """The all-reduce of a tied table."""
-
-
-class _Replicas(NamedTuple):
-    """Data-parallel times of layouts in one role, and blocks reduced first of two stages."""
-
-    times: DataParallelTimes
-    shared_ps: Column
-    first_end: Counts
-    last_end: Counts
-
-
-class _Layouts(NamedTuple):
-    """Layouts with their times as columns.
-
-    ``forward`` and ``backward`` are the times of passes through a block of each kind, ``occupied``
-    and ``travelled`` those of what such a block sends: ``[layouts, kinds]``.
-    """
-
-    pipeline: Column
-    num_microbatches: Column
-    forward: NDArray[np.int64]
-    backward: NDArray[np.int64]
-    occupied: NDArray[np.int64]
-    travelled: NDArray[np.int64]
-    sharing: Column
-
-    def of(self, rows: Column) -> "_Layouts":
-        """Return the layouts at *rows*."""
-        return _Layouts(*(each[rows] for each in self))
-
-
-class _Ranks(NamedTuple):
-    """Layouts in one role each: of its last rank."""
-
-    layouts: _Layouts
-    ways: Ways
-    num_ranks: Column
-    """Ranks of the layout's pipeline."""
-    in_flight: Column
-    around_forward: Counts
-    """Passes through blocks from the first to the last pass of its last stage."""
-    around_backward: Counts
-    replicas: _Replicas
-
-    def forward(self, blocks: Counts) -> Column:
-        """Return the time of forward passes through *blocks*."""
-        return _time(self.layouts.forward, blocks)
-
-    def backward(self, blocks: Counts) -> Column:
-        """Return the time of backward passes through them."""
-        return _time(self.layouts.backward, blocks)
-
-    def travel(self, senders: Counts) -> Column:
-        """Return the time of messages that follow each other."""
-        return _time(self.layouts.travelled, senders)
-
-    def occupy(self, senders: Counts) -> Column:
-        """Return the time that messages keep their senders, where sending blocks."""
-        return _time(self.layouts.occupied, senders)
 
 
 class StepBounds:
@@ -137,12 +66,12 @@ class StepBounds:
             return np.zeros(0, np.int64)
         shapes = self._table.index[indices]
         self._times.price(self._table, shapes[distinct([shapes])[0]], self._costs)
-        nothing: tuple[list[_Sharing], Column] = [], np.zeros(len(indices), np.int64)
+        nothing: tuple[list[Sharing], Column] = [], np.zeros(len(indices), np.int64)
         sharing, member = nothing if is_rough else self._sharing(indices)
         bounds = self._bounds(self._layouts(indices, member), sharing)
         return _with_overhead(bounds, overhead_per_million(self._costs.stack))
 
-    def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> _Layouts:
+    def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]
         # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
         # leave their node; below, some do not, and the lesser of both times holds for all.
@@ -154,13 +83,13 @@ class StepBounds:
         # Microbatches are cut where their work would overflow 64 bits (50 days): fewer take less
         # time, so the bound stays one.
         whole = self._ways.ways.whole[self._ways.starts[pipeline]]
-        most = LONGEST_PS // np.maximum(_time(forward, whole) + _time(backward, whole), 1)
+        most = LONGEST_PS // np.maximum(time_of(forward, whole) + time_of(backward, whole), 1)
         count = np.minimum(
             self._space.num_microbatches[indices],
             np.maximum(most, self._space.column("pp")[indices]),
         )
         occupied = np.where(is_far, messages[:, :, 0], messages[:, :, 2])
-        return _Layouts(
+        return Layouts(
             pipeline=pipeline,
             num_microbatches=count,
             forward=forward,
@@ -170,7 +99,7 @@ class StepBounds:
             sharing=sharing,
         )
 
-    def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[_Sharing], Column]:
+    def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[Sharing], Column]:
         """Return how replicas share states, and which way each of *indices* does."""
         # Of a layout's other choices none moves these times: layouts that share them share a row.
         names = ("tp", "dp", "zero_stage", *SWITCHES)
@@ -179,12 +108,12 @@ class StepBounds:
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
         return [self._shared(index) for index in indices[first].tolist()], member
 
-    def _shared(self, index: int) -> _Sharing:
+    def _shared(self, index: int) -> Sharing:
         shape = self._table.shapes[self._table.index[index]]
         plan = self._space.plan_without_stages(index)
         mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
         wire = WireBytes.of(self._space.stack, self._space.job.precision, plan)
-        return _Sharing(
+        return Sharing(
             int(self._space.pipeline_numbers[index]),
             shape,
             replication_of(plan, self._costs.stack, mesh),
@@ -192,7 +121,7 @@ class StepBounds:
             price(self._costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps,
         )
 
-    def _bounds(self, layouts: _Layouts, sharing: list[_Sharing]) -> Column:
+    def _bounds(self, layouts: Layouts, sharing: list[Sharing]) -> Column:
         first = self._ranks(layouts, sharing, 0)
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(first)
@@ -222,7 +151,7 @@ class StepBounds:
         # different ranks.
         return _largest(total, _reduced(first, at_first)) + norm + update
 
-    def _ranks(self, layouts: _Layouts, sharing: list[_Sharing], place: int) -> _Ranks:
+    def _ranks(self, layouts: Layouts, sharing: list[Sharing], place: int) -> Ranks:
         """Return *layouts* in the role at *place* of their pipelines."""
         pipelines, table = self._ways.pipelines, self._ways
         first, member = distinct([layouts.pipeline, layouts.num_microbatches])
@@ -233,7 +162,7 @@ class StepBounds:
         ]
         in_flight, *around = np.array(passes, np.int64)[member].T
         middle = len(around) // 2
-        return _Ranks(
+        return Ranks(
             layouts=layouts,
             ways=table.ways.of(table.starts[layouts.pipeline] + place),
             num_ranks=np.array([each.pp for each in pipelines], np.int64)[layouts.pipeline],
@@ -243,7 +172,7 @@ class StepBounds:
             replicas=self._replicas(sharing, place, layouts.sharing),
         )
 
-    def _replicas(self, sharing: list[_Sharing], place: int, member: Column) -> _Replicas:
+    def _replicas(self, sharing: list[Sharing], place: int, member: Column) -> Replicas:
         """Return the data-parallel side of layouts in the role at *place* of their pipelines."""
         none = [0] * len(self._table.kinds)
         rows: list[tuple[DataParallelTimes, int, list[int], list[int]]] = []
@@ -259,15 +188,10 @@ class StepBounds:
             rows.append((times, each.shared_ps, first, last))
         columns = zip(*(rows or [(DataParallelTimes(), 0, none, none)]), strict=True)
         times_of, *others = (np.array(each, np.int64)[member] for each in columns)
-        return _Replicas(DataParallelTimes(*times_of.T), *others)
+        return Replicas(DataParallelTimes(*times_of.T), *others)
 
 
-def _time(times: NDArray[np.int64], counts: Counts) -> Column:
-    """Return the sum of the *times* of so many blocks of each kind."""
-    return np.asarray(np.einsum("lk,lk->l", times, counts), np.int64)
-
-
-def _rank_end(ranks: _Ranks, delay: Column) -> Column:
+def _rank_end(ranks: Ranks, delay: Column) -> Column:
     """Return the least time at which the role's last rank has done and sent everything."""
     ways, times, count = ranks.ways, ranks.replicas.times, ranks.layouts.num_microbatches
     forward, backward = ranks.forward(ways.own), ranks.backward(ways.own)
@@ -286,7 +210,7 @@ def _rank_end(ranks: _Ranks, delay: Column) -> Column:
     return delay + _largest(_arrival(ranks) + work, fill)
 
 
-def _way_through_last_stage(ranks: _Ranks, delay: Column) -> Column:
+def _way_through_last_stage(ranks: Ranks, delay: Column) -> Column:
     """Return the least time at which the first rank has what the rank's last stage gave, or 0.
 
     All passes of a virtual stage wait for the first activation to reach it, and the last of them is
@@ -303,7 +227,7 @@ def _way_through_last_stage(ranks: _Ranks, delay: Column) -> Column:
 
 
 def _way_through_middle_stages(
-    ranks: _Ranks, pipelines: Sequence[Pipeline], place: int, delay: Column
+    ranks: Ranks, pipelines: Sequence[Pipeline], place: int, delay: Column
 ) -> Column:
     """Return the same of stages before the last one, and behind the first, or 0.
 
@@ -330,12 +254,12 @@ def _way_through_middle_stages(
     return longest
 
 
-def _arrival(ranks: _Ranks) -> Column:
+def _arrival(ranks: Ranks) -> Column:
     """Return the time of a microbatch's way to the role's last rank."""
     return ranks.forward(ranks.ways.ahead) + ranks.travel(ranks.ways.sent_ahead)
 
 
-def _way_back(ranks: _Ranks) -> Column:
+def _way_back(ranks: Ranks) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
     ways = ranks.ways
@@ -343,7 +267,7 @@ def _way_back(ranks: _Ranks) -> Column:
     return back - ranks.occupy(ways.sent_last)
 
 
-def _gather_delay(ranks: _Ranks) -> Column:
+def _gather_delay(ranks: Ranks) -> Column:
     """Return by how much parameter gathers put off the end of the very first forward pass."""
     # Gathers run one after the other under the pass: the last part waits for all of them, and the
     # first part for the first one.
@@ -353,7 +277,7 @@ def _gather_delay(ranks: _Ranks) -> Column:
     return np.asarray(np.maximum(replicas.times.gather_first, late), np.int64)
 
 
-def _reduced(ranks: _Ranks, end: Column) -> Column:
+def _reduced(ranks: Ranks, end: Column) -> Column:
     """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
     # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
     # before the pass has completed the first, and they go one after the other.
@@ -364,7 +288,7 @@ def _reduced(ranks: _Ranks, end: Column) -> Column:
     return _largest(end + times.exposed, queued) + times.sums_last + shared
 
 
-def _reductions_alone(ranks: _Ranks, delay: Column) -> Column:
+def _reductions_alone(ranks: Ranks, delay: Column) -> Column:
     """Return the least time at which a rank has sent all its buckets.
 
     The first is ready in the last microbatch's pass through the last virtual stage, which
@@ -385,7 +309,7 @@ def _reductions_alone(ranks: _Ranks, delay: Column) -> Column:
     return np.asarray(ready + times.every_virtual_stage + times.sums_last, np.int64)
 
 
-def _port_alone(ranks: _Ranks) -> Column:
+def _port_alone(ranks: Ranks) -> Column:
     """Return the least time at which collectives that every pass needs have left the port."""
     # None of them can start before the first microbatch is at the rank; a port sends one at a time.
     times = ranks.replicas.times

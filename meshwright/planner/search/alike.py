@@ -1,5 +1,6 @@
 """Plans that are alike: those that a simpler one does as well as are folded into it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshwright.hwprofiles import StackProfile
@@ -46,14 +47,16 @@ class Rows:
     """Layouts of a search that stand for those that are alike.
 
     Layouts of the same degrees are alike, if the simpler one takes at most `LONGER_FRACTION` longer
-    and at most `LARGER_FRACTION` more memory.  None stands for others and is folded itself.  A
-    layout whose bound tells that it is folded is not simulated.
+    and at most `LARGER_FRACTION` more memory.  None stands for others and is folded itself, and
+    none that is fast enough to be listed into a row that is not: ``rows_of`` has the rows for those.
+    A layout whose bound tells that it is folded is not simulated.
     """
 
     finalists: Finalists
     bounds_ps: dict[int, int] = field(default_factory=dict)
     places: dict[int, tuple[object, ...]] = field(default_factory=dict)
     complexities: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rows_of: dict[int, Collection[int]] = field(default_factory=dict)
 
     def best(self, top: int, max_passes: int) -> dict[int, list[int]]:
         """Return the best *top* rows: layouts that stand for others, with these.
@@ -82,7 +85,18 @@ class Rows:
             self.places[index] = *plan.degrees.values(), plan.parameter_server
             self.complexities[index] = complexity(space.job, plan, space.stack)
             rows = self._simulated()
+        while hidden := self._hidden(rows, top):
+            listed = {*list(rows)[:top]}
+            self.rows_of |= dict.fromkeys(hidden, listed)
+            rows = self._simulated()
         return dict(list(rows.items())[:top])
+
+    def _hidden(self, rows: dict[int, list[int]], top: int) -> set[int]:
+        """Return those faster than the last of the best *top* that a row behind it stands for."""
+        listed = list(rows)[:top]
+        last_ps = self.finalists.runs.step_ps[listed[-1]] if listed else 0
+        behind = (alike for row, alike in rows.items() if row not in listed)
+        return {index for alike in behind for index in alike if self._least_ps(index) < last_ps}
 
     def _simulated(self) -> dict[int, list[int]]:
         """Return the rows when all that stand for themselves have been simulated."""
@@ -102,7 +116,9 @@ class Rows:
         stands_for: dict[int, int] = {}
         for index in sorted(self.places, key=lambda each: (self.complexities[each], each)):
             own = simulated.setdefault(self.places[index], [])
-            stands_for[index] = next((each for each in own if self._is_like(index, each)), index)
+            listed = self.rows_of.get(index, own)
+            alike = (each for each in own if each in listed and self._is_like(index, each))
+            stands_for[index] = next(alike, index)
             if stands_for[index] == index and index in runs.step_ps:
                 own.append(index)
         rows: dict[int, list[int]] = {}

@@ -97,14 +97,6 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         group = group_of(pp, num_microbatches)
         return _around_last(group, _warmup(pp_rank, pp, group, vpp), num_microbatches, vpp)
 
-    def refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
-        if vpp < 2 or pp < 2:
-            return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
-        if GROUPS[runtime](pp, num_microbatches) is None:
-            allowed = ALLOWED[runtime].format(pp=pp, rounds=num_microbatches // pp)
-            return f"interleaved needs num_microbatches={num_microbatches} to be {allowed}"
-        return None
-
     return Schedule(
         name="interleaved",
         title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
@@ -114,7 +106,7 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         in_flight=in_flight,
         around_last=around_last,
         bubble_fraction=plain_bubble_fraction,
-        refusal=refusal,
+        refusal=lambda *size: _refusal(runtime, *size),
         interleaves=True,
         holds_sent=True,
     )
@@ -133,6 +125,15 @@ def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], 
         for _, virtual_stage, microbatch in forward
     ]
     return forward, backward
+
+
+def _refusal(runtime: PipelineRuntime, pp: int, num_microbatches: int, vpp: int) -> str | None:
+    if vpp < 2 or pp < 2:
+        return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
+    if GROUPS[runtime](pp, num_microbatches) is None:
+        allowed = ALLOWED[runtime].format(pp=pp, rounds=num_microbatches // pp)
+        return f"interleaved needs num_microbatches={num_microbatches} to be {allowed}"
+    return None
 
 
 def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> list[tuple[int, int]]:
