@@ -1,6 +1,5 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
-from collections.abc import Iterator
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -8,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces
+from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
@@ -18,12 +18,11 @@ from meshwright.planner.space import (
     block_counts,
     distinct,
     fullest_moments,
-    pipeline_roles,
     representative_microbatches,
 )
-from meshwright.simulator import RUNTIMES, Phase, Schedule
+from meshwright.simulator import Phase
 from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import PLAN_FIELDS, Axis, Stage, model_stages
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
     Overheads,
@@ -37,32 +36,6 @@ from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     sum_layers,
 )
-
-
-class PipelineGroup(NamedTuple):
-    """Layouts with the same pipeline: degree, schedule and virtual stages in model order."""
-
-    indices: NDArray[np.int64]
-    pp: int
-    schedule: Schedule
-    stages: tuple[Stage, ...]
-    roles: list[Role]
-
-
-def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[PipelineGroup]:
-    """Yield the layouts among *indices* by pipeline, in a fixed order."""
-    names = ("pp", "num_virtual_stages", "schedule", "stages")
-    keys = [space.column(name)[indices] for name in names]
-    first, member = distinct(keys)
-    schedules = tuple(RUNTIMES[space.stack.pipeline_runtime].values())
-    ends = np.cumsum(np.bincount(member, minlength=len(first)))
-    by_group = np.split(indices[np.argsort(member, kind="stable")], ends[:-1])
-    for (pp, vpp, schedule, code), chosen in zip(
-        np.stack(keys, axis=1)[first].tolist(), by_group, strict=bool(len(first))
-    ):
-        layers = space.layers(pp, vpp, PLAN_FIELDS["stages"].value(code))
-        stages = model_stages(space.job.model, layers)
-        yield PipelineGroup(chosen, pp, schedules[schedule], stages, pipeline_roles(stages, pp))
 
 
 class ParameterCounts:
@@ -148,26 +121,15 @@ class Footprint:
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the memory of each layout is found apart, which takes a millisecond."""
-        return self._units is not None
-
     def peak_bytes(self, indices: NDArray[np.int64]) -> Column:
         """Return the live bytes of the fullest rank of each layout at its fullest moment."""
         peaks = np.zeros(len(self._space), np.int64)
-        for group in pipeline_groups(self._space, indices):
-            if self._sizes is not None:
+        if self._units is not None:
+            self._units.add_to(peaks, indices)
+        elif self._sizes is not None:
+            for group in pipeline_groups(self._space, indices):
                 shapes = self._table.index[group.indices]
                 peaks[group.indices] = _group_peaks(self._space, group, shapes, self._sizes)
-                continue
-            assert self._units is not None
-            kinds, member = _kinds(self._space, group.indices)
-            for number, kind in enumerate(kinds):
-                chosen = group.indices[member == number]
-                peaks[chosen] = self._units.of_layouts(
-                    chosen, group.roles, group.pp, group.schedule, kind
-                )
         return peaks[indices]
 
 
@@ -189,19 +151,9 @@ def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
     return BlockBytes[Column](*rows.T)
 
 
-def _kinds(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
-    """Return the ways in which layouts with one pipeline share states, and which one each has."""
-    has_replicas = space.column("dp")[indices] > 1
-    zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
-    columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
-    first, member = distinct(columns)
-    pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
-    return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
-
-
 def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Sizes) -> Column:
     """Return the peaks of layouts with one pipeline."""
-    kinds, member = _kinds(space, group.indices)
+    kinds, member = kinds_of(space, group.indices)
     num_shards = space.num_shards[group.indices]
     is_split = np.array([kind.replication.shards for kind in kinds])[member] > 1
     of_weights, of_gradients, of_optimizer = np.where(is_split, num_shards[:, None], 1).T

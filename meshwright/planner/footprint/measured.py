@@ -31,8 +31,7 @@ class Measured:
     def __post_init__(self) -> None:
         """Measure all layouts, or the leanest of each family."""
         self.peaks, self.device_bytes = (np.full(len(self.space), UNKNOWN) for _ in range(2))
-        is_slow = self.footprint.is_slow
-        self.lean = self.space.leanest if is_slow else np.arange(len(self.space))
+        self.lean = np.arange(len(self.space))
         self.measure(self.lean)
 
     @property

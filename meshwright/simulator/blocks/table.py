@@ -70,8 +70,13 @@ class BlockTable:
         self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
-    def prepare(self, shapes: Sequence[BlockShape]) -> None:
-        """Walk the blocks of all *shapes*, structure by structure."""
+    def prepare(
+        self,
+        shapes: Sequence[BlockShape],
+        kinds: Sequence[BlockKind] = (),
+        ending: Ending = ADDED,
+    ) -> None:
+        """Walk the blocks of all *shapes*, structure by structure: those of *kinds*, or all."""
         alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
         for shape in shapes:
             alike[_structure(shape)].append(shape)
@@ -80,8 +85,8 @@ class BlockTable:
                 column(shape.tp for shape in group),
                 column(shape.microbatch_size for shape in group),
             )
-            for kind in group[0].parameters:
-                self._add(group, kind, walk(group[0], kind, columns), ADDED)
+            for kind in kinds or group[0].parameters:
+                self._add(group, kind, walk(group[0], kind, columns, ending=ending), ending)
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""

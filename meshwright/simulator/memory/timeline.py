@@ -99,9 +99,12 @@ class _Pass(NamedTuple):
         """
         index, is_forward = action.virtual_stage, action.phase is Phase.FORWARD
         stage, (gathered, late, reduced) = memory.virtual_stages[index], held
-        moment, gathers = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
+        moment, gathers = PassPeak(stage.forward_workspace_bytes, 0), stage.after_forward_bytes
         if not is_forward:
-            moment, gathers = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
+            moment, gathers = (
+                PassPeak(stage.backward_workspace_bytes, 0),
+                stage.after_backward_bytes,
+            )
             if late[index] and stage.first_backward is not None:
                 moment = stage.first_backward
             elif is_last and stage.last_backward is not None:
