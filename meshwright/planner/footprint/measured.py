@@ -1,9 +1,4 @@
-"""The memory of a search's layouts: of all at once, or where that is slow of those it comes to.
-
-Layouts of a family differ in their switches alone.  Where memory is slow to find, that of a
-family's leanest layout decides whether any of it fits, and the others are measured only if one of
-them could be fast enough to be reported.
-"""
+"""The memory of a search's layouts, all of them measured at once."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +24,7 @@ class Measured:
     lean: Column = field(init=False)
 
     def __post_init__(self) -> None:
-        """Measure all layouts, or the leanest of each family."""
+        """Measure all layouts."""
         self.peaks, self.device_bytes = (np.full(len(self.space), UNKNOWN) for _ in range(2))
         self.lean = np.arange(len(self.space))
         self.measure(self.lean)
