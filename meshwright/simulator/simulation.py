@@ -147,7 +147,7 @@ def _memory(
 def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
         rank = times.ranks[pp_rank]
-        moments = fullest_moments(memory, list(rank.passes()), rank.update_start_ps)
+        moments = fullest_moments(memory, rank.actions, rank.ran, rank.update_start_ps)
         peak = memory_peak(memory, moments)
         tensor = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action

@@ -29,7 +29,13 @@ from meshwright.simulator.model import BlockRun
 from meshwright.simulator.replication.buckets import StagePart, part_gathers, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.step.build import build_step
-from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
+from meshwright.simulator.units.bytes import (
+    ParameterBytes,
+    PassBytes,
+    Sharding,
+    StageWeights,
+    UnitBytes,
+)
 from meshwright.simulator.units.memory import unit_rank_memory
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sums import SumBytes, _SummingPass
@@ -106,7 +112,8 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     replication = Replication.of(3, GroupSpan(7, 1, 7), reduces_each_microbatch=True)
     assert LAYER % 7
     state = StateBytes.of(TITAN, Precision.BF16)
-    units = UnitBytes.of(shape_of(), ONE_LAYER, replication, ParameterBytes(state, 4))
+    shape, sharding = shape_of(), Sharding.of(replication, ParameterBytes(state, 4))
+    units = UnitBytes.of(shape, ONE_LAYER, StageWeights.of(shape, ONE_LAYER), sharding)
     assert units.gradients == units.layer.kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
     assert (units.layer.weights, units.layer.wire) == (2 * LAYER, 4 * LAYER)
@@ -141,8 +148,9 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     replication = Replication.of(3, GroupSpan(8, 1, 8))._replace(reshards=False)
     sizes = ParameterBytes(StateBytes.of(TITAN, Precision.FP32), 4)
     passes = PassBytes.of(BlockTable(), shape)
-    held = StagePass(passes, whole, replication, UnitBytes.of(shape, whole, replication, sizes))
-    sums = SumBytes.of(shape, held, sizes)
+    weights, sharding = StageWeights.of(shape, whole), Sharding.of(replication, sizes)
+    held = StagePass(passes, whole, sharding, UnitBytes.of(shape, whole, weights, sharding))
+    sums = SumBytes.of(shape, held, weights)
     first, later = (
         next(_SummingPass(held, sums, is_first, is_last=False)._layer_moments())
         for is_first in (True, False)

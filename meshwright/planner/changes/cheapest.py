@@ -10,7 +10,7 @@ from meshwright.hwprofiles import Strategy
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.changes.change import Change
 from meshwright.planner.changes.switches import Fields, switched, switches
-from meshwright.planner.footprint import Footprint, Measured
+from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.space import (
     COLUMNS,
     SWITCHES,
@@ -150,7 +150,7 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
     kept["stages"] = (stages_rule(before.job, plan, stack) or stack.stage_split,)
     space = enumerate_space(before.job, stack, num_gpus, SpaceLimits(**kept))
     table, costs = ShapeTable.of(space), CostModel(cluster, stack, num_gpus)
-    needed = Measured(space, cluster, Footprint(space, table, costs.blocks)).device_bytes
+    needed = device_bytes_column(space, cluster, peak_bytes(space, table, costs.blocks))
     left, _ = apply_rules(Candidates(space, cluster, needed, trials.memory_limit_bytes))
     fitting = np.flatnonzero(left)
     bounds_ps = StepBounds(space, table, costs).lower_bounds_ps(fitting)

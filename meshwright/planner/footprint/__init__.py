@@ -1,17 +1,10 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
-from meshwright.planner.footprint.footprint import (
-    Footprint,
-    PipelineGroup,
-    device_bytes_column,
-    peak_bytes,
-    pipeline_groups,
-)
-from meshwright.planner.footprint.measured import Measured
+from meshwright.planner.footprint.footprint import Footprint, device_bytes_column, peak_bytes
+from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
 
 __all__ = [
     "Footprint",
-    "Measured",
     "PipelineGroup",
     "device_bytes_column",
     "peak_bytes",

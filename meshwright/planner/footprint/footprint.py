@@ -1,6 +1,5 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
-from collections.abc import Iterator
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -8,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces
+from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
@@ -36,22 +36,6 @@ from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     sum_layers,
 )
-
-
-class PipelineGroup(NamedTuple):
-    """Layouts with the same pipeline."""
-
-    indices: NDArray[np.int64]
-    pipeline: Pipeline
-
-
-def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[PipelineGroup]:
-    """Yield the layouts among *indices* by pipeline, in a fixed order."""
-    member = space.pipeline_numbers[indices]
-    counts = np.bincount(member, minlength=len(space.pipelines))
-    by_group = np.split(indices[np.argsort(member, kind="stable")], np.cumsum(counts)[:-1])
-    for number in np.flatnonzero(counts).tolist():
-        yield PipelineGroup(by_group[number], space.pipelines[number])
 
 
 class ParameterCounts:
@@ -133,50 +117,27 @@ class Footprint:
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
         self._space = space
         self._table = table
-        self._known: dict[tuple[int, ...], Kind] = {}
         blocks.prepare(table.shapes)
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the memory of each layout is found apart, which takes a millisecond."""
-        return self._units is not None
-
     def peak_bytes(self, indices: NDArray[np.int64]) -> Column:
         """Return the live bytes of the fullest rank of each layout at its fullest moment."""
         peaks = np.zeros(len(self._space), np.int64)
-        for group in pipeline_groups(self._space, indices):
-            if self._sizes is not None:
+        if self._units is not None:
+            self._units.add_to(peaks, indices)
+        elif self._sizes is not None:
+            kinds, number = kinds_of(self._space, indices)
+            sharing = np.zeros(len(self._space), np.int64)
+            sharing[indices] = number
+            for group in pipeline_groups(self._space, indices):
+                first, member = distinct([sharing[group.indices]])
+                own = [kinds[each] for each in sharing[group.indices][first].tolist()]
                 shapes = self._table.index[group.indices]
                 peaks[group.indices] = _group_peaks(
-                    self._space, group, shapes, self._kinds(group), self._sizes
-                )
-                continue
-            assert self._units is not None
-            kinds, member = self._kinds(group)
-            for number, kind in enumerate(kinds):
-                chosen = group.indices[member == number]
-                peaks[chosen] = self._units.of_layouts(
-                    chosen, group.pipeline.roles, group.pipeline.pp, group.pipeline.schedule, kind
+                    self._space, group, shapes, (own, member), self._sizes
                 )
         return peaks[indices]
-
-    def _kinds(self, group: PipelineGroup) -> tuple[list[Kind], Column]:
-        """Return the ways in which a group's layouts share states, and which one each has."""
-        space, indices = self._space, group.indices
-        has_replicas = space.column("dp")[indices] > 1
-        zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
-        columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
-        first, member = distinct(columns)
-        keys = np.stack(columns, axis=1)[first].tolist()
-        kinds = []
-        for index, key in zip(indices[first].tolist(), keys, strict=True):
-            known = (group.pipeline.pp, *key)
-            if known not in self._known:
-                self._known[known] = Kind.of(space, index, has_replicas=bool(key[0]))
-            kinds.append(self._known[known])
-        return kinds, member
 
 
 def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:

@@ -11,28 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import PERIODS
+from meshwright.planner.space import PERIODS, Column
 from meshwright.simulator import Phase, Schedule
-from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import (
-    KeptUnits,
-    PassPeak,
-    PassPeaks,
-    RankMemory,
-    SentBytes,
-    VirtualStageMemory,
-    kept_levels,
-    pass_states,
-)
+from meshwright.simulator.graph import Size
+from meshwright.simulator.memory import PassPeak, PassPeaks, RankMemory, pass_levels, pass_states
+from meshwright.simulator.units import StageUnits
 
 DIGIT_BITS = 32
-NUM_SIZES = 18
+NUM_SIZES = 19
 
 
 class RankOrder(NamedTuple):
     """What a rank runs; ``kinds`` numbers its virtual stages, those that are alike the same.
 
-    ``reshards`` says that gathered weights are freed after a forward pass.
+    ``reshards`` says that gathered weights are freed after a forward pass, ``sums`` that gradients
+    are summed until the last microbatch, outside a pipeline.
     """
 
     schedule: Schedule
@@ -41,18 +34,13 @@ class RankOrder(NamedTuple):
     num_microbatches: int
     kinds: tuple[int, ...]
     reshards: bool
+    sums: bool
 
 
-def representative_order(
-    schedule: Schedule,
-    pp: int,
-    pp_rank: int,
-    num_microbatches: int,
-    stages: Sequence[Stage],
-    *,
-    reshards: bool,
-) -> RankOrder:
-    """Return the order of a rank with as few of its microbatches as show its fullest moments.
+def representative_microbatches(
+    schedule: Schedule, pp: int, num_microbatches: int, num_stages: int
+) -> int:
+    """Return as few of a rank's microbatches as show its fullest moments.
 
     1F1B repeats itself once its warm-up is over, and so does an interleaved order, but for what
     each microbatch sends, and for its last period, which looks ahead to no other.  Backward
@@ -60,13 +48,11 @@ def representative_order(
     walked.
     """
     count = 2 * pp + 1
-    if len(stages) > 1 and num_microbatches % pp:
+    if num_stages > 1 and num_microbatches % pp:
         count = num_microbatches
     elif schedule.holds_sent:
-        count = (PERIODS + 1) * pp if len(stages) > 1 else 3
-    numbers = {stage: number for number, stage in enumerate(dict.fromkeys(stages))}
-    kinds = tuple(numbers[stage] for stage in stages)
-    return RankOrder(schedule, pp, pp_rank, min(num_microbatches, count), kinds, reshards)
+        count = (PERIODS + 1) * pp if num_stages > 1 else 3
+    return min(num_microbatches, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,39 +65,69 @@ class PassTable:
     rows: NDArray[np.int64]
     growth: NDArray[np.int64]
     num_microbatches: int
-    kinds: tuple[int, ...]
 
     @classmethod
     def of(cls, order: RankOrder) -> "PassTable":
         """Return the moments of a rank that runs *order*."""
-        memory = _symbolic_memory(order)
-        pairs: dict[tuple[int, int], None] = {}
-        for level, growth in _moments(order, memory):
-            pairs[level, growth] = None
-        num_sizes = NUM_SIZES * (max(order.kinds) + 1)
-        rows, growths = (
-            np.array([_digits(pair[which], num_sizes) for pair in pairs]) for which in (0, 1)
+        num_kinds = max(order.kinds) + 1
+        symbols = [1 << DIGIT_BITS * number for number in range(NUM_SIZES * num_kinds)]
+        virtual_stages = [
+            symbolic_stage(symbols[NUM_SIZES * kind : NUM_SIZES * (kind + 1)]).virtual_stage(
+                keeps_units=order.pp > 1, sums=order.sums
+            )
+            for kind in range(num_kinds)
+        ]
+        memory = RankMemory(
+            parameters_bytes=0,
+            gradients_bytes=0,
+            optimizer_states_bytes=0,
+            update_temporary_bytes=0,
+            virtual_stages=tuple(virtual_stages[kind] for kind in order.kinds),
+            holds_sent=order.schedule.holds_sent,
         )
-        return cls(rows, growths, order.num_microbatches, order.kinds)
+        pairs = [*dict.fromkeys(_moments(order, memory))]
+        rows, growth = (_digits(each, len(symbols)) for each in zip(*pairs, strict=True))
+        return cls(rows, growth, order.num_microbatches)
 
-    def most_moving(self, memory: RankMemory, num_microbatches: int) -> int:
-        """Return the most that moves in the passes of a rank with the sizes of *memory*."""
-        of_kinds = dict(zip(self.kinds, memory.virtual_stages, strict=True))
-        sizes = [size for kind in sorted(of_kinds) for size in _sizes(of_kinds[kind])]
-        vector = np.array(sizes, np.int64)
+    def most_moving(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
+        """Return the most that moves in the passes of ranks.
+
+        Args:
+            sizes: Those of `pass_sizes`, kind by kind, one row a rank.
+            num_microbatches: Of each.
+        """
         left_out = num_microbatches - self.num_microbatches
-        moving = self.rows @ vector + left_out * (self.growth @ vector)
-        return memory.message_buffers_bytes + int(moving.max())
+        moving = _product(sizes, self.rows)
+        if left_out.any() and self.growth.any():
+            moving += left_out[:, None] * _product(sizes, self.growth)
+        return np.asarray(moving.max(axis=1), np.int64)
+
+
+def _product(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sums of *sizes*, a row a rank, each as often as a row of *counts* says.
+
+    Libraries multiply matrices of floats ten times as fast as whole numbers; below 2 ** 53 floats
+    are exact.
+    """
+    most = int(np.abs(sizes).max(initial=0)) * int(np.abs(counts).sum(axis=1).max())
+    if most >= 2**53:
+        return np.asarray(sizes @ counts.T, np.int64)
+    # OpenBLAS uses one thread up to 2 ** 18 multiplications; others would wait in a loop.
+    num_rows = max(2, 2**17 // counts.size)
+    blocks = np.zeros((-(-len(sizes) // num_rows), num_rows, sizes.shape[1]))
+    blocks.reshape(-1, sizes.shape[1])[: len(sizes)] = sizes
+    product = blocks @ counts.T.astype(np.float64)
+    return product.reshape(-1, len(counts))[: len(sizes)].astype(np.int64)
 
 
 def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
     """Yield what moves in each moment, and what each microbatch that is left out adds to that."""
-    schedule, pp, pp_rank, count, kinds, _ = order
+    schedule, pp, pp_rank, count, kinds, reshards, _ = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
-    states = pass_states(actions, len(kinds), reshards=order.reshards)
+    states = pass_states(actions, len(kinds), reshards=reshards)
     sent = sum(sum(stage.kept_units.sent) for stage in memory.virtual_stages if stage.kept_units)
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
-    for index, levels in enumerate(kept_levels(memory, actions, states)):
+    for index, levels in enumerate(pass_levels(memory, actions, states)):
         growth = 0
         if schedule.holds_sent and len(kinds) > 1:
             growth = sent if index >= forward[-min(len(forward), 2 * pp * len(kinds))] else 0
@@ -121,84 +137,46 @@ def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
             yield level.moving_bytes, growth
 
 
-def _digits(number: int, num_digits: int) -> NDArray[np.int64]:
-    """Return the signed digits of *number*, the lowest first.
+def _digits(numbers: Sequence[int], num_digits: int) -> NDArray[np.int64]:
+    """Return the signed digits of *numbers*, the lowest first, one row a number.
 
-    >>> _digits(5 - 2 * 2**32, 3).tolist()
-    [5, -2, 0]
+    >>> _digits([5 - 2 * 2**32, 7], 3).tolist()
+    [[5, -2, 0], [7, 0, 0]]
     """
     # Half of the base on every digit makes all of them positive, so that none borrows.
     half = 1 << (DIGIT_BITS - 1)
-    shifted = number + sum(half << DIGIT_BITS * place for place in range(num_digits))
-    raw = shifted.to_bytes(num_digits * DIGIT_BITS // 8, "little")
-    return np.frombuffer(raw, np.dtype("<u4")).astype(np.int64) - half
+    halves = sum(half << DIGIT_BITS * place for place in range(num_digits))
+    length = num_digits * DIGIT_BITS // 8
+    raw = b"".join((number + halves).to_bytes(length, "little") for number in numbers)
+    digits = np.frombuffer(raw, np.dtype("<u4")).astype(np.int64) - half
+    return digits.reshape(len(numbers), num_digits)
 
 
-def _symbolic_memory(order: RankOrder) -> RankMemory:
-    """Return the memory of a rank whose sizes are powers of the base of the digits."""
-    numbers = range(NUM_SIZES * (max(order.kinds) + 1))
-    symbols = [1 << DIGIT_BITS * number for number in numbers]
-    virtual_stages = tuple(
-        _symbolic_virtual_stage(symbols[NUM_SIZES * kind : NUM_SIZES * (kind + 1)])
-        for kind in order.kinds
-    )
-    return RankMemory(
-        parameters_bytes=0,
-        gradients_bytes=0,
-        optimizer_states_bytes=0,
-        update_temporary_bytes=0,
-        virtual_stages=virtual_stages,
-        holds_sent=order.schedule.holds_sent,
-    )
+def pass_sizes(stage: StageUnits) -> tuple[Size, ...]:
+    """Return the sizes of a virtual stage that its passes are made of."""
+    peaks = (*stage.apart, *stage.whole, *stage.ahead, stage.last)
+    held = (stage.saved, stage.late, stage.after_forward, stage.after_backward, stage.fetched)
+    totals = (peak.total_bytes for peak in peaks)
+    return (*held, stage.reduction, stage.reduced, *stage.sent, *totals)
 
 
-def _sizes(stage: VirtualStageMemory) -> tuple[int, ...]:
-    """Return the sizes of a virtual stage."""
-    kept, first = stage.kept_units, stage.first_backward
-    assert kept is not None
-    assert first is not None
-    return (
-        stage.forward_workspace_bytes,
-        first.total_bytes,
-        stage.backward_workspace_bytes,
-        *(moment.total_bytes for moment in (*kept.whole, *kept.ahead)),
-        stage.saved_bytes,
-        stage.late_gradients_bytes,
-        stage.after_forward_bytes,
-        stage.after_backward_bytes,
-        kept.ahead_bytes,
-        *kept.reduction,
-        *kept.sent,
-    )
-
-
-def _symbolic_virtual_stage(symbols: Sequence[int]) -> VirtualStageMemory:
-    """Return the virtual stage whose sizes, in the order of `_sizes`, are *symbols*."""
-    moments = [PassPeak(symbol) for symbol in symbols[:9]]
-    (
-        saved,
-        late,
-        after_forward,
-        after_backward,
-        ahead,
-        reduction_bytes,
-        reduced_bytes,
-        output,
-        gradient,
-    ) = symbols[9:]
-    return VirtualStageMemory(
-        forward_workspace_bytes=symbols[0],
-        first_backward=moments[1],
-        backward_workspace_bytes=symbols[2],
-        saved_bytes=saved,
-        late_gradients_bytes=late,
-        after_forward_bytes=after_forward,
-        after_backward_bytes=after_backward,
-        kept_units=KeptUnits(
-            whole=PassPeaks(*moments[3:6]),
-            ahead=PassPeaks(*moments[6:]),
-            ahead_bytes=ahead,
-            reduction=PassPeak(reduction_bytes, reduced_bytes),
-            sent=SentBytes(output, gradient),
-        ),
+def symbolic_stage(symbols: Sequence[int]) -> StageUnits:
+    """Return the virtual stage whose `pass_sizes` are *symbols*."""
+    saved, late, after_forward, after_backward, fetched, reduction, reduced, *sent = symbols[:9]
+    peaks: list[PassPeak[Size]] = [PassPeak(symbol, 0) for symbol in symbols[9:]]
+    return StageUnits(
+        surplus=0,
+        buffers=0,
+        saved=saved,
+        late=late,
+        after_forward=after_forward,
+        after_backward=after_backward,
+        reduction=reduction,
+        reduced=reduced,
+        fetched=fetched,
+        sent=(sent[0], sent[1]),
+        apart=PassPeaks(*peaks[:3]),
+        whole=PassPeaks(*peaks[3:6]),
+        ahead=PassPeaks(*peaks[6:9]),
+        last=peaks[9],
     )

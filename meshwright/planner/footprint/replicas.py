@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import Column, ShapeTable, Space
+from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.layout import GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import BlockBytes, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.model import BlockKind
@@ -63,6 +63,17 @@ class Kind(NamedTuple):
         replication = self.replication
         in_passes = replication.in_units or replication.reduces_each_microbatch
         return not (in_passes or self.overlaps)
+
+
+def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
+    """Return the ways in which layouts share states, and which one each has."""
+    has_replicas = space.column("dp")[indices] > 1
+    zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
+    flags = (has_replicas, space.column("pp")[indices] > 1)
+    columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
+    first, member = distinct(columns)
+    pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
+    return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
 
 
 class ReplicaWorkspaces:

@@ -1,157 +1,284 @@
-"""The exact peak memory of layouts whose states are units of fully_shard, one by one.
+"""The exact peak memory of layouts whose states are units of fully_shard.
 
-What such a rank holds depends on which pass came before, so its actions are walked; layouts with
-the same rank share the walk.
+Sizes are columns: what a virtual stage holds is found at once for all layouts with that stage that
+are alike in structure, and so is the fullest moment of all ranks that run passes in one order.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.planner.footprint.pass_table import PassTable, representative_order
-from meshwright.planner.footprint.replicas import Kind
-from meshwright.planner.space import Column, Role, ShapeTable, Space
-from meshwright.simulator import Schedule
-from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import GroupSpan
-from meshwright.simulator.memory import (
-    RankMemory,
-    Shards,
-    pass_levels,
-    update_level,
-    with_copies,
+from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.pass_table import (
+    PassTable,
+    RankOrder,
+    pass_sizes,
+    representative_microbatches,
 )
+from meshwright.planner.footprint.replicas import Kind, kinds_of
+from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
+from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.model import TRANSFORMER_LAYER
 from meshwright.simulator.replication import sum_layers
-from meshwright.simulator.units import ParameterBytes, PassBytes, unit_rank_memory
+from meshwright.simulator.units import (
+    ENDINGS,
+    ParameterBytes,
+    PassBytes,
+    RankStates,
+    Sharding,
+    StagePass,
+    StageUnits,
+    StageWeights,
+    UnitBytes,
+)
+
+Record = TypeVar("Record")
+Part: TypeAlias = tuple[Stage, bool]
+"""A virtual stage, and whether it is alone on its rank."""
 
 
-class _UnitRank(NamedTuple):
-    """What decides the memory of a rank."""
+class UnitStates(NamedTuple):
+    """What decides the sizes of a rank but for its stages: of each layout, and as columns."""
 
-    shape: int
-    num_shards: int
-    num_microbatches: int
-    role: Role
-    pp: int
-    schedule: Schedule
+    of_layout: Column
+    shapes: Column
+    num_ranks: Column
+    kinds: Column
+    shardings: list[Sharding]
+    columns: Sharding
+
+    @classmethod
+    def of(
+        cls, space: Space, table: ShapeTable, indices: Column, kinds: list[Kind], member: Column
+    ) -> "UnitStates":
+        """Return those of *indices*, each of which has one of *kinds*."""
+        # A step of one microbatch reduces at once.
+        steps = np.minimum(space.num_microbatches[indices], 2) - 1
+        columns = [table.index[indices], space.num_shards[indices], 2 * member + steps]
+        first, state = distinct(columns)
+        of_layout = np.full(len(space), -1)
+        of_layout[indices] = state
+        shardings = [
+            Sharding.of(
+                kind.replication.in_steps_of(count),
+                ParameterBytes(kind.state, kind.wire.reduce_bytes),
+            )
+            for kind in kinds
+            for count in (1, 2)
+        ]
+        shapes, num_ranks, numbers = (column[first] for column in columns)
+        return cls(of_layout, shapes, num_ranks, numbers, shardings, columns_of(shardings))
+
+    def sharding(self, states: Column) -> Sharding:
+        """Return how *states* are sharded, all of it as columns."""
+        return taken(self.columns, self.kinds[states])._replace(num_ranks=self.num_ranks[states])
+
+    def alike(self, states: Column) -> Iterator[tuple[NDArray[np.bool_], Sharding]]:
+        """Yield which of *states* are alike in structure, and how these are sharded."""
+        kinds = self.kinds[states]
+        members: dict[Sharding, list[int]] = defaultdict(list)
+        for kind in sorted(set(kinds.tolist())):
+            members[self.shardings[kind]._replace(num_ranks=0, num_replicas=0)].append(kind)
+        for structure, alike in members.items():
+            chosen = np.isin(kinds, alike)
+            columns = self.sharding(states[chosen])
+            yield (
+                chosen,
+                structure._replace(num_ranks=columns.num_ranks, num_replicas=columns.num_replicas),
+            )
 
 
-@dataclass(slots=True)
+class PartSizes(NamedTuple):
+    """Sizes of a part: parameters, surplus, buffers of messages, then `pass_sizes`, by state."""
+
+    row_of: Column
+    rows: NDArray[np.int64]
+
+
+NUM_STATIC, REDUCED = 3, 6  # columns before those of passes; and that one of them
+
+
 class UnitPeaks:
     """Peaks of ranks, found once for all layouts that share them."""
 
-    space: Space
-    table: ShapeTable
-    blocks: BlockTable
-    _passes: dict[int, PassBytes] = field(default_factory=dict)
-    _memory: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
-    _tables: dict[tuple[object, ...], PassTable] = field(default_factory=dict)
+    def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
+        self._space = space
+        self._table = table
+        for ending in ENDINGS[1:]:  # the first one is as usual
+            blocks.prepare(table.shapes, (TRANSFORMER_LAYER,), ending)
+        self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
+        self._copies = np.array([weight_copy_bytes(shape, 1) for shape in table.shapes], np.int64)
+        by_tp = {shape.tp: shape for shape in table.shapes}
+        self._shapes = [*by_tp.values()]
+        self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
+        self._tables: dict[tuple[object, ...], PassTable] = {}
 
-    def of_layouts(
-        self,
-        indices: Column,
-        roles: list[Role],
-        pp: int,
-        schedule: Schedule,
-        kind: Kind,
-    ) -> Column:
-        """Return the live bytes of the fullest rank of layouts with one pipeline.
+    def add_to(self, peaks: Column, indices: Column) -> None:
+        """Write the live bytes of the fullest rank of *indices* into *peaks*, those of all layouts.
 
         Layouts that the stack does not offer, replicas of whole parameters, need nothing.
         """
-        columns = zip(
-            self.table.index[indices].tolist(),
-            self.space.num_shards[indices].tolist(),
-            self.space.num_microbatches[indices].tolist(),
-            strict=True,
-        )
-        peaks = [
-            0
-            if kind.replication.dp > 1 and kind.replication.zero_stage < 3
-            else max(
-                self._peak(_UnitRank(shape, num_shards, count, role, pp, schedule), kind)
-                for role in roles
-            )
-            for shape, num_shards, count in columns
+        kinds, member = kinds_of(self._space, indices)
+        is_offered = [
+            each.replication.dp == 1 or each.replication.zero_stage == 3 for each in kinds
         ]
-        return np.array(peaks, np.int64)
+        offered = np.array(is_offered, np.bool_)[member]
+        indices, member = indices[offered], member[offered]
+        states = UnitStates.of(self._space, self._table, indices, kinds, member)
+        groups = list(pipeline_groups(self._space, indices))
+        used: dict[Part, list[Column]] = defaultdict(list)
+        for group in groups:
+            own = np.unique(states.of_layout[group.indices])
+            for part in dict.fromkeys(
+                part for role in group.pipeline.roles for part in _parts(role)
+            ):
+                used[part].append(own)
+        sizes = {
+            part: self._part_sizes(part, states, np.unique(np.concatenate(each)))
+            for part, each in used.items()
+        }
+        for group in groups:
+            for role in group.pipeline.roles:
+                found = self._role_peaks(
+                    group, role, states, [sizes[each] for each in _parts(role)]
+                )
+                peaks[group.indices] = np.maximum(peaks[group.indices], found)
 
-    def _peak(self, rank: _UnitRank, kind: Kind) -> int:
-        # A schedule holds functions: its name is what tells it from others.
-        key = (*rank[:-1], rank.schedule.name, kind)
-        if key not in self._known:
-            memory = self._rank_memory(rank, kind)
-            buffers = rank.num_microbatches * memory.message_buffers_bytes
-            memory = replace(
-                memory, message_buffers_bytes=buffers, holds_sent=rank.schedule.holds_sent
+    def _part_sizes(self, part: Part, states: UnitStates, used: Column) -> PartSizes:
+        """Return the sizes of a virtual stage in the states that are *used*."""
+        (stage, is_alone), shapes = part, states.shapes[used]
+        weights_of = columns_of([StageWeights.of(shape, stage) for shape in self._shapes])
+        rows = np.empty((len(used), 0), np.int64)
+        for chosen, sharding in states.alike(used):
+            shape = self._table.shapes[shapes[chosen][0]]
+            weights = taken(weights_of, self._tp[shapes[chosen]])
+            passes = taken(self._passes, shapes[chosen])
+            units = UnitBytes.of(shape, stage, weights, sharding)
+            found = StageUnits.of(
+                shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            self._known[key] = memory.static_bytes + self._most_moving(memory, rank)
-        return self._known[key]
+            columns = (weights.total, found.surplus, found.buffers, *pass_sizes(found))
+            if not rows.size:
+                rows = np.empty((len(used), len(columns)), np.int64)
+            for number, column in enumerate(columns):
+                rows[chosen, number] = column
+        row_of = np.zeros(len(states.shapes), np.int64)
+        row_of[used] = np.arange(len(used))
+        return PartSizes(row_of, rows)
 
-    def _most_moving(self, memory: RankMemory, rank: _UnitRank) -> int:
-        """Return the most that moves on a rank.
+    def _role_peaks(
+        self, group: PipelineGroup, role: Role, states: UnitStates, sizes: list[PartSizes]
+    ) -> Column:
+        """Return the live bytes of the fullest of the role's ranks, of each layout."""
+        own = states.of_layout[group.indices]
+        parts = [each.rows[each.row_of[own]] for each in sizes]
+        counts = [role.stages.count(stage) for stage, _ in _parts(role)]
+        total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
+        weights, surplus, buffers, *passes = np.asarray(total).T
+        sharding = states.sharding(own)
+        held = RankStates.of(weights, sharding)
+        copies = self._copies[states.shapes[own]] * sum_layers(role.stages)
+        static = held.parameters + held.gradients + held.optimizer + surplus + copies
+        microbatches = self._space.num_microbatches[group.indices]
+        sums = np.asarray(sharding.sums, np.int64)
+        pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
+        moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
+        updating = held.update_temporary - passes[REDUCED]
+        return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
+
+    def _most_moving(self, ranks: "_Ranks") -> Column:
+        """Return the most that moves in the passes of the role's ranks, of each layout.
 
         It grows or shrinks from one rank of a role to the next, so it is most on the first or the
         last; on the first if no pass sends more than it keeps, as fewer are in flight on others.
         """
-        if rank.pp == 1:
-            return _plainly(memory, rank)
-        ends = [rank.role.first]
-        kept = [(stage.saved_bytes, stage.kept_units) for stage in memory.virtual_stages]
-        if any(units is None or saved < sum(units.sent) for saved, units in kept):
-            ends.append(rank.role.last)
-        moving = [
-            self._table(rank, end, reshards=memory.reshards).most_moving(
-                memory, rank.num_microbatches
-            )
-            for end in ends
+        role, pipeline = ranks.role, ranks.group.pipeline
+        schedule, pp = pipeline.schedule, pipeline.pp
+        stages = [stage for stage, _ in _parts(role)]
+        kinds = tuple(stages.index(stage) for stage in role.stages)
+        keeps_most, reshards = ranks.flags()
+        ends = dict.fromkeys((role.first, role.first if keeps_most else role.last))
+        numbers, member = np.unique(ranks.num_microbatches, return_inverse=True)
+        fewest = [
+            representative_microbatches(schedule, pp, number, len(kinds))
+            for number in numbers.tolist()
         ]
-        return max(*moving, update_level(memory).moving_bytes)
+        columns = [np.array(fewest, np.int64)[member.reshape(-1)], reshards, ranks.sums]
+        first, member = distinct(columns)
+        moving = np.zeros(len(member), np.int64)
+        for number, row in enumerate(np.stack(columns, axis=1)[first].tolist()):
+            chosen = member == number
+            sizes = np.concatenate([rows[chosen] for rows in ranks.parts], axis=1)
+            moving[chosen] = np.maximum.reduce(
+                [
+                    self._table_of(
+                        RankOrder(schedule, pp, end, row[0], kinds, *map(bool, row[1:]))
+                    ).most_moving(sizes, ranks.num_microbatches[chosen])
+                    for end in ends
+                ]
+            )
+        return moving
 
-    def _table(self, rank: _UnitRank, pp_rank: int, *, reshards: bool) -> PassTable:
-        """Return the moments of one rank of a role."""
-        order = representative_order(
-            rank.schedule,
-            rank.pp,
-            pp_rank,
-            rank.num_microbatches,
-            rank.role.stages,
-            reshards=reshards,
-        )
+    def _table_of(self, order: RankOrder) -> PassTable:
+        """Return the moments of a rank."""
+        # A schedule holds functions: its name is what tells it from others.
         key = (order.schedule.name, *order[1:])
         if key not in self._tables:
             self._tables[key] = PassTable.of(order)
         return self._tables[key]
 
-    def _rank_memory(self, rank: _UnitRank, kind: Kind) -> RankMemory:
-        """Return the memory of a rank but for how many microbatches it runs."""
-        replication = kind.replication.in_steps_of(rank.num_microbatches)
-        # Where the ranks lie is no matter to memory: one span stands for all of so many.
-        split = rank.num_shards if replication.zero_stage >= 3 else 1
-        shards = Shards(split, 1 if replication.keeps_whole_gradients else split, split)
-        replication = replication._replace(span=GroupSpan(split, 1, split), shards=shards)
-        key = (rank.shape, rank.role.stages, replication, kind.state, kind.wire.reduce_bytes)
-        if key not in self._memory:
-            shape, stages = self.table.shapes[rank.shape], rank.role.stages
-            if rank.shape not in self._passes:
-                self._passes[rank.shape] = PassBytes.of(self.blocks, shape)
-            parameter = ParameterBytes(kind.state, kind.wire.reduce_bytes)
-            memory = unit_rank_memory(
-                shape, self._passes[rank.shape], stages, replication, parameter
-            )
-            copies = weight_copy_bytes(shape, sum_layers(stages))
-            self._memory[key] = with_copies(memory, copies)
-        return self._memory[key]
+
+class _Ranks(NamedTuple):
+    """Ranks of a role in layouts with one pipeline, and the `pass_sizes` of each part."""
+
+    group: PipelineGroup
+    role: Role
+    num_microbatches: Column
+    sums: Column
+    parts: list[NDArray[np.int64]]
+
+    def flags(self) -> tuple[bool, Column]:
+        """Return whether all passes keep what they send, and which layouts free what they take."""
+        keeps_most, reshards = True, np.zeros(len(self.sums), np.bool_)
+        for rows in self.parts:
+            saved, _, after_forward, after_backward, _, _, _, output, gradient = rows.T[:9]
+            keeps_most &= bool((saved >= output + gradient).all())
+            reshards |= after_forward < after_backward
+        return keeps_most, reshards.astype(np.int64)
 
 
-def _plainly(memory: RankMemory, rank: _UnitRank) -> int:
-    """Return the most that moves on a rank that is a pipeline of its own.
+def _parts(role: Role) -> list[Part]:
+    """Return the different virtual stages of a rank, in the order of its passes."""
+    return [(stage, len(role.stages) == 1) for stage in dict.fromkeys(role.stages)]
 
-    GPipe aside, its microbatches follow each other, and all but the first and last are alike.
+
+def mapped(function: Callable[[Sequence[object]], Column], records: Sequence[Record]) -> Record:
+    """Return a record of what *function* makes of the same number in each of *records*.
+
+    >>> mapped(np.array, [(1, (2, 3)), (4, (5, 6))])[1][0].tolist()
+    [2, 5]
     """
-    count = rank.num_microbatches if rank.schedule.holds_sent else min(rank.num_microbatches, 3)
-    levels = pass_levels(memory, rank.schedule.rank_actions(0, 1, count, 1))
-    most = max(level.moving_bytes for pair in levels for level in pair)
-    return max(most, update_level(memory).moving_bytes)
+    first = records[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        parts = [[getattr(each, one.name) for each in records] for one in fields(first)]
+    elif isinstance(first, tuple):
+        parts = [list(each) for each in zip(*cast("Sequence[tuple[object]]", records), strict=True)]
+    else:
+        return cast("Record", function(records))
+    columns = [mapped(function, each) for each in parts]
+    return cast("Record", tuple(columns) if type(first) is tuple else type(first)(*columns))
+
+
+def columns_of(records: Sequence[Record]) -> Record:
+    """Return *records* as one of columns."""
+    return mapped(lambda numbers: np.array(numbers, np.int64), records)
+
+
+def taken(columns: Record, rows: Column) -> Record:
+    """Return *rows* of a record of columns."""
+    return mapped(lambda column: cast("Column", column[0])[rows], [columns])

@@ -48,7 +48,7 @@ class Rows:
 
     Layouts of the same degrees are alike, if the simpler one takes at most `LONGER_FRACTION` longer
     and at most `LARGER_FRACTION` more memory.  None stands for others and is folded itself, and
-    none that is fast enough to be listed into a row that is not: ``rows_of`` has the rows for those.
+    none that is fast enough to be listed into a row that is not: `rows_of`.
     A layout whose bound tells that it is folded is not simulated.
     """
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.footprint import Measured
 from meshwright.planner.search.result import SimulatedPlan
 from meshwright.planner.space import Column, Space
 from meshwright.simulator import (
@@ -133,15 +132,11 @@ class Bounds:
 
 
 class Field(NamedTuple):
-    """The layouts of a search, simulated on demand, and the functions of their lower bounds.
-
-    ``measured`` is their memory where it may not be known of all.
-    """
+    """The layouts of a search, simulated on demand, and the functions of their lower bounds."""
 
     runs: Runs
     rough_ps: Bound
     sharp_ps: Bound | None = None
-    measured: Measured | None = None
 
     def bounds(self, indices: NDArray[np.int64]) -> Bounds:
         """Return the bounds of *indices*; those of other layouts say nothing."""

@@ -8,7 +8,7 @@ STEP_FRACTION = 0.05
 
 
 def find_frontier(
-    finalists: Finalists, fastest: int | None, *, max_passes: int, below_ps: int | None = None
+    finalists: Finalists, fastest: int | None, *, max_passes: int
 ) -> tuple[FrontierPoint, ...]:
     """Return the frontier of memory against time, by bytes.
 
@@ -20,7 +20,6 @@ def find_frontier(
         finalists: Every feasible layout.
         fastest: The proven fastest layout, where there is one.
         max_passes: Stop when all runs together have made so many passes.
-        below_ps: Every layout that can be faster is measured; None where all are.
     """
     runs = finalists.runs
     proven: set[int] = set()
@@ -35,7 +34,7 @@ def find_frontier(
             plan=runs.space.plan(index),
             step_ps=runs.step_ps[index],
             device_bytes=int(runs.device_bytes[index]),
-            proven=index in proven and (below_ps is None or runs.step_ps[index] <= below_ps),
+            proven=index in proven,
         )
         for index in _unbeaten(finalists, runs)
     )

@@ -1,14 +1,10 @@
 """The search: enumerate, price, prune with reasons, simulate best first, prove."""
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import NamedTuple
-
 import numpy as np
 
 from meshwright.hwprofiles import Attention, Cluster, StackProfile, Strategy
 from meshwright.planner.bounds import StepBounds
-from meshwright.planner.footprint import Footprint, Measured
+from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
@@ -72,13 +68,12 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     runs = field.runs
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
-    found = _found(field, candidates, limit_bytes, top, progress)
-    finalists, proof, ranking = found.finalists, found.proof, found.ranking
+    finalists, rejections = _finalists(field, candidates)
+    proof, ranking = _rank(finalists, top, progress)
     frontier = find_frontier(
         finalists,
         proof.indices[0] if proof.is_proven else None,
         max_passes=runs.num_passes + FRONTIER_PASSES,
-        below_ps=found.below_ps,
     )
     return SearchResult(
         job=job,
@@ -90,7 +85,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         simulated=len(runs.step_ps),
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
-        rejections=found.rejections,
+        rejections=rejections,
         varied=Varied.of(runs.space, asked, ~lacks(runs.space)),
         plans=tuple(runs.result(index, memory_limit_bytes) for index in ranking),
         like=tuple(
@@ -117,58 +112,11 @@ def _with_kernels(
     return limits.pinned(attention=kernels or (stack.attention,))
 
 
-class _Found(NamedTuple):
-    """The layouts that fit, with what a search found of them.
-
-    ``ranking`` is that of `_rank`; ``below_ps`` the time from which not all of them are measured.
-    """
-
-    finalists: Finalists
-    rejections: dict[str, int]
-    proof: Proof
-    ranking: dict[int, list[int]]
-    below_ps: int | None
-
-
-def _found(
-    field: Field, candidates: Candidates, limit_bytes: int, top: int, progress: Progress | None
-) -> _Found:
-    """Return the fastest layouts, of all whose memory may matter."""
-    finalists, rejections = _finalists(field, candidates, limit_bytes)
-    proof, ranking = _rank(finalists, top, progress)
-    below_ps = _measure_rest(field, ranking, top)
-    if below_ps is not None:
-        finalists, rejections = _finalists(field, candidates, limit_bytes)
-        proof, ranking = _rank(finalists, top, progress)
-    return _Found(finalists, rejections, proof, ranking, below_ps)
-
-
-def _finalists(
-    field: Field, candidates: Candidates, limit_bytes: int
-) -> tuple[Finalists, dict[str, int]]:
+def _finalists(field: Field, candidates: Candidates) -> tuple[Finalists, dict[str, int]]:
     """Return the layouts that no rule takes out, and how many each takes out."""
-    if field.measured is not None:
-        field.measured.drop_families(limit_bytes)
-        candidates = replace(candidates, is_measured=field.measured.is_known)
     left, rejections = apply_rules(candidates)
     indices = np.flatnonzero(left)
     return Finalists(indices, field.bounds(indices), field.runs), rejections
-
-
-def _measure_rest(field: Field, ranking: Iterable[int], top: int) -> int | None:
-    """Measure layouts that may be faster than the last one ranked, if not all are measured yet.
-
-    Returns:
-        Its time; None where there was nothing to measure.
-    """
-    measured = field.measured
-    if measured is None or measured.is_known.all():
-        return None
-    ranked = sorted(field.runs.step_ps[index] for index in ranking)
-    below_ps = ranked[-1] if len(ranked) >= top else np.iinfo(np.int64).max
-    rest = np.flatnonzero(~measured.is_known)
-    measured.measure(rest[field.rough_ps(rest) < below_ps])
-    return int(below_ps)
 
 
 def _mesh_field(
@@ -178,10 +126,10 @@ def _mesh_field(
     space = enumerate_space(job, stack, num_gpus, limits)
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, num_gpus)
-    measured = Measured(space, cluster, Footprint(space, table, costs.blocks))
-    runs = Runs(space, costs, measured.peaks, measured.device_bytes)
+    peaks = peak_bytes(space, table, costs.blocks)
+    runs = Runs(space, costs, peaks, device_bytes_column(space, cluster, peaks))
     bounds = StepBounds(space, table, costs)
-    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, measured)
+    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps)
 
 
 def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:

@@ -15,10 +15,14 @@ PERIODS = 3
 
 
 def representative_microbatches(role: Role, pp: int, num_microbatches: Column) -> Column:
-    """Return the fewest microbatches that show the same fullest moments."""
+    """Return the fewest microbatches that show the same fullest moments.
+
+    Where they go through stages in groups larger than the pipeline the whole order is walked.
+    """
     if len(role.stages) == 1:
         return num_microbatches
-    return np.minimum(num_microbatches, PERIODS * pp)
+    fewest = np.minimum(num_microbatches, PERIODS * pp)
+    return np.where(num_microbatches % pp == 0, fewest, num_microbatches)
 
 
 def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) -> NDArray[np.int64]:

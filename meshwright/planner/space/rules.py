@@ -22,16 +22,12 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What rules may look at: the space, what it runs on, and each layout's device memory.
-
-    ``is_measured`` says whose memory is known; None where all is.
-    """
+    """What rules may look at: the space, what it runs on, and each layout's device memory."""
 
     space: Space
     cluster: Cluster
     device_bytes: Column
     memory_limit_bytes: int | None
-    is_measured: Mask | None = None
 
 
 Rule = Callable[[Candidates], dict[str, Mask]]
@@ -46,13 +42,6 @@ def stack_offers(candidates: Candidates) -> dict[str, Mask]:
             reason, mask = f"{stack.name} lacks {gap.reason}", gap.lacks(space.column)
             reasons[reason] = reasons.get(reason, False) | mask
     return reasons
-
-
-def is_measured(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what the search need not measure: its family is too slow whatever the switches."""
-    if candidates.is_measured is None:
-        return {}
-    return {"can be no faster with other switches": ~candidates.is_measured}
 
 
 def fits_memory(candidates: Candidates) -> dict[str, Mask]:
@@ -73,7 +62,6 @@ def lacks(space: Space) -> Mask:
 
 RULES: dict[str, Rule] = {
     "stack": stack_offers,
-    "time": is_measured,
     "memory": fits_memory,
 }
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import (
-    Precision,
     Recompute,
     StackProfile,
     StageSplit,
@@ -39,16 +38,13 @@ from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
-    STACKS_OWN,
     Axis,
     PlanField,
-    chosen_formats,
     divides,
     known_values,
     model_refusal,
     model_stages,
     stack_gaps,
-    syncs_by_default,
 )
 from meshwright.simulator.model import AnyModel, ModelSpec
 
@@ -121,35 +117,6 @@ class Space:
             )
             for plan in plans
         ]
-
-    @cached_property
-    def family(self) -> Column:
-        """Number of each layout's family: those that differ in switches alone are of one."""
-        return distinct([self.column(name) for name in BASIC])[1]
-
-    @cached_property
-    def leanest(self) -> Column:
-        """The layout of each family that needs the least memory, by the number of the family.
-
-        It has the most shards, frees and reduces as soon as can be, in the fewest bytes.
-        """
-        habits = {
-            "reshard_after_forward": (self.column("pp") == 1) | self.stack.reshards_in_pipelines,
-            "sync_each_microbatch": syncs_by_default(
-                self.stack, self.column("zero_stage"), self.column("pp")
-            ),
-        }
-        waste = -self.num_shards
-        for name, habit in habits.items():
-            said = self.column(name)
-            waste = 2 * waste + np.where(said == 0, ~habit, said == PLAN_FIELDS[name].code(False))  # noqa: FBT003
-        for name in ("gradient_precision", "reduce_precision"):
-            usual = chosen_formats(self.stack, self.job.precision, STACKS_OWN)
-            own = usual.kept if name == "gradient_precision" else usual.reduced
-            bytes_of = [own.num_bytes if own else 0, *(each.num_bytes for each in Precision)]
-            waste = 8 * waste + np.array(bytes_of, np.int64)[self.column(name)]
-        order = np.lexsort((waste, self.family))
-        return order[np.unique(self.family[order], return_index=True)[1]]
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""

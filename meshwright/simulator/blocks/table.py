@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
+from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, keeps_output, walk
 from meshwright.simulator.blocks.operators import BlockOperators
@@ -70,8 +71,13 @@ class BlockTable:
         self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
-    def prepare(self, shapes: Sequence[BlockShape]) -> None:
-        """Walk the blocks of all *shapes*, structure by structure."""
+    def prepare(
+        self,
+        shapes: Sequence[BlockShape],
+        kinds: Sequence[BlockKind] = (),
+        ending: Ending = ADDED,
+    ) -> None:
+        """Walk the blocks of all *shapes*, structure by structure: those of *kinds*, or all."""
         alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
         for shape in shapes:
             alike[_structure(shape)].append(shape)
@@ -80,8 +86,8 @@ class BlockTable:
                 column(shape.tp for shape in group),
                 column(shape.microbatch_size for shape in group),
             )
-            for kind in group[0].parameters:
-                self._add(group, kind, walk(group[0], kind, columns), ADDED)
+            for kind in kinds or group[0].parameters:
+                self._add(group, kind, walk(group[0], kind, columns, ending=ending), ending)
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
@@ -108,7 +114,11 @@ class BlockTable:
         """
         key = (shape, kind, repeats)
         if key not in self._tensors:
-            self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=repeats)))
+            if repeats or shape.recompute is Recompute.NONE:  # that is what a pass holds anyway
+                walked, _, row = self._row(shape, kind, ADDED)
+                self._tensors[key] = tuple(_saved(walked.found.found, row))
+            else:
+                self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=False)))
         return self._tensors[key]
 
     def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
@@ -165,12 +175,14 @@ def _structure(shape: BlockShape) -> tuple[object, ...]:
     )
 
 
-def _saved(found: Backward) -> Iterator[NamedBytes]:
-    """Yield what lives when the forward pass has returned."""
+def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:
+    """Yield what lives when the forward pass has returned, in one row of columns."""
     live: dict[Tensor, None] = {}
     for tensor, sign in found.tape.storages.events[: found.tape.marks.returned]:
         if sign > 0:
             live[tensor] = None
         else:
             del live[tensor]
-    yield from (NamedBytes(each.name, int(each.nbytes)) for each in live)
+    sizes = ((each.name, each.nbytes) for each in live)
+    for name, size in sizes:
+        yield NamedBytes(name, size if isinstance(size, int) else int(size[row]))

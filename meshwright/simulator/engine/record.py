@@ -96,6 +96,10 @@ class RankTimes:
     update_start_ps: int
     end_ps: int
 
+    def ran(self, position: int) -> tuple[Action, int, int]:
+        """Return one of its passes from start to end."""
+        return self.actions[position], self.starts_ps[position], self.ends_ps[position]
+
     def passes(self) -> Iterator[tuple[Action, int, int]]:
         """Return its passes, each from start to end."""
         return zip(self.actions, self.starts_ps, self.ends_ps, strict=True)

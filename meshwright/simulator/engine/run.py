@@ -109,11 +109,6 @@ class RankProgress:
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
 
-    def note_message(self, action: Action, start_ps: int, end_ps: int) -> None:
-        """Note when the message of *action* left the port; in order, as for `busy_end_ps`."""
-        self.senders.append(action)
-        self.sent_ps.append((start_ps, end_ps))
-
     def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
         """Note what follows the last pass; return its end."""
         end_ps = start_ps + time_ps
@@ -141,14 +136,14 @@ class StepRun:
         """Run the actions of one rank, then what ends its step."""
         work, state, lanes = self.work, self.states[place.index], _lanes(self, place)
         started, ended, tp_group = state.starts_ps.append, state.ends_ps.append, place.tp_group
+        sender, sent = state.senders.append, state.sent_ps.append
         num_stages, now, port_free_ps = work.num_virtual_stages, 0, 0
         for action in work.actions[place.pp_rank]:
             phase, stage, microbatch = action
             lane = lanes[stage if phase is FORWARD else num_stages + stage]
             inbox, outbox, occupy_ps, delay_ps, compute_ps, instruction, special = lane
             if inbox is not None:
-                arrival_ps = inbox.arrivals_ps.pop(microbatch, None)
-                if arrival_ps is None:
+                if (arrival_ps := inbox.arrivals_ps.pop(microbatch, None)) is None:
                     arrival_ps = yield inbox.message(self.env, microbatch)
                 if arrival_ps > now:  # noqa: PLR1730 -- a search spends its time here
                     now = arrival_ps
@@ -163,7 +158,8 @@ class StepRun:
             if outbox is not None:
                 sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
                 port_free_ps = sent_ps + occupy_ps
-                state.note_message(action, sent_ps, port_free_ps)
+                sender(action)
+                sent((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if work.blocking_messages:
                     now = port_free_ps
@@ -247,8 +243,7 @@ class StepRun:
         if self.work.sums_first:
             now = yield from self._sum(place, now)
         if rank.reduce_ps:
-            reduction = QueuedCollective(now, rank.reduce_ps, SpanKind.GRADIENT_REDUCTION)
-            state.queue.append(reduction)
+            state.queue.append(QueuedCollective(now, rank.reduce_ps, SpanKind.GRADIENT_REDUCTION))
         if state.queue:
             reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.sent_ps))
             state.reduce_wait_ps = max(0, reduced_ps - now)

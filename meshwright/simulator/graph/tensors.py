@@ -5,6 +5,7 @@ Sizes are whole numbers, or columns of them: what is derived from a column is a 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from math import ceil
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import Axis, Partial, Replicate, Split, redistribute
 
 Size: TypeAlias = "int | NDArray[np.int64]"
+Holds: TypeAlias = "bool | NDArray[np.bool_]"
 Mesh: TypeAlias = Mapping[Axis, Size]  # ranks of each axis; an axis of one rank is left out
 
 
@@ -104,6 +106,18 @@ def larger(one: Size, other: Size) -> Size:
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)
     return np.maximum(one, other)
+
+
+def largest(sizes: Iterable[Size]) -> Size:
+    """Return the largest of some sizes, one by one where they are columns."""
+    return reduce(larger, sizes)
+
+
+def chosen(holds: Holds, one: Size, other: Size) -> Size:
+    """Return *one* where something *holds*, else *other*."""
+    if isinstance(holds, bool):
+        return one if holds else other
+    return np.where(holds, one, other)
 
 
 def share(size: Size, fraction: float) -> Size:

@@ -158,11 +158,11 @@ def kept_levels(
         absent += reduced_bytes
 
 
-def _moments(stage: VirtualStageMemory, kept: KeptUnits) -> tuple[PassPeaks, ...]:
+def _moments(stage: VirtualStageMemory, kept: KeptUnits) -> tuple[PassPeaks[int], ...]:
     """Return the fullest instants of passes by what they find."""
-    backward = PassPeak(stage.backward_workspace_bytes)
+    backward = PassPeak(stage.backward_workspace_bytes, 0)
     first = stage.first_backward or backward
-    apart = PassPeaks(PassPeak(stage.forward_workspace_bytes), first, backward)
+    apart = PassPeaks(PassPeak(stage.forward_workspace_bytes, 0), first, backward)
     return (apart, kept.whole, kept.ahead)
 
 

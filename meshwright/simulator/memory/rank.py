@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
@@ -13,7 +13,12 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     main_gradient_bytes,
 )
-from meshwright.simulator.memory.block_bytes import BlockBytes, pass_workspace_bytes, stage_messages
+from meshwright.simulator.memory.block_bytes import (
+    BlockBytes,
+    Size,
+    pass_workspace_bytes,
+    stage_messages,
+)
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
@@ -90,33 +95,24 @@ class StateBytes:
         return rank_memory(num_parameters, self, (), shards=shards).static_bytes
 
 
-class PassPeak(NamedTuple):
+class PassPeak(NamedTuple, Generic[Size]):
     """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
 
-    buffers_bytes: int
-    absent_bytes: int = 0
+    buffers_bytes: Size
+    absent_bytes: Size
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self) -> Size:
         """What it adds to what counts as held."""
         return self.buffers_bytes - self.absent_bytes
 
 
-def fuller_peak(one: PassPeak, other: PassPeak) -> PassPeak:
-    """Return the moment at which more lives; of two alike the first.
-
-    >>> fuller_peak(PassPeak(5, absent_bytes=3), PassPeak(4))
-    PassPeak(buffers_bytes=4, absent_bytes=0)
-    """
-    return one if one.total_bytes >= other.total_bytes else other
-
-
-class PassPeaks(NamedTuple):
+class PassPeaks(NamedTuple, Generic[Size]):
     """The fullest instants of the passes of a virtual stage: forward, first and later backward."""
 
-    forward: PassPeak
-    first_backward: PassPeak
-    backward: PassPeak
+    forward: PassPeak[Size]
+    first_backward: PassPeak[Size]
+    backward: PassPeak[Size]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,10 +127,10 @@ class KeptUnits:
         sent: What it sends in each microbatch.
     """
 
-    whole: PassPeaks
-    ahead: PassPeaks
+    whole: PassPeaks[int]
+    ahead: PassPeaks[int]
     ahead_bytes: int
-    reduction: PassPeak
+    reduction: PassPeak[int]
     sent: SentBytes
 
 
@@ -156,8 +152,8 @@ class VirtualStageMemory:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     late_gradients_bytes: int = 0
-    first_backward: PassPeak | None = None
-    last_backward: PassPeak | None = None
+    first_backward: PassPeak[int] | None = None
+    last_backward: PassPeak[int] | None = None
     reduced_gradients_bytes: int = 0
     after_forward_bytes: int = 0
     after_backward_bytes: int = 0
@@ -202,7 +198,7 @@ def virtual_stage_memory(
     forward, backward = pass_workspace_bytes(blocks, stage, max)
     saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
     return VirtualStageMemory(
-        saved_bytes=saved + kept_output_bytes(shape, stage_messages(blocks, stage)),
+        saved_bytes=saved + int(kept_output_bytes(shape, stage_messages(blocks, stage))),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
         buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.blocks),

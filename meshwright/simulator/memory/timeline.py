@@ -1,6 +1,6 @@
 """The live bytes of a pipeline rank, action by action, and their peak."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,9 +99,12 @@ class _Pass(NamedTuple):
         """
         index, is_forward = action.virtual_stage, action.phase is Phase.FORWARD
         stage, (gathered, late, reduced) = memory.virtual_stages[index], held
-        moment, gathers = PassPeak(stage.forward_workspace_bytes), stage.after_forward_bytes
+        moment, gathers = PassPeak(stage.forward_workspace_bytes, 0), stage.after_forward_bytes
         if not is_forward:
-            moment, gathers = PassPeak(stage.backward_workspace_bytes), stage.after_backward_bytes
+            moment, gathers = (
+                PassPeak(stage.backward_workspace_bytes, 0),
+                stage.after_backward_bytes,
+            )
             if late[index] and stage.first_backward is not None:
                 moment = stage.first_backward
             elif is_last and stage.last_backward is not None:
@@ -118,21 +121,31 @@ class _Pass(NamedTuple):
         return cls(keeps, during, frees, after, _Held(gathered, late, reduced))
 
 
+def _last_backward(actions: Sequence[Action], num_virtual_stages: int) -> set[int]:
+    """Return the positions of the last backward pass of each virtual stage."""
+    last: dict[int, int] = {}
+    for position in reversed(range(len(actions))):
+        phase, index, _ = actions[position]
+        if phase is Phase.BACKWARD:
+            last.setdefault(index, position)
+        if len(last) == num_virtual_stages:
+            break
+    return set(last.values())
+
+
 def _passes(memory: RankMemory, actions: Sequence[Action]) -> Iterator[_Pass]:
     """Yield the passes of a rank that keeps no units between them; those alike are one record."""
     held = _Held.first(memory)
-    backward = (
-        (action.virtual_stage, position)
-        for position, action in enumerate(actions)
-        if action.phase is Phase.BACKWARD
-    )
-    last = set(dict(backward).values())
-    known: dict[tuple[_Held, Phase, int, bool], _Pass] = {}
-    for position, action in enumerate(actions):
-        key = (held, action[0], action[1], position in last)
+    last = _last_backward(actions, len(memory.virtual_stages))
+    # By identity: what is held between passes hashes slowly, and is the same again and again.
+    known: dict[tuple[int, Phase, int, bool], _Pass] = {}
+    alike = {held: held}
+    for position, (phase, index, _) in enumerate(actions):
+        key = (id(held), phase, index, position in last)
         one = known.get(key)
         if one is None:
-            one = known[key] = _Pass.of(memory, held, action, is_last=position in last)
+            one = _Pass.of(memory, held, actions[position], is_last=position in last)
+            one = known[key] = one._replace(held=alike.setdefault(one.held, one.held))
         yield one
         held = one[4]
 
@@ -163,9 +176,9 @@ def _fullest_levels(
     most: dict[int, tuple[int, int, _Pass]] = {}
     for position, one in enumerate(_passes(memory, actions)):
         saved += one[0]
-        number = id(one)
-        if number not in most or saved > most[number][0]:
-            most[number] = saved, position, one
+        found = most.get(id(one))
+        if found is None or saved > found[0]:
+            most[id(one)] = saved, position, one
         saved -= one[2]
     for saved, position, one in sorted(most.values(), key=lambda found: found[1]):
         during = one.during._replace(activations=saved)
@@ -195,12 +208,18 @@ def memory_timeline(
 
 
 def fullest_moments(
-    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
+    memory: RankMemory, actions: Sequence[Action], ran: Callable[[int], RanAction], update_ps: int
 ) -> list[MemoryEvent]:
-    """Return a few events of `memory_timeline` in order, among them the first fullest instant."""
-    levels = _fullest_levels(memory, [action for action, _, _ in passes])
-    ran = ((passes[position], pair) for position, pair in levels)
-    return _events(memory, ran, update_ps)
+    """Return a few events of `memory_timeline` in order, among them the first fullest instant.
+
+    Args:
+        memory: The rank's sizes.
+        actions: What it runs, in order.
+        ran: Returns the action at a position with its times.
+        update_ps: When the optimizer starts.
+    """
+    levels = _fullest_levels(memory, actions)
+    return _events(memory, ((ran(position), pair) for position, pair in levels), update_ps)
 
 
 def _events(

@@ -1,11 +1,31 @@
 """The memory of states that are gathered unit by unit, as fully_shard does."""
 
-from meshwright.simulator.units.bytes import ParameterBytes, PassBytes
-from meshwright.simulator.units.memory import holds_units, unit_rank_memory
+from meshwright.simulator.units.bytes import (
+    ENDINGS,
+    ParameterBytes,
+    PassBytes,
+    Sharding,
+    StageWeights,
+    UnitBytes,
+)
+from meshwright.simulator.units.memory import (
+    RankStates,
+    StageUnits,
+    holds_units,
+    unit_rank_memory,
+)
+from meshwright.simulator.units.passes import StagePass
 
 __all__ = [
+    "ENDINGS",
     "ParameterBytes",
     "PassBytes",
+    "RankStates",
+    "Sharding",
+    "StagePass",
+    "StageUnits",
+    "StageWeights",
+    "UnitBytes",
     "holds_units",
     "unit_rank_memory",
 ]

@@ -1,12 +1,17 @@
-"""Bytes of what FSDP's units hold, and of what passes through blocks of one shape need."""
+"""Bytes of what FSDP's units hold, and of what passes through blocks of one shape need.
 
+Sizes are whole numbers, or columns of them over layouts that are alike in structure.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, Offload, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
+from meshwright.simulator.graph import Size, chosen, several
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import SentBytes, StateBytes, kept_logits_bytes
+from meshwright.simulator.memory import StateBytes, kept_logits_bytes
 from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.replication import (
     EndUnits,
@@ -28,8 +33,54 @@ class ParameterBytes(NamedTuple):
     reduce_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassBytes:
+class Sharding(NamedTuple):
+    """How units are sharded, in which formats, and until when they and their gradients stay.
+
+    Args:
+        num_ranks: Of a set of shards.
+        num_replicas: Ranks with the same shard.
+        reshards: Units are freed after a forward pass.
+        keeps_units: They stay from a backward pass to the next, as in a pipeline.
+        sums: Gradients stay whole, outside a pipeline, and are summed so until the last microbatch.
+        on_host: Shards are, and their gradients once they are reduced.
+        parameter: Bytes of one.
+    """
+
+    num_ranks: Size
+    num_replicas: Size
+    reshards: bool
+    keeps_units: bool
+    sums: bool
+    on_host: bool
+    parameter: ParameterBytes
+
+    @classmethod
+    def of(cls, replication: Replication, parameter: ParameterBytes) -> "Sharding":
+        """Return that of *replication*."""
+        keeps_units, replicas = replication.keeps_units, replication.replica_span
+        return cls(
+            num_ranks=replication.span.num_ranks,
+            num_replicas=replicas.num_ranks if replicas else 1,
+            reshards=replication.reshards,
+            keeps_units=keeps_units,
+            sums=replication.keeps_whole_gradients and not keeps_units,
+            on_host=replication.offload is Offload.PARAMETERS,
+            parameter=parameter,
+        )
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients stay whole until the last microbatch."""
+        return self.keeps_units | self.sums
+
+    def kept_bytes(self, num_parameters: Size) -> Size:
+        """Return what is kept of gradients; those that stay whole are in the wire's format."""
+        whole, (state, reduce_bytes) = self.keeps_whole_gradients, self.parameter
+        shards = chosen(whole, 1, self.num_ranks)
+        return -(-num_parameters // shards) * chosen(whole, reduce_bytes, state.gradient)
+
+
+class PassBytes(NamedTuple):
     """What passes through blocks of one shape keep and need, whatever the units hold.
 
     Args:
@@ -47,17 +98,17 @@ class PassBytes:
             the loss keeps: it does not yet, or no more.
     """
 
-    saved_layer: int
-    saved_embedding: int
-    saved_head: int
-    freed_head: int
-    message: int
-    layer: tuple[int, int]
-    sent_layer: int
-    adding: int
-    head: tuple[int, int]
-    table: int
-    products: tuple[int, int]
+    saved_layer: Size
+    saved_embedding: Size
+    saved_head: Size
+    freed_head: Size
+    message: Size
+    layer: tuple[Size, Size]
+    sent_layer: Size
+    adding: Size
+    head: tuple[Size, Size]
+    table: Size
+    products: tuple[Size, Size]
 
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
@@ -84,12 +135,69 @@ class PassBytes:
             products=(alone - logits, alone + inputs + matrix * shape.element_bytes),
         )
 
-    def messages(self, stage: Stage) -> SentBytes:
-        """Return what *stage* sends in a microbatch."""
-        return SentBytes(
-            output=0 if stage.has_head else self.message,
-            gradient=0 if stage.has_embedding else self.message,
+    def messages(self, stage: Stage) -> tuple[Size, Size]:
+        """Return what *stage* sends in a microbatch, forward and backward."""
+        return 0 if stage.has_head else self.message, 0 if stage.has_embedding else self.message
+
+
+class EndUnit(NamedTuple):
+    """Parameters of a unit beside the layers, and those of the last of its weights."""
+
+    size: Size
+    last: Size
+
+
+class StageWeights(NamedTuple):
+    """Parameters of a stage on one rank; which units there are is structure.
+
+    Args:
+        total: Of the stage.
+        layer: Of one layer.
+        matrix: Of the table, or of the output matrix.
+        positions: Of the embedding beside its table.
+        tp: Ranks that share a table.
+        roots: Units that are gathered before all; they stay.
+        table: The unit of the table, if it is one.
+        head: The unit of the head, if it is one.
+    """
+
+    total: Size
+    layer: Size
+    matrix: Size
+    positions: Size
+    tp: Size
+    roots: tuple[EndUnit, ...]
+    table: tuple[EndUnit, ...]
+    head: tuple[EndUnit, ...]
+
+    @classmethod
+    def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
+        """Return the parameters of *stage*."""
+        ends, matrix = (
+            EndUnits.of(shape, stage, 1),
+            shape.local_vocab_size * shape.model.hidden_size,
         )
+        is_output = stage.has_head and not is_tied(shape, stage)
+        in_root = shape.stack.units is Units.ROOT
+        return cls(
+            total=stage_parameters(shape, stage),
+            layer=shape.parameters[TRANSFORMER_LAYER],
+            matrix=matrix,
+            positions=shape.parameters[EMBEDDING] - matrix,
+            tp=shape.tp,
+            roots=tuple(
+                EndUnit(size, matrix * is_output if in_root else min(size, matrix))
+                for size in ends.root
+            ),
+            table=tuple(_matrix_units(ends.table, matrix)),
+            head=tuple(_matrix_units(ends.head, matrix)),
+        )
+
+
+def _matrix_units(size: int, matrix: int) -> Iterator[EndUnit]:
+    """Yield the unit of so many parameters that ends with a table or an output matrix, if any."""
+    if size:
+        yield EndUnit(size, matrix)
 
 
 class Unit(NamedTuple):
@@ -106,12 +214,29 @@ class Unit(NamedTuple):
             has (`foreach_reduce` of PyTorch 2.13).
     """
 
-    weights: int = 0
-    wire: int = 0
-    share: int = 0
-    replicas: int = 0
-    kept: int = 0
-    last: int = 0
+    weights: Size = 0
+    wire: Size = 0
+    share: Size = 0
+    replicas: Size = 0
+    kept: Size = 0
+    last: Size = 0
+
+    @classmethod
+    def of(cls, unit: EndUnit, sharding: Sharding) -> "Unit":
+        """Return the bytes of a unit of parameters."""
+        (size, last), (state, reduce_bytes) = unit, sharding.parameter
+        is_cast = reduce_bytes != state.sharded_parameter
+        share = -(-size // sharding.num_ranks)
+        # What leaves for the host when it is reduced is not kept.
+        leaves = sharding.on_host and not sharding.keeps_whole_gradients
+        return cls(
+            weights=size * state.gathered_parameter,
+            wire=size * reduce_bytes,
+            share=share * (reduce_bytes + is_cast * state.sharded_parameter),
+            replicas=share * reduce_bytes * is_cast * several(sharding.num_replicas),
+            kept=0 if leaves else sharding.kept_bytes(size),
+            last=last * state.gathered_parameter * several(sharding.num_ranks),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +248,12 @@ class UnitBytes:
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
-        kept_layer: Weights of the last layer, where they stay until its backward.
-        gathers: Whether weights are gathered in buffers before they are copied out. Alone, a rank
-            copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
+        last: Roots and table, as far as they are there: reduced when all layers are.
+        has_head: Whether the head is a unit.
+        keeps_last: Whether the last layer stays until its backward.
+        gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
+            a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
+        is_copied: Whether gradients are summed in another format than a backward pass makes.
         end_gradient: Gradients of a pipeline's embedding as a backward pass makes them, beside the
             first copy of the largest in the format in which they are summed.
         positions: Whole gradient of the position table, which is there before the words'.
@@ -143,110 +271,65 @@ class UnitBytes:
     roots: tuple[Unit, ...]
     table: Unit
     head: Unit
-    kept_layer: int
-    gathers: bool
+    last: tuple[Unit, ...]
+    has_head: bool
+    keeps_last: bool
+    gathers: Size
     is_copied: bool
-    end_gradient: int
-    positions: int
-    head_gradient: int
-    cut_table: int
-    gradients: int
-    surplus: int
-    shard: int
+    end_gradient: Size
+    positions: Size
+    head_gradient: Size
+    cut_table: Size
+    gradients: Size
+    surplus: Size
+    shard: Size
 
     @classmethod
     def of(
-        cls, shape: BlockShape, stage: Stage, replication: Replication, parameter: ParameterBytes
+        cls, shape: BlockShape, stage: Stage, weights: StageWeights, sharding: Sharding
     ) -> "UnitBytes":
-        """Return the bytes of *stage* from those of a parameter."""
-        state, reduce_bytes = parameter
-        total = stage_parameters(shape, stage)
-        matrix = shape.local_vocab_size * shape.model.hidden_size
-        makes_whole = shape.tp > 1 and stage.has_embedding and shape.stack.whole_table_gradient
-        ranks, tied = replication.span.num_ranks, is_tied(shape, stage)
-        stays_whole = replication.keeps_whole_gradients and makes_whole and not tied
-        on_host = replication.offload is Offload.PARAMETERS
-        kept = 0 if on_host and replication.reduces_each_microbatch else state.gradient
-        others = (shape.tp - 1) * matrix if stays_whole else 0  # rows of the other tensor ranks
-        one_table = matrix * shape.element_bytes
+        """Return the bytes of *stage*, of blocks like those of *shape*, from its *weights*."""
+        (state, reduce_bytes), has_head = sharding.parameter, bool(weights.head)
+        roots, tables, heads = (
+            tuple(Unit.of(each, sharding) for each in units)
+            for units in (weights.roots, weights.table, weights.head)
+        )
+        makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
+        stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
+        others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
+        one_table: Size = weights.matrix * shape.element_bytes
+        rest: Size = others * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
-        positions = shape.parameters[EMBEDDING] - matrix
-        positions *= stage.has_embedding * state.gathered_parameter
-        roots, table, head = end_units(shape, stage, replication, parameter, kept)
-        ends = stage.has_embedding or (stage.has_head and not head.weights)
+        positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
+        sharded_bytes = 0 if sharding.on_host else state.sharded_parameter
+        made_later: Size = positions * (shape.stack.units is Units.ROOT)
+        ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
-        made_later = positions if shape.stack.units is Units.ROOT else 0
-        layer = _unit(shape.parameters[TRANSFORMER_LAYER], replication, parameter, kept)
         return cls(
-            layer=layer,
-            kept_layer=layer.weights * keeps_last_layer(shape, stage),
+            layer=Unit.of(EndUnit(weights.layer, 0), sharding),
             roots=roots,
-            table=table,
-            head=head,
-            gathers=ranks > 1,
+            table=tables[0] if tables else Unit(),
+            head=heads[0] if heads else Unit(),
+            last=(*roots, *tables),
+            has_head=has_head,
+            keeps_last=keeps_last_layer(shape, stage),
+            gathers=several(sharding.num_ranks),
             is_copied=is_copied,
-            end_gradient=is_copied * ((matrix * ends + others) * shape.element_bytes - made_later),
+            end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
-            head_gradient=one_table * (stage.has_head and not head.weights),
-            cut_table=one_table * (shape.tp + 1) * makes_whole,
-            gradients=-(-total // replication.shards.gradients) * kept,
-            surplus=others * state.gradient,
-            shard=0 if on_host else -(-total // ranks) * state.sharded_parameter,
+            head_gradient=one_table * (stage.has_head and not has_head),
+            cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
+            gradients=Unit.of(EndUnit(weights.total, 0), sharding).kept,
+            surplus=others * reduce_bytes,  # it stays whole
+            shard=-(-weights.total // sharding.num_ranks) * sharded_bytes,
         )
 
     @property
-    def buffer(self) -> int:
+    def buffer(self) -> Size:
         """In which the weights of a layer are gathered."""
         return self.layer.weights * self.gathers
 
     @property
-    def root(self) -> int:
+    def root(self) -> Size:
         """Gathered weights of the roots."""
         return sum(unit.weights for unit in self.roots)
-
-    @property
-    def last(self) -> tuple[Unit, ...]:
-        """Those that are reduced when all layers are, in that order."""
-        return tuple(unit for unit in (*self.roots, self.table) if unit.weights)
-
-
-def end_units(
-    shape: BlockShape,
-    stage: Stage,
-    replication: Replication,
-    parameter: ParameterBytes,
-    kept_bytes: int,
-) -> tuple[tuple[Unit, ...], Unit, Unit]:
-    """Return a stage's roots, the unit of its table and that of its head."""
-
-    def unit(size: int, last: int) -> Unit:
-        return _unit(size, replication, parameter, kept_bytes, last)
-
-    ends, tied = EndUnits.of(shape, stage, 1), is_tied(shape, stage)
-    matrix = shape.local_vocab_size * shape.model.hidden_size
-    if shape.stack.units is Units.ROOT:
-        roots = tuple(unit(size, matrix * (stage.has_head and not tied)) for size in ends.root)
-    else:
-        roots = tuple(unit(size, min(size, matrix)) for size in ends.root)
-    return roots, unit(ends.table, matrix), unit(ends.head, matrix)
-
-
-def _unit(
-    size: int,
-    replication: Replication,
-    parameter: ParameterBytes,
-    kept_bytes: int,
-    last: int = 0,
-) -> Unit:
-    """Return the bytes of a unit of *size* parameters, the last weight of which has *last*."""
-    (state, reduce_bytes), ranks = parameter, replication.span.num_ranks
-    is_cast = reduce_bytes != state.sharded_parameter
-    share = -(-size // ranks)
-    return Unit(
-        weights=size * state.gathered_parameter,
-        wire=size * reduce_bytes,
-        share=share * (reduce_bytes + is_cast * state.sharded_parameter),
-        replicas=share * reduce_bytes * (is_cast and replication.replica_span is not None),
-        kept=-(-size // replication.shards.gradients) * kept_bytes,
-        last=last * state.gathered_parameter * (ranks > 1 and size > 0),
-    )

@@ -1,31 +1,190 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import Size, largest, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     KeptUnits,
     PassPeak,
     PassPeaks,
     RankMemory,
+    SentBytes,
     VirtualStageMemory,
-    fuller_peak,
     kept_output_bytes,
     message_buffer_bytes,
-    rank_memory,
 )
 from meshwright.simulator.replication import Replication, sum_parameters
-from meshwright.simulator.units.bytes import ParameterBytes, PassBytes, UnitBytes
-from meshwright.simulator.units.passes import StagePass, reduction
-from meshwright.simulator.units.sums import SumBytes, with_sums
+from meshwright.simulator.units.bytes import (
+    ParameterBytes,
+    PassBytes,
+    Sharding,
+    StageWeights,
+    UnitBytes,
+)
+from meshwright.simulator.units.passes import StagePass, fuller, reduction
+from meshwright.simulator.units.sums import SumBytes, SummingPeaks
+
+NO_PEAK: PassPeak[Size] = PassPeak(0, 0)
+NO_PEAKS: PassPeaks[Size] = PassPeaks(NO_PEAK, NO_PEAK, NO_PEAK)
 
 
 def holds_units(shape: BlockShape, replication: Replication) -> bool:
     """Return whether passes hold the units of fully_shard, also on a mesh of one rank."""
     return shape.stack.is_fully_sharded and replication.offload is not Offload.OPTIMIZER
+
+
+class StageUnits(NamedTuple):
+    """Bytes of a virtual stage whose states are units; see `VirtualStageMemory` and `KeptUnits`.
+
+    Args:
+        surplus: Gradients beyond those that `RankStates` counts.
+        buffers: Buffers of a microbatch's messages that live throughout the step.
+        saved: Kept by a pass.
+        late: Gradients that its first backward pass makes.
+        after_forward: Gathered weights that stay.
+        after_backward: The same.
+        reduction: What reducing the gradients needs after the last pass of a pipeline.
+        reduced: Gradients that go when they are reduced after the last microbatch.
+        fetched: Buffers of units that are gathered ahead.
+        sent: Output and gradient of a microbatch.
+        apart: Passes that gather the units themselves.
+        whole: Passes that find all of them.
+        ahead: Passes that find the buffers.
+        last: A backward pass that reduces sums.
+    """
+
+    surplus: Size
+    buffers: Size
+    saved: Size
+    late: Size
+    after_forward: Size
+    after_backward: Size
+    reduction: Size
+    reduced: Size
+    fetched: Size
+    sent: tuple[Size, Size]
+    apart: PassPeaks[Size]
+    whole: PassPeaks[Size] = NO_PEAKS
+    ahead: PassPeaks[Size] = NO_PEAKS
+    last: PassPeak[Size] = NO_PEAK
+
+    @classmethod
+    def of(
+        cls, shape: BlockShape, stage_pass: StagePass, weights: StageWeights, *, is_alone: bool
+    ) -> "StageUnits":
+        """Return the bytes of a virtual stage.
+
+        Args:
+            shape: Of its blocks, or of blocks with the same structure.
+            stage_pass: Its sizes.
+            weights: Those of its weights.
+            is_alone: Whether its rank has no other.
+        """
+        passes, stage, sharding, units = stage_pass
+        ends: Size = passes.saved_embedding * stage.has_embedding
+        ends = ends + passes.saved_head * stage.has_head
+        sent, gathered = passes.messages(stage), stage_pass.gathered_bytes
+        stays = units.root + units.head.weights + units.layer.weights * units.keeps_last
+        found = cls(
+            surplus=units.surplus,
+            buffers=message_buffer_bytes(shape, sent),
+            saved=stage.num_layers * passes.saved_layer + ends + kept_output_bytes(shape, sent),
+            late=stage_pass.late_bytes,
+            after_forward=stays if sharding.reshards else gathered,
+            after_backward=gathered if sharding.keeps_units else 0,
+            reduction=0,
+            reduced=0,
+            fetched=0,
+            sent=sent,
+            apart=stage_pass.moments(whole=False),
+        )
+        if sharding.keeps_units:
+            return found.kept(stage_pass, is_alone=is_alone)
+        return found.summed(shape, stage_pass, weights) if sharding.sums else found
+
+    def kept(self, stage_pass: StagePass, *, is_alone: bool) -> "StageUnits":
+        """Return the bytes where a pipeline's runtime keeps units between passes."""
+        units, is_sharded = stage_pass.units, several(stage_pass.sharding.num_ranks)
+        whole = stage_pass.moments(whole=True)
+        # Before a pass saves or makes anything, units are copied out of their buffers, one by one:
+        # the buffers of all, and the weights of the largest.
+        copied = largest(unit.weights for unit in (*units.last, units.layer, units.head))
+        fetch: Size = stage_pass.gathered_bytes + copied * is_sharded
+        moments: PassPeaks[Size] = PassPeaks(
+            PassPeak(fetch - self.saved, 0), PassPeak(fetch, self.late), PassPeak(fetch, 0)
+        )
+        buffers, reduced = reduction(stage_pass, is_alone=is_alone)
+        return self._replace(
+            reduction=buffers,
+            reduced=reduced,
+            fetched=stage_pass.gathered_bytes * is_sharded,
+            whole=whole,
+            ahead=PassPeaks(*map(fuller, whole, moments)),
+        )
+
+    def summed(
+        self, shape: BlockShape, stage_pass: StagePass, weights: StageWeights
+    ) -> "StageUnits":
+        """Return the bytes of a whole model with passes that keep and reduce sums."""
+        sums = SumBytes.of(shape, stage_pass, weights)
+        first, later, last = SummingPeaks.of(stage_pass, sums)
+        return self._replace(
+            reduced=self.late - sums.shard,
+            apart=PassPeaks(self.apart.forward, first, PassPeak(later.total_bytes, 0)),
+            last=last,
+        )
+
+    def virtual_stage(self, *, keeps_units: bool, sums: bool) -> VirtualStageMemory:
+        """Return whole numbers as what a rank's passes are followed with."""
+        forward, first, later = _whole(self.apart)
+        return VirtualStageMemory(
+            saved_bytes=int(self.saved),
+            forward_workspace_bytes=forward.total_bytes,
+            backward_workspace_bytes=later.total_bytes,
+            late_gradients_bytes=int(self.late),
+            first_backward=first,
+            last_backward=_whole((self.last,))[0] if sums else None,
+            reduced_gradients_bytes=int(self.reduced) if sums else 0,
+            after_forward_bytes=int(self.after_forward),
+            after_backward_bytes=int(self.after_backward),
+            kept_units=KeptUnits(
+                whole=PassPeaks(*_whole(self.whole)),
+                ahead=PassPeaks(*_whole(self.ahead)),
+                ahead_bytes=int(self.fetched),
+                reduction=PassPeak(int(self.reduction), int(self.reduced)),
+                sent=SentBytes(*map(int, self.sent)),
+            )
+            if keeps_units
+            else None,
+        )
+
+
+def _whole(peaks: Iterable[PassPeak[Size]]) -> list[PassPeak[int]]:
+    return [PassPeak(*map(int, peak)) for peak in peaks]
+
+
+class RankStates(NamedTuple):
+    """Bytes of a rank's states, and of what the optimizer needs for a moment."""
+
+    parameters: Size
+    gradients: Size
+    optimizer: Size
+    update_temporary: Size
+
+    @classmethod
+    def of(cls, num_parameters: Size, sharding: Sharding) -> "RankStates":
+        """Return those of so many parameters; shards are filled up to one size."""
+        state, share = sharding.parameter.state, -(-num_parameters // sharding.num_ranks)
+        return cls(
+            parameters=share * state.sharded_parameter,
+            gradients=sharding.kept_bytes(num_parameters),
+            optimizer=share * state.optimizer,
+            update_temporary=share * state.update_temporary,
+        )
 
 
 def unit_rank_memory(
@@ -44,78 +203,23 @@ def unit_rank_memory(
         replication: How its states are sharded.
         parameter: Bytes of a parameter.
     """
-    state, reduce_bytes = parameter
-    num_parameters = sum_parameters(shape, stages)
-    sums = replication.keeps_whole_gradients and not replication.keeps_units
-    # What stays whole is summed in the format of the wire.
-    kept = replace(state, gradient=reduce_bytes) if replication.keeps_whole_gradients else state
-    units = {
-        stage: UnitBytes.of(shape, stage, replication, ParameterBytes(kept, reduce_bytes))
-        for stage in dict.fromkeys(stages)
-    }
-    virtual_stages = {}
-    for stage, sizes_of_units in units.items():
-        stage_pass = StagePass(passes, stage, replication, sizes_of_units)
-        virtual_stage = _virtual_stage_memory(shape, stage_pass, is_alone=len(stages) == 1)
-        if sums:
-            virtual_stage = with_sums(
-                virtual_stage, stage_pass, SumBytes.of(shape, stage_pass, parameter)
-            )
-        virtual_stages[stage] = virtual_stage
-    of_stages = tuple(virtual_stages[stage] for stage in stages)
-    memory = rank_memory(num_parameters, kept, of_stages, shards=replication.shards)
-    shards = -(-num_parameters // replication.shards.parameters)
-    return replace(
-        memory,
-        parameters_bytes=shards * state.sharded_parameter,
-        gradients_bytes=memory.gradients_bytes + sum(units[stage].surplus for stage in stages),
-        message_buffers_bytes=sum(
-            message_buffer_bytes(shape, passes.messages(stage)) for stage in stages
-        ),
-    )
-
-
-def _virtual_stage_memory(
-    shape: BlockShape, stage_pass: StagePass, *, is_alone: bool
-) -> VirtualStageMemory:
-    passes, stage, replication, units = stage_pass
-    saved = stage.num_layers * passes.saved_layer
-    saved += stage.has_embedding * passes.saved_embedding + stage.has_head * passes.saved_head
-    saved += kept_output_bytes(shape, passes.messages(stage))
-    apart = stage_pass.moments(whole=False)
-    return VirtualStageMemory(
-        saved_bytes=saved,
-        forward_workspace_bytes=apart.forward.total_bytes,
-        backward_workspace_bytes=apart.backward.total_bytes,
-        late_gradients_bytes=stage_pass.late_bytes,
-        first_backward=apart.first_backward,
-        after_forward_bytes=units.root + units.head.weights + units.kept_layer
-        if replication.reshards
-        else stage_pass.gathered_bytes,
-        after_backward_bytes=stage_pass.gathered_bytes if replication.keeps_units else 0,
-        kept_units=_kept_units(stage_pass, saved, is_alone=is_alone)
-        if replication.keeps_units
-        else None,
-    )
-
-
-def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> KeptUnits:
-    """Return what a pipeline's runtime keeps of a virtual stage between its passes."""
-    passes, stage, replication, units = stage_pass
-    is_sharded = replication.span.num_ranks > 1
-    whole = stage_pass.moments(whole=True)
-    # Before a pass saves or makes anything, units are copied out of their buffers, one by one: the
-    # buffers of all, and the weights of the largest.
-    each = (*units.last, units.layer, units.head)
-    largest = max(unit.weights for unit in each)
-    fetch = stage_pass.gathered_bytes + (largest if is_sharded else 0)
-    copied = PassPeaks(
-        PassPeak(fetch - saved_bytes), PassPeak(fetch, stage_pass.late_bytes), PassPeak(fetch)
-    )
-    return KeptUnits(
-        whole=whole,
-        ahead=PassPeaks(*map(fuller_peak, whole, copied)),
-        ahead_bytes=stage_pass.gathered_bytes if is_sharded else 0,
-        reduction=reduction(stage_pass, is_alone=is_alone),
-        sent=passes.messages(stage),
+    sharding = Sharding.of(replication, parameter)
+    known, virtual_stages = {}, {}
+    for stage in dict.fromkeys(stages):
+        weights = StageWeights.of(shape, stage)
+        units = UnitBytes.of(shape, stage, weights, sharding)
+        stage_pass = StagePass(passes, stage, sharding, units)
+        found = StageUnits.of(shape, stage_pass, weights, is_alone=len(stages) == 1)
+        known[stage] = found
+        virtual_stages[stage] = found.virtual_stage(
+            keeps_units=sharding.keeps_units, sums=sharding.sums
+        )
+    states = RankStates.of(sum_parameters(shape, stages), sharding)
+    return RankMemory(
+        parameters_bytes=int(states.parameters),
+        gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
+        optimizer_states_bytes=int(states.optimizer),
+        update_temporary_bytes=int(states.update_temporary),
+        virtual_stages=tuple(virtual_stages[stage] for stage in stages),
+        message_buffers_bytes=int(sum(known[stage].buffers for stage in stages)),
     )

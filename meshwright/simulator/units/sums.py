@@ -5,15 +5,16 @@ Their sums have the format of the wire (`FSDPParam` of PyTorch 2.13,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, Units
+from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.memory import PassPeak, VirtualStageMemory
+from meshwright.simulator.graph import Size, larger, largest
+from meshwright.simulator.memory import PassPeak
 from meshwright.simulator.replication import is_tied
-from meshwright.simulator.units.bytes import ParameterBytes, UnitBytes
-from meshwright.simulator.units.passes import StagePass
+from meshwright.simulator.units.bytes import StageWeights
+from meshwright.simulator.units.passes import StagePass, extreme_layers, fullest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,29 +36,25 @@ class SumBytes:
 
     apart: bool
     scale: int
-    layer_shard: int
-    head_shard: int
-    shard: int
-    copying: int
+    layer_shard: Size
+    head_shard: Size
+    shard: Size
+    copying: Size
     positions: int
-    waits: int
+    waits: Size
 
     @classmethod
-    def of(cls, shape: BlockShape, stage_pass: StagePass, parameter: ParameterBytes) -> "SumBytes":
-        """Return the bytes of *stage_pass* from those of a parameter."""
-        (state, wire_bytes), (_, stage, replication, units), model = (
-            parameter,
-            stage_pass,
-            shape.model,
-        )
+    def of(cls, shape: BlockShape, stage_pass: StagePass, weights: StageWeights) -> "SumBytes":
+        """Return the bytes of *stage_pass*, whose stage has *weights*."""
+        (_, stage, sharding, units), model = stage_pass, shape.model
+        state, wire_bytes = sharding.parameter
         made_bytes, tied = state.gathered_parameter, is_tied(shape, stage)
         positions = model.max_positions * model.hidden_size if model.positions == "learned" else 0
-        ranks, kept_bytes = replication.span.num_ranks, state.gradient
-        on_device = replication.offload is not Offload.PARAMETERS
         apart = made_bytes != wire_bytes
+        kept_bytes = 0 if sharding.on_host else state.gradient
 
-        def shard(wire: int) -> int:
-            return -(-wire // wire_bytes // ranks) * kept_bytes * on_device
+        def shard(wire: Size) -> Size:
+            return -(-wire // wire_bytes // sharding.num_ranks) * kept_bytes
 
         return cls(
             apart=apart,
@@ -65,44 +62,42 @@ class SumBytes:
             layer_shard=shard(units.layer.wire),
             head_shard=shard(units.head.wire),
             shard=shard(units.gradients),
-            copying=_copying(shape, units, wire_bytes, made_bytes),
+            copying=_copying(shape, stage_pass, weights.matrix),
             positions=positions * made_bytes,
             waits=units.head_gradient * (apart or tied),
         )
 
 
-def _copying(shape: BlockShape, units: UnitBytes, wire_bytes: int, made_bytes: int) -> int:
+def _copying(shape: BlockShape, stage_pass: StagePass, matrix: Size) -> Size:
     """Return the last units' gradients and their first copies, at most."""
+    units, (state, wire_bytes) = stage_pass.units, stage_pass.sharding.parameter
+    made_bytes = state.gathered_parameter
     surplus = units.surplus // wire_bytes
     sizes = [unit.weights // made_bytes for unit in units.last]
     if shape.stack.units is not Units.ROOT:
-        sizes[-1] += surplus
-        return max(
+        sizes[-1] = sizes[-1] + surplus
+        return largest(
             sum(sizes[index:]) * made_bytes + sum(sizes[: index + 1]) * wire_bytes
             for index in range(len(sizes))
         )
     # Of one unit, the table is copied first, and last the matrix of the head if it is another.
-    root, matrix = sizes[0] + surplus, shape.local_vocab_size * shape.model.hidden_size
-    last = units.last[0].last // made_bytes
+    root, last = sizes[0] + surplus, units.last[0].last // made_bytes
     first_copied = root * made_bytes + (matrix + surplus) * wire_bytes
-    return max(first_copied, last * made_bytes + root * wire_bytes)
+    return larger(first_copied, last * made_bytes + root * wire_bytes)
 
 
-def with_sums(
-    virtual_stage: VirtualStageMemory, stage_pass: StagePass, sums: SumBytes
-) -> VirtualStageMemory:
-    """Return *virtual_stage*, a whole model, with backward passes that keep and reduce *sums*."""
-    first, later, last = (
-        _SummingPass(stage_pass, sums, is_first, is_last).fullest_moment()
-        for is_first, is_last in ((True, False), (False, False), (False, True))
-    )
-    return replace(
-        virtual_stage,
-        first_backward=first,
-        backward_workspace_bytes=later.total_bytes,
-        last_backward=last,
-        reduced_gradients_bytes=stage_pass.late_bytes - sums.shard,
-    )
+class SummingPeaks(NamedTuple):
+    """The fullest instants of passes that keep sums, and what the last one reduces them by."""
+
+    first: PassPeak[Size]
+    later: PassPeak[Size]
+    last: PassPeak[Size]
+
+    @classmethod
+    def of(cls, stage_pass: StagePass, sums: SumBytes) -> "SummingPeaks":
+        """Return those of a whole model."""
+        kinds = ((True, False), (False, False), (False, True))
+        return cls(*(_SummingPass(stage_pass, sums, *kind).fullest_moment() for kind in kinds))
 
 
 class _SummingPass(NamedTuple):
@@ -118,12 +113,11 @@ class _SummingPass(NamedTuple):
         """Whether it adds each gradient to a sum at once."""
         return not (self.is_first or self.sums.apart)
 
-    def fullest_moment(self) -> PassPeak:
+    def fullest_moment(self) -> PassPeak[Size]:
         """Return its fullest moment, beside all that the forward pass kept."""
-        moments = (*self._head_moments(), *self._layer_moments(), *self._root_moments())
-        return max(moments, key=lambda moment: moment.total_bytes)
+        return fullest((*self._head_moments(), *self._layer_moments(), *self._root_moments()))
 
-    def _absent(self, done: int) -> int:
+    def _absent(self, done: int) -> Size:
         """Return the sums that are not there, or no more, when head and *done* layers have run."""
         units, sums = self.stage_pass.units, self.sums
         if self.is_first:
@@ -131,22 +125,21 @@ class _SummingPass(NamedTuple):
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
-        head = units.head.wire - sums.head_shard if units.head.weights else 0
-        return head + done * (units.layer.wire - sums.layer_shard)
+        return units.head.wire - sums.head_shard + done * (units.layer.wire - sums.layer_shard)
 
     @property
-    def _late(self) -> int:
+    def _late(self) -> Size:
         """Sums that are not there when the pass begins."""
         return self.stage_pass.late_bytes if self.is_first else 0
 
-    def _head_moments(self) -> Iterator[PassPeak]:
+    def _head_moments(self) -> Iterator[PassPeak[Size]]:
         passes, _, _, units = self.stage_pass
         head, stay = units.head, self.stage_pass.stays(whole=False)
         yield PassPeak(0, self._late)
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
-        here = units.root + (stay or units.buffer)
+        here = units.root + self.stage_pass.stays(whole=False, otherwise=units.buffer)
         yield PassPeak(here + head.weights + passes.products[1], self._late)
-        here += passes.message - self.stage_pass.freed_head
+        here = here + passes.message - self.stage_pass.freed_head
         if self.is_last:
             last = head.last * self.sums.scale
             yield PassPeak(here + head.wire, 0)
@@ -154,20 +147,22 @@ class _SummingPass(NamedTuple):
         elif self.is_first and self.sums.apart:
             yield PassPeak(here + head.weights, self._absent(0))
 
-    def _layer_moments(self) -> Iterator[PassPeak]:
-        passes, stage, replication, units = self.stage_pass
+    def _layer_moments(self) -> Iterator[PassPeak[Size]]:
+        passes, stage, sharding, units = self.stage_pass
         work = passes.adding if self.adds else passes.layer[1]
         others = units.root + (self.sums.waits if self.adds else units.head_gradient)
-        others += (not replication.reshards) * units.table.weights - self.stage_pass.freed_head
-        for done in range(stage.num_layers):
-            wire = (units.layer.wire if done else units.head.wire) * self.is_last
-            here = work + self.stage_pass.gathered_layers(done, whole=False)
-            if replication.reshards and (done or not units.kept_layer):
+        table = 0 if sharding.reshards else units.table.weights
+        others = others + table - self.stage_pass.freed_head
+        for done in extreme_layers(stage.num_layers):
+            here: Size = work + self.stage_pass.gathered_layers(done, whole=False)
+            if sharding.reshards and (done or not units.keeps_last):
                 # Before the layer runs: its gathered buffer, and the weights copied out of it.
-                here = max(here, passes.message + units.layer.weights + units.buffer)
-            yield PassPeak(others + wire + here - done * passes.saved_layer, self._absent(done))
+                here = larger(here, passes.message + units.layer.weights + units.buffer)
+            left = units.layer.wire if done else units.head.wire
+            here = here + (left if self.is_last else 0)
+            yield PassPeak(others + here - done * passes.saved_layer, self._absent(done))
 
-    def _root_moments(self) -> Iterator[PassPeak]:
+    def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.
 
         A reduction holds all sums and the buffer of the wire; then that and its share, while the
@@ -175,16 +170,16 @@ class _SummingPass(NamedTuple):
         """
         passes, stage, _, units = self.stage_pass
         sums, absent = self.sums, self._absent(stage.num_layers)
-        freed = stage.num_layers * passes.saved_layer + self.stage_pass.freed_head
-        made = sums.waits if self.adds else units.head_gradient + sums.positions
+        freed: Size = stage.num_layers * passes.saved_layer + self.stage_pass.freed_head
+        made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
         wire = units.layer.wire if self.is_last else 0
-        weights = units.root + units.table.weights
+        weights: Size = units.root + units.table.weights
         yield PassPeak(passes.table + made + wire + weights - freed, absent)
         for unit in units.last if self.is_last else ():
-            weights -= unit.weights
+            weights = weights - unit.weights
             here = weights + unit.wire - freed
             yield PassPeak(here, absent)
-            absent += unit.wire + (units.surplus if unit is units.last[-1] else 0)
+            absent = absent + unit.wire + (units.surplus if unit is units.last[-1] else 0)
             yield PassPeak(here + unit.last * sums.scale + unit.share, absent)
         if self.is_first and sums.apart:
             yield PassPeak(sums.copying - freed, absent)
