@@ -24,6 +24,8 @@ from meshwright.simulator.graph.operators import (
     Traffic,
     Transfer,
     Work,
+    product_gradients,
+    product_work,
 )
 from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
@@ -106,6 +108,8 @@ __all__ = [
     "place",
     "pointwise",
     "product",
+    "product_gradients",
+    "product_work",
     "residual",
     "rotary",
     "rounded_up",

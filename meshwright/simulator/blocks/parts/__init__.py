@@ -1,0 +1,5 @@
+"""Parts of a transformer's layer in the place of the usual ones: a file a part."""
+
+from meshwright.simulator.blocks.parts.experts import routed
+
+__all__ = ["routed"]
