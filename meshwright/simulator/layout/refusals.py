@@ -8,14 +8,15 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import Precision, StackProfile, Strategy
+from meshwright.hwprofiles import Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.parts import parts_refusal
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -53,11 +54,21 @@ class Gap(NamedTuple):
         )
 
 
-def stack_gaps(stack: StackProfile, precision: Precision) -> Iterator[Gap]:
-    """Yield what *stack* does not offer of all that plans may have, in the order it is said."""
+def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield what *stack* does not offer *job* of all that plans may have, as it is said."""
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
+    yield from _trait_gaps(stack)
+    yield from _zero_gaps(stack)
+    if stack.casts_shards_alone and job.precision is not Precision.FP32:
+        yield from _precision_gaps(job.precision)
+    if isinstance(job.model, ModelSpec) and job.model.experts is not None:
+        yield from _expert_gaps(stack, job.model.experts)
+
+
+def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
+    """Yield the values of fields that a trait of *stack* leaves out."""
     traits = [
         (field, getattr(stack, field.declaration.offered_by))
         for field in PLAN_FIELDS.values()
@@ -75,9 +86,32 @@ def stack_gaps(stack: StackProfile, precision: Precision) -> Iterator[Gap]:
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
             is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
             yield Gap(field.name, field.name, (is_on, *effect), (False,))
-    yield from _zero_gaps(stack)
-    if stack.casts_shards_alone and precision is not Precision.FP32:
-        yield from _precision_gaps(precision)
+
+
+def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
+    """Yield the plans with routed experts that no stack runs, or not this one.
+
+    Megatron-Core refuses experts and tensor parallelism without sequence parallelism (MoELayer of
+    core 0.16).  fully_shard cuts no expert: shards that do not divide them would be filled up.
+    """
+    if stack.is_fully_sharded:
+        num = experts.num_experts
+        cuts = Condition(Axis.DP, lambda dp, total: total % dp != 0, num)
+        whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
+        reason = f"dp that does not divide the {num} experts"
+        yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+    split = Condition(Axis.TP, gt, 1)
+    if not stack.fused_qkv:
+        yield Gap(Axis.TP, "tp > 1 with experts", (split,), (1,))
+    whole = Condition("sequence_parallel", eq, 0)
+    reason = "experts and tp > 1 without sequence_parallel"
+    yield Gap("sequence_parallel", reason, (split, whole), (True,))
+    modes = PLAN_FIELDS["recompute"]
+    by_operator = Condition("recompute", eq, modes.code(Recompute.SELECTIVE_OP))
+    allowed = tuple(each for each in stack.recompute_modes if each != Recompute.SELECTIVE_OP)
+    yield Gap(
+        "recompute", f"recompute={Recompute.SELECTIVE_OP} with experts", (by_operator,), allowed
+    )
 
 
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:
@@ -150,7 +184,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     refusal = _job_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
-    for gap in stack_gaps(stack, job.precision):
+    for gap in stack_gaps(stack, job):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
             return _not_offered(gap.field, value, gap.allowed, plan, stack)
@@ -173,6 +207,8 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             refusal = model_refusal(field, getattr(plan, field.name), job.model)
             if refusal is not None and known_values(field, job.model):
                 return refusal
+    elif (refusal := parts_refusal(job, job.model, stack)) is not None:
+        return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None

@@ -16,6 +16,7 @@ from meshwright.simulator.model.kinds import (
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
+    EXPERT_WEIGHT_DIMS,
     count_active_parameters,
     count_parameters,
     layer_flops,
@@ -34,6 +35,7 @@ from meshwright.simulator.model.spec import ModelSpec, parse_model
 __all__ = [
     "EMBEDDING",
     "EXPERT_LAYER",
+    "EXPERT_WEIGHT_DIMS",
     "HEAD",
     "LAYERS",
     "TRANSFORMER_LAYER",

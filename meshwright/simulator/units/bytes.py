@@ -7,7 +7,7 @@ from meshwright.hwprofiles import LossKernel, Offload, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import SentBytes, StateBytes, kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
 from meshwright.simulator.replication import (
     EndUnits,
     Replication,
@@ -19,6 +19,12 @@ from meshwright.simulator.replication import (
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
+
+
+def layer_kind(shape: BlockShape) -> BlockKind:
+    """Return the kind of a model's layers, which is one where they are units."""
+    (kind,) = {run.kind for run in shape.trained.layer_runs}
+    return kind
 
 
 class ParameterBytes(NamedTuple):
@@ -62,7 +68,8 @@ class PassBytes:
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
         """Return the bytes of *shape*."""
-        adding, kept, sent = (table.memory(shape, TRANSFORMER_LAYER, each) for each in ENDINGS)
+        kind = layer_kind(shape)
+        adding, kept, sent = (table.memory(shape, kind, each) for each in ENDINGS)
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
@@ -176,7 +183,7 @@ class UnitBytes:
         ends = stage.has_embedding or (stage.has_head and not head.weights)
         is_copied = reduce_bytes != state.gathered_parameter
         made_later = positions if shape.stack.units is Units.ROOT else 0
-        layer = _unit(shape.parameters[TRANSFORMER_LAYER], replication, parameter, kept)
+        layer = _unit(shape.parameters[layer_kind(shape)], replication, parameter, kept)
         return cls(
             layer=layer,
             kept_layer=layer.weights * keeps_last_layer(shape, stage),

@@ -6,7 +6,8 @@ from typing import TypeAlias
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
 from meshwright.simulator.blocks.parts.pytorch_experts import torchtitan, transformers
 from meshwright.simulator.blocks.parts.routing import RoutedDims
-from meshwright.simulator.graph import Block, Placement, Tensor
+from meshwright.simulator.graph import Block, Placement, Tensor, place
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts
 
 Shared: TypeAlias = Callable[[Block, Tensor], Tensor]
@@ -28,8 +29,8 @@ def routed(
     with block.module(x):
         if block.lowering.fuses_places:
             return megatron(block, x, experts, dims, shared)
-        assert not block.placed(outside), "only Megatron's experts are split over tensor ranks"
+        whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
+        x = place(block, x, whole)
         if block.lowering.spells_out:
-            assert shared is None, "shared experts of transformers are not written"
-            return transformers(block, x, dims)
-        return torchtitan(block, x, dims, shared)
+            return place(block, transformers(block, x, dims), outside)
+        return torchtitan(block, x, dims, outside, shared)

@@ -19,6 +19,7 @@ from meshwright.simulator.blocks.parts.routing import (
     taken,
 )
 from meshwright.simulator.graph import (
+    PARTIAL,
     Block,
     Dim,
     Gradient,
@@ -97,7 +98,7 @@ def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tens
     traffic = block.traffic(inner, out)
     gradients = [
         Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at),
-        Gradient(weights, (inner, weights), at=block.placed(weights.at)),
+        Gradient(weights, (inner, weights), at=block.placed({Axis.TP: PARTIAL})),
     ]
     inner = block.add([inner, weights], [out], gradients, traffic)
     made = grouped(block, inner, hidden, dims, split=dims.inner)
@@ -165,7 +166,7 @@ def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims) -> Tenso
     traffic = block.traffic(opened, made)
     gradients = [
         Gradient(opened, (opened, weights), (traffic, traffic)),
-        Gradient(weights, (opened, weights), at=block.placed({})),
+        Gradient(weights, (opened, weights), at=block.placed({Axis.TP: PARTIAL})),
     ]
     made = block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
     return _linear(block, made, hidden, split=dims.inner)

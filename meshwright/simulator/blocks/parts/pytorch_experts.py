@@ -22,10 +22,12 @@ from meshwright.simulator.graph import (
     Dim,
     Gradient,
     Kind,
+    Placement,
     Reads,
     Tensor,
     activation,
     cast,
+    place,
     pointwise,
     product_gradients,
     product_work,
@@ -37,7 +39,9 @@ ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of
 Shared = Callable[[Block, Tensor], Tensor]
 
 
-def torchtitan(block: Block, x: Tensor, dims: RoutedDims, shared: Shared | None) -> Tensor:
+def torchtitan(
+    block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
     """Return what `MoE` makes of tokens (torchtitan/models/moe/moe.py of 0.2.2).
 
     Rows are copied once more, behind each other in whole lines of the grouped product; scores weigh
@@ -73,7 +77,7 @@ def torchtitan(block: Block, x: Tensor, dims: RoutedDims, shared: Shared | None)
     unsorted = moved(block, cut, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
     result = _weighted(block, shares, unsorted, dims)
     block.hold(rows, back, unsorted, *names)
-    result = view(block, result, *x.dims, renamed=(dims.tokens, x.dims[0]))
+    result = place(block, view(block, result, *x.dims), outside)
     return result if out is None else _sum(block, out, result)
 
 
@@ -111,7 +115,7 @@ def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
     total = block.add([by_token], [total], [Gradient(by_token)], block.traffic(by_token, total))
     result = cast(block, total, "experts out", block.width)
     block.hold(logits, shares, wide, *names)
-    return view(block, result, *x.dims, renamed=(dims.tokens, x.dims[0]))
+    return view(block, result, *x.dims)
 
 
 def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> Tensor:

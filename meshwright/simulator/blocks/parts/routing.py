@@ -19,6 +19,7 @@ from meshwright.simulator.graph import (
     Size,
     Tensor,
     cast,
+    gradient_place,
     pointwise,
     product,
     take,
@@ -143,7 +144,7 @@ def moved(
     """
     out = x.like(name, dims=dims, at=x.at if at is None else at)
     traffic = block.traffic(x, out)
-    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=x.at)
+    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=gradient_place(x.at))
     return block.add([x], [out, *known.made], [gradient], traffic)
 
 
