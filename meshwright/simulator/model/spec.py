@@ -146,12 +146,7 @@ class ModelSpec(Model):
         hidden_size = data.get("hidden_size")
         if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
             derived["ffn_hidden_size"] = 4 * hidden_size
-        match data.get("experts"):  # of layers that all have experts none has an MLP
-            case {"hidden_size": int(width), **others} if not {*others} & {
-                "first_dense_layers",
-                "layer_step",
-            }:
-                derived["ffn_hidden_size"] = width
+        derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
         known = {key: value for key, value in derived.items() if value is not None}
         return {**known, **data}
 
@@ -191,6 +186,15 @@ class ModelSpec(Model):
                 raise ValueError(
                     f"{name}={getattr(self, name)} does not go with {part}; allowed: {value}"
                 )
+
+
+def _only_width(data: Mapping[object, object]) -> object:
+    """Return the width of experts where no layer has an MLP, which has none to tell then."""
+    given = data.get("experts")
+    experts = given.model_dump(exclude_defaults=True) if isinstance(given, Experts) else given
+    if not isinstance(experts, Mapping) or {"first_dense_layers", "layer_step"} & {*experts}:
+        return None
+    return experts.get("hidden_size")
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:

@@ -16,9 +16,11 @@ from meshwright.simulator.blocks.parts.routing import (
     normalised,
     numbers,
     score,
+    starts,
     taken,
 )
 from meshwright.simulator.graph import (
+    NUMBER_BYTES,
     PARTIAL,
     Block,
     Dim,
@@ -111,16 +113,17 @@ def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tens
 def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
     """Return what experts make of tokens one after the other, each in products of its own.
 
-    Not counted is what the dispatcher remembers of its last pass: all shares, the mask of those
-    that are not 0, and the rows of each expert (megatron/core/transformer/moe/experts.py,
-    SequentialMLP).
+    The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
+    expert; that it remembers them until its next pass is not counted (SequentialMLP of
+    megatron/core/transformer/moe/experts.py).
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
-    mask, by_expert = shares.like("mask", width=1), shares.like("shares by expert")
-    block.add([shares], [by_expert, mask], [Gradient(shares, hands_on=True)])
-    weights = moved(
-        block, by_expert, "weights of rows", (dims.rows,), Numbers((by_expert, mask)), at
-    )
+    mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
+    counts, by_expert = starts(flat, dims, NUMBER_BYTES), shares.like("shares by expert")
+    made = [by_expert, mask, turned, counts]
+    block.add([shares], made, [Gradient(shares, hands_on=True)])
+    known = Numbers((by_expert, turned))
+    weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
     order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
     given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
     whole: Placement = {axis: dim for axis, dim in at.items() if dim is not dims.rows}
@@ -138,7 +141,7 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     made = place(block, made, at)
     block.hold(given, weights, rows)
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
-    block.hold(made)
+    block.hold(made, shares, mask, counts)
     return out
 
 

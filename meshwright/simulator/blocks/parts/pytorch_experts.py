@@ -100,14 +100,7 @@ def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
     inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
     inner = activation(block, inner, parts=(dims.gate, dims.up), last=dims.inner)
     made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
-    wide = made.like("weighted rows", width=STATISTIC_BYTES)
-    traffic = block.traffic(made, wide)
-    gradients = [
-        Gradient(made, (weights, made), (traffic, traffic)),
-        Gradient(weights, (weights, made), at=weights.at),
-    ]
-    twice = (wide.like("gradient of rows"), wide.like("gradient of weights"))
-    wide = block.add([made, weights], [wide], gradients, traffic, scratch=((), twice))
+    wide = _rows_weighted(block, made, weights)
     inverse = numbers(rows, "inverse order")
     wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(made=(inverse,)))
     by_token = view(block, wide, dims.tokens, dims.chosen, hidden)
@@ -116,6 +109,20 @@ def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
     result = cast(block, total, "experts out", block.width)
     block.hold(logits, shares, wide, *names)
     return view(block, result, *x.dims)
+
+
+def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return *rows* times a weight each, in fp32; a weight's gradient is a sum over its row."""
+    spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
+    block.add([weights], [spread], [Gradient(weights)])
+    wide = rows.like("weighted rows", width=STATISTIC_BYTES)
+    traffic = block.traffic(rows, wide)
+    gradients = [
+        Gradient(rows, (weights, rows), (traffic, traffic)),
+        Gradient(spread, (weights, rows)),
+    ]
+    scratch = ((), (wide.like("gradient in fp32"),))
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=scratch)
 
 
 def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> Tensor:
