@@ -16,6 +16,7 @@ from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
+from torchtitan.models.deepseek_v3.model import model as deepseek
 from torchtitan.models.llama3.model import model as llama
 from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE, MoEArgs
@@ -27,7 +28,7 @@ from witnesses.boundary import modules_converted, values_answered
 from meshwright.hwprofiles import Attention, Kernels, Precision, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, Ending, walk
-from meshwright.simulator.model import EXPERT_LAYER, Experts, ModelSpec
+from meshwright.simulator.model import EXPERT_LAYER, Experts, LatentAttention, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.megatron import default_dtype
 
@@ -61,6 +62,16 @@ SHARED = Experts(
     hidden_size=384,
     shared_hidden_size=384,
     scores="sigmoid",
+)
+SHARING = SPEC.model_copy(update={"experts": SHARED})
+# Heads of one width: attention of a CPU knows no other.
+LATENT = SHARING.model_copy(
+    update={
+        "num_kv_heads": 8,
+        "latent": LatentAttention(
+            query_rank=96, kv_rank=64, plain_head_dim=24, rotary_head_dim=8, value_head_dim=32
+        ),
+    }
 )
 ROWS = NUM_SEQUENCES * TOKENS * 2
 Run = Callable[[Tensor], Tensor]
@@ -113,12 +124,9 @@ def test_an_expert_layer_of_transformers_is_byte_exact() -> None:
     assert derived(SPEC, "fsdp") == counted(transformers_layer, NUM_SEQUENCES, TOKENS)
 
 
-def torchtitan_layer(experts: Experts) -> Run:
-    """Return a layer of torchtitan's Llama with torchtitan's experts in the place of its MLP."""
-    width, heads = SPEC.hidden_size, {"n_heads": SPEC.num_heads, "n_kv_heads": SPEC.num_kv_heads}
-    sizes = llama.TransformerModelArgs(dim=width, max_seq_len=TOKENS, **heads)
-    layer = llama.TransformerBlock(0, sizes)
-    args = MoEArgs(
+def moe_args(experts: Experts) -> MoEArgs:
+    """Return torchtitan's arguments of experts."""
+    return MoEArgs(
         num_experts=experts.num_experts,
         num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
         score_func=experts.scores,
@@ -128,8 +136,39 @@ def torchtitan_layer(experts: Experts) -> Run:
         load_balance_coeff=None,
         _debug_force_load_balance=True,
     )
+
+
+def torchtitan_layer(experts: Experts) -> Run:
+    """Return a layer of torchtitan's Llama with torchtitan's experts in the place of its MLP."""
+    width, heads = SPEC.hidden_size, {"n_heads": SPEC.num_heads, "n_kv_heads": SPEC.num_kv_heads}
+    sizes = llama.TransformerModelArgs(dim=width, max_seq_len=TOKENS, **heads)
+    layer = llama.TransformerBlock(0, sizes)
+    args = moe_args(experts)
     layer.feed_forward = MoE(args, dim=width, hidden_dim=experts.hidden_size)
     angles = torch.empty(TOKENS, SPEC.head_dim // 2, dtype=torch.complex64)
+    return lambda x: layer(x, angles, None)
+
+
+def deepseek_layer(experts: Experts) -> Run:
+    """Return a layer of torchtitan's DeepSeek-V3."""
+    latent = LATENT.latent
+    assert latent is not None
+    args = deepseek.DeepSeekV3ModelArgs(
+        dim=LATENT.hidden_size,
+        n_heads=LATENT.num_heads,
+        n_dense_layers=0,
+        moe_inter_dim=experts.hidden_size,
+        moe_args=moe_args(experts),
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.plain_head_dim,
+        qk_rope_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        max_seq_len=TOKENS,
+    )
+    args.moe_impl = "standard"  # its configuration sets it
+    layer = deepseek.TransformerBlock(0, args)
+    angles = torch.empty(TOKENS, latent.rotary_head_dim // 2, dtype=torch.complex64)
     return lambda x: layer(x, angles, None)
 
 
@@ -139,11 +178,18 @@ def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tupl
     return tuple(made)
 
 
-@pytest.mark.parametrize("experts", [SPEC.experts, SHARED], ids=["softmax", "sigmoid, shared"])
-def test_an_expert_layer_of_torchtitan_is_byte_exact(experts: Experts) -> None:
-    model = SPEC.model_copy(update={"experts": experts})
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [(torchtitan_layer, SPEC), (torchtitan_layer, SHARING), (deepseek_layer, LATENT)],
+    ids=["softmax", "sigmoid, shared", "latent attention"],
+)
+def test_an_expert_layer_of_torchtitan_is_byte_exact(
+    make: Callable[[Experts], Run], model: ModelSpec
+) -> None:
+    experts = model.experts
+    assert experts is not None
     with patch.object(utils, "generate_permute_indices", places):
-        found = counted(lambda: torchtitan_layer(experts), NUM_SEQUENCES, TOKENS)
+        found = counted(lambda: make(experts), NUM_SEQUENCES, TOKENS)
     padding = 2 * 8 * experts.num_experts * 3 * SPEC.hidden_size * experts.hidden_size
     assert derived(model, "torchtitan") == replace(
         found,
@@ -224,9 +270,10 @@ def megatron_layer(experts: Experts) -> Run:
     return run
 
 
-@pytest.mark.parametrize("experts", [SPEC.experts, SHARED], ids=["softmax", "sigmoid, shared"])
-def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(experts: Experts) -> None:
-    model = SPEC.model_copy(update={"experts": experts})
+@pytest.mark.parametrize("model", [SPEC, SHARING], ids=["softmax", "sigmoid, shared"])
+def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(model: ModelSpec) -> None:
+    experts = model.experts
+    assert experts is not None
     with fake_cluster(0, 1), dispatched():
         with default_dtype(torch.bfloat16):
             layer = megatron_layer(experts)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention
-from meshwright.simulator.blocks.parts import routed
+from meshwright.simulator.blocks.parts import latent_attention, routed
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Block,
@@ -101,9 +101,10 @@ def layer(
 ) -> Tensor:
     """Return the tokens after a layer, with routed experts or an MLP."""
     model, last = shape.model, _experts if has_experts else _mlp
+    first = _attention if model.latent is None else _latent
     entered, centers = x, model.norm == "layernorm"
     with block.part("layer"):
-        y = _attention(block, norm(block, x, "attention norm", centers=centers), shape, dims)
+        y = first(block, norm(block, x, "attention norm", centers=centers), shape, dims)
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
         y = last(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
@@ -140,6 +141,19 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
         y = row(block, context, dims.hidden, "attention output", dims.outside, bias)
         block.hold(context)
         return y
+
+
+def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return latent attention of normalised tokens."""
+    model = shape.model
+    assert model.latent is not None
+    heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
+    attend = scored if shape.attention is Attention.UNFUSED else flash
+
+    def core(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(block, query, key, value, heads)
+
+    return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
 
 
 def _leaves_gaps(model: ModelSpec) -> bool:

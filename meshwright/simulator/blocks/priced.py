@@ -103,7 +103,7 @@ class PricedBlock(NamedTuple):
                 "attention",
                 batch_heads=_number(step.work.scores) // self.shape.seq_len**2,
                 seq_len=self.shape.seq_len,
-                head_dim=self.shape.model.head_dim,
+                head_dim=_head_dim(step.work, phase),
                 backward=phase is Phase.BACKWARD,
                 causal=self.shape.model.causal,
             )
@@ -200,6 +200,12 @@ class PricedBlock(NamedTuple):
 def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
+
+
+def _head_dim(work: FusedAttention, phase: Phase) -> int:
+    """Return the width of heads whose products are as wide: values may have another."""
+    num_products = 5 if phase is Phase.BACKWARD else 2
+    return -(-_number(work.widths) // num_products)
 
 
 def _number(size: Size) -> int:

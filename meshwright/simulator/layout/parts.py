@@ -1,6 +1,6 @@
 """Models with parts that a stack is not known to run."""
 
-from meshwright.hwprofiles import Precision, StackProfile
+from meshwright.hwprofiles import Kernels, Precision, StackProfile
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
 
@@ -18,6 +18,8 @@ def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> st
         return None
     if job.precision is Precision.FP8:
         return f"precision=fp8 is not offered for {model.name}; allowed: another one"
+    if model.latent is not None and stack.fused_qkv and stack.kernels is Kernels.EAGER:
+        return f"kernels=eager is not offered for {model.name}; allowed: {Kernels.FUSED}"
     kinds = {run.kind for run in model.layer_runs}
     if stack.is_fully_sharded and len(kinds) > 1:
         return f"stack {stack.name} shards layers of one kind; {model.name} has {len(kinds)}"

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import Precision, Recompute, StackProfile, Strategy
+from meshwright.hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 from meshwright.simulator.layout.fields import PlanField
@@ -63,8 +63,8 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     yield from _zero_gaps(stack)
     if stack.casts_shards_alone and job.precision is not Precision.FP32:
         yield from _precision_gaps(job.precision)
-    if isinstance(job.model, ModelSpec) and job.model.experts is not None:
-        yield from _expert_gaps(stack, job.model.experts)
+    if isinstance(job.model, ModelSpec):
+        yield from _part_gaps(stack, job.model)
 
 
 def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
@@ -88,8 +88,28 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
             yield Gap(field.name, field.name, (is_on, *effect), (False,))
 
 
+def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
+    """Yield the plans with routed experts or latent attention that *stack* does not run."""
+    if model.experts is None and model.latent is None:
+        return
+    modes, asked = PLAN_FIELDS["recompute"], Recompute.SELECTIVE_OP
+    if asked in stack.recompute_modes:
+        by_operator = Condition(modes.name, eq, modes.code(asked))
+        others = tuple(each for each in stack.recompute_modes if each != asked)
+        yield Gap(modes.name, f"recompute={asked} with such layers", (by_operator,), others)
+    split = Condition(Axis.TP, gt, 1)
+    if model.latent is not None or not stack.fused_qkv:
+        yield Gap(Axis.TP, "tp > 1 with such layers", (split,), (1,))
+    if model.latent is not None:
+        kernels = PLAN_FIELDS["attention"]
+        unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
+        yield Gap(kernels.name, "latent attention unfused", (unfused,), (Attention.FLASH,))
+    if model.experts is not None:
+        yield from _expert_gaps(stack, model.experts)
+
+
 def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
-    """Yield the plans with routed experts that no stack runs, or not this one.
+    """Yield the plans with routed experts that *stack* does not run.
 
     Megatron-Core refuses experts and tensor parallelism without sequence parallelism (MoELayer of
     core 0.16).  fully_shard cuts no expert: shards that do not divide them would be filled up.
@@ -100,18 +120,9 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
         yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
-    split = Condition(Axis.TP, gt, 1)
-    if not stack.fused_qkv:
-        yield Gap(Axis.TP, "tp > 1 with experts", (split,), (1,))
-    whole = Condition("sequence_parallel", eq, 0)
+    split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     reason = "experts and tp > 1 without sequence_parallel"
-    yield Gap("sequence_parallel", reason, (split, whole), (True,))
-    modes = PLAN_FIELDS["recompute"]
-    by_operator = Condition("recompute", eq, modes.code(Recompute.SELECTIVE_OP))
-    allowed = tuple(each for each in stack.recompute_modes if each != Recompute.SELECTIVE_OP)
-    yield Gap(
-        "recompute", f"recompute={Recompute.SELECTIVE_OP} with experts", (by_operator,), allowed
-    )
+    yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:

@@ -154,7 +154,7 @@ class ModelSpec(Model):
     def _check_fields_agree(self) -> Self:
         if self.ffn_hidden_size == 0:
             raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
-        self._check_parts_go_with_the_rest()
+        _check_parts(self)
         if self.latent is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
@@ -172,20 +172,21 @@ class ModelSpec(Model):
             )
         return self
 
-    def _check_parts_go_with_the_rest(self) -> None:
-        """Raise for what neither experts nor latent attention were published with."""
-        needed: dict[str, object] = {}
-        if self.experts is not None:
-            needed |= {"gated_mlp": True, "mlp_bias": False, "dropout": False}
-        if self.latent is not None:
-            needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": self.num_heads}
-            needed |= {"attention_bias": False, "output_bias": False, "dropout": False}
-        for name, value in needed.items():
-            if getattr(self, name) != value:
-                part = "latent" if self.latent is not None else "experts"
-                raise ValueError(
-                    f"{name}={getattr(self, name)} does not go with {part}; allowed: {value}"
-                )
+
+def _check_parts(model: ModelSpec) -> None:
+    """Raise for what neither experts nor latent attention were published with."""
+    needed: dict[str, object] = {}
+    if model.experts is not None:
+        needed |= {"gated_mlp": True, "mlp_bias": False, "dropout": False}
+    if model.latent is not None:
+        needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
+        needed |= {"attention_bias": False, "output_bias": False, "dropout": False}
+    for name, value in needed.items():
+        if getattr(model, name) != value:
+            part = "latent" if model.latent is not None else "experts"
+            raise ValueError(
+                f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"
+            )
 
 
 def _only_width(data: Mapping[object, object]) -> object:

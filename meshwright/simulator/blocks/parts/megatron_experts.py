@@ -120,8 +120,8 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     hidden, at = flat.dims[-1], dims.rows_at(flat)
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
     counts, by_expert = starts(flat, dims, NUMBER_BYTES), shares.like("shares by expert")
-    made = [by_expert, mask, turned, counts]
-    block.add([shares], made, [Gradient(shares, hands_on=True)])
+    views = [by_expert, mask, turned, counts]
+    block.add([shares], views, [Gradient(shares, hands_on=True)])
     known = Numbers((by_expert, turned))
     weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
     order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
