@@ -180,9 +180,8 @@ CASES = {
         load_model("resnet50"), "dgx-a100", "deepspeed", 4, 32, limits=SpaceLimits(max_pp=4)
     ),
     "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
-    "experts in some layers": Case(PART_ROUTED, "dgx-h100", "megatron-core", 8, 16),
-    "experts in sharded units": Case(
-        ROUTED, "dgx-h100", "torchtitan", 8, 16, changes=(("casts_shards_alone", False),)
+    "experts in some layers": Case(
+        PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
     ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }

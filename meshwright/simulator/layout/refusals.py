@@ -40,12 +40,14 @@ class Gap(NamedTuple):
         reason: The values in words.
         conditions: What holds of the plans that have such a value, all of them.
         allowed: What a plan may have instead.
+        model: Name of the model that the stack has other plans for.
     """
 
     field: str
     reason: str
     conditions: tuple[Condition, ...]
     allowed: tuple[object, ...]
+    model: str = ""
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
         """Return whether a plan has such a value, from the numbers of its fields by name."""
@@ -64,7 +66,7 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     if stack.casts_shards_alone and job.precision is not Precision.FP32:
         yield from _precision_gaps(job.precision)
     if isinstance(job.model, ModelSpec):
-        yield from _part_gaps(stack, job.model)
+        yield from (gap._replace(model=job.model.name) for gap in _part_gaps(stack, job.model))
 
 
 def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
@@ -198,7 +200,8 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     for gap in stack_gaps(stack, job):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
-            return _not_offered(gap.field, value, gap.allowed, plan, stack)
+            whose = f" for {gap.model}" if gap.model else ""
+            return _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
     if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
     if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):
@@ -226,10 +229,15 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
 
 
 def _not_offered(
-    field: str, value: object, allowed: tuple[object, ...], plan: ParallelPlan, stack: StackProfile
+    field: str,
+    value: object,
+    allowed: tuple[object, ...],
+    plan: ParallelPlan,
+    stack: StackProfile,
+    whose: str = "",
 ) -> str:
     known = ", ".join(str(each) for each in allowed) or f"none at pp={plan.pp}"
-    return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
+    return f"{field}={value} is not offered by stack {stack.name}{whose}; allowed: {known}"
 
 
 def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
