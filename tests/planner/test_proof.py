@@ -183,6 +183,15 @@ CASES = {
     "experts in some layers": Case(
         PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
     ),
+    "experts in sharded units": Case(
+        ROUTED,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        32,
+        limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
+        changes=(("casts_shards_alone", False),),
+    ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }
 
