@@ -6,6 +6,7 @@ Tokens are sorted by expert on their own rank, then all ranks of the axis gather
 
 from collections.abc import Callable
 
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
@@ -16,7 +17,6 @@ from meshwright.simulator.blocks.parts.routing import (
     normalised,
     numbers,
     score,
-    starts,
     taken,
 )
 from meshwright.simulator.graph import (
@@ -28,6 +28,7 @@ from meshwright.simulator.graph import (
     Placement,
     Reads,
     Tensor,
+    Transfer,
     cast,
     cut,
     last_dim,
@@ -48,7 +49,7 @@ def megatron(
     """Return what shared and routed experts make of tokens: the shared ones run first."""
     beside = None if shared is None else shared(block, x)
     flat = dims.flat(block, x)
-    shares = _shares(block, flat, experts, dims)
+    shares = _told(block, _shares(block, flat, experts, dims), dims)
     write = _sequential if block.lowering.is_eager else _fused
     out = write(block, flat, shares, dims)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
@@ -74,6 +75,16 @@ def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> T
     spread = logits.like("spread shares")
     traffic = block.traffic(shares, spread)
     return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
+
+
+def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Tell all ranks of the axis how many rows each has for each expert."""
+    if Axis.TP not in block.mesh:
+        return shares
+    size = NUMBER_BYTES * dims.experts.size * block.mesh[Axis.TP]
+    told = shares.like(shares.name, base=shares.storage)
+    gather = Transfer(CollectiveOp.ALL_GATHER, Axis.TP, size)
+    return block.add([shares], [told], [Gradient(shares, hands_on=True)], gather)
 
 
 def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
@@ -104,8 +115,9 @@ def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tens
     ]
     inner = block.add([inner, weights], [out], gradients, traffic)
     made = grouped(block, inner, hidden, dims, split=dims.inner)
-    made = moved(block, made, "unsorted rows", made.dims)
-    made = place(block, made, at)
+    outputs = made
+    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
+    block.hold(outputs)
     block.hold(given, rows)
     return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
 
@@ -119,7 +131,10 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
-    counts, by_expert = starts(flat, dims, NUMBER_BYTES), shares.like("shares by expert")
+    ranks = block.mesh.get(Axis.TP, 1)
+    told = Dim("experts of all ranks", dims.experts.size * ranks)
+    counts = shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES)
+    by_expert = shares.like("shares by expert")
     views = [by_expert, mask, turned, counts]
     block.add([shares], views, [Gradient(shares, hands_on=True)])
     known = Numbers((by_expert, turned))
@@ -137,8 +152,9 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     back = [Gradient(each, hands_on=True) for each in outs]
     made = block.add(outs, [made], back, block.traffic(made, made))
     block.hold(*outs)
-    made = moved(block, made, "unsorted rows", made.dims)
-    made = place(block, made, at)
+    outputs = made
+    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
+    block.hold(outputs)
     block.hold(given, weights, rows)
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
     block.hold(made, shares, mask, counts)

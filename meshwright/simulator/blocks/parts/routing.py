@@ -144,7 +144,9 @@ def moved(
     """
     out = x.like(name, dims=dims, at=x.at if at is None else at)
     traffic = block.traffic(x, out)
-    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=gradient_place(x.at))
+    # A gradient that is a sum over ranks stays one where rows stay where they are.
+    back = None if out.at == x.at else gradient_place(x.at)
+    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
     return block.add([x], [out, *known.made], [gradient], traffic)
 
 
