@@ -108,8 +108,9 @@ def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
         if step.phase is Phase.FORWARD and hasattr(step.work, "op")
     ]
     attention = [("all_gather", tokens), ("reduce_scatter", tokens)]
-    experts = [("all_gather", 2 * tokens), ("all_gather", 2 * 2 * TOKENS)]
-    assert calls == [*attention, *experts, ("reduce_scatter", 2 * tokens)]
+    told = ("all_gather", 2 * 8 * 8)  # rows of 8 experts, of 2 ranks
+    rows = [("all_gather", 2 * tokens), ("all_gather", 2 * 2 * TOKENS)]
+    assert calls == [*attention, told, *rows, ("reduce_scatter", 2 * tokens)]
 
 
 @pytest.mark.parametrize(
