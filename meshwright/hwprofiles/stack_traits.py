@@ -1,5 +1,9 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
+import operator
+
+from pydantic import Field
+
 from meshwright.hwprofiles.base import Count, Flag, Profile
 from meshwright.hwprofiles.kinds import Kernels, Units
 
@@ -41,6 +45,8 @@ class StackTraits(Profile):
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
+        routed_experts: Its layers may have routed experts in the place of the MLP.
+        latent_attention: Its layers may have multi-head latent attention.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -63,6 +69,8 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    routed_experts: Flag = Field(default=False, exclude_if=operator.not_)
+    latent_attention: Flag = Field(default=False, exclude_if=operator.not_)
 
     @property
     def is_fully_sharded(self) -> bool:

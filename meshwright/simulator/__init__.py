@@ -15,7 +15,13 @@ from meshwright.simulator.layout import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.model import ModelSpec, count_parameters, list_models, load_model
+from meshwright.simulator.model import (
+    ModelSpec,
+    count_active_parameters,
+    count_parameters,
+    list_models,
+    load_model,
+)
 from meshwright.simulator.schedules import (
     RUNTIMES,
     SCHEDULES,
@@ -57,6 +63,7 @@ __all__ = [
     "account",
     "build_step",
     "check_plan",
+    "count_active_parameters",
     "count_parameters",
     "get_schedule",
     "hardware_flops",

@@ -24,7 +24,7 @@ from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.model import AnyModel, parse_any_model
+from meshwright.simulator.model import AnyModel, Experts, parse_any_model
 
 
 class Case(NamedTuple):
@@ -75,6 +75,19 @@ CHAIN = parse_any_model(
         ],
     },
     origin="test",
+)
+ROUTED = GROUPED.model_copy(
+    update={
+        "name": "routed",
+        "num_layers": 4,
+        "experts": Experts(
+            num_experts=4, experts_per_token=2, hidden_size=1024, shared_hidden_size=512
+        ),
+    }
+)
+# One dense layer before those with experts: stages of two kinds.
+PART_ROUTED = ROUTED.model_copy(
+    update={"experts": ROUTED.experts.model_copy(update={"first_dense_layers": 1})}
 )
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
@@ -167,6 +180,18 @@ CASES = {
         load_model("resnet50"), "dgx-a100", "deepspeed", 4, 32, limits=SpaceLimits(max_pp=4)
     ),
     "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
+    "experts in some layers": Case(
+        PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
+    ),
+    "experts in sharded units": Case(
+        ROUTED,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        32,
+        limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
+        changes=(("casts_shards_alone", False),),
+    ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }
 

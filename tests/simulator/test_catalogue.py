@@ -38,6 +38,7 @@ def run(model: ModelSpec, cluster: Cluster, *, tp: int, dp: int) -> StepResult:
         dp=dp,
         zero_stage=stack.zero_stage,
         attention=stack.attention,
+        sequence_parallel=tp > 1 and isinstance(model, ModelSpec) and model.experts is not None,
         stages=resolve_stages(model, model.seq_len, 1, stack.stage_split),
     )
     return simulate(job, plan, cluster, stack)
@@ -66,7 +67,9 @@ def test_a_second_node_costs_time_but_adds_throughput(name: str) -> None:
 @pytest.mark.parametrize("name", list_models())
 def test_every_model_trains_on_dgx_a100(name: str) -> None:
     model = load_model(name)
-    tp = next(each for each in (8, 4, 2, 1) if model.split_refusal(each) is None)
+    is_latent = isinstance(model, ModelSpec) and model.latent is not None
+    degrees = (1,) if is_latent else (8, 4, 2, 1)
+    tp = next(each for each in degrees if model.split_refusal(each) is None)
     result = run(model, load_cluster("dgx-a100"), tp=tp, dp=8 // tp)
     assert 0 < result.mfu_fraction <= result.hfu_fraction < 1
 

@@ -47,6 +47,61 @@ GPT2_CONFIG: dict[str, object] = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }
+# As published; keys that change no size are there, too.
+MIXTRAL_CONFIG: dict[str, object] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+DEEPSEEK_CONFIG: dict[str, object] = {
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {"original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 BLOOM_CONFIG: dict[str, object] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_dropout": 0.0,
@@ -257,8 +312,14 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
-        (LLAMA_CONFIG, {"model_type": "mixtral"},
-         "model_type='mixtral' is not supported; supported: bert, bloom, gpt2, llama, mistral, "),
+        (LLAMA_CONFIG, {"model_type": "mamba"},
+         "model_type='mamba' is not supported; supported: bert, bloom, deepseek_v2, "),
+        (MIXTRAL_CONFIG, {"num_experts_per_tok": 9}, "experts_per_token=9 are more than the 8"),
+        (MIXTRAL_CONFIG, {"moe_layer_freq": 2}, "'moe_layer_freq'=2 is not supported"),
+        (DEEPSEEK_CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; it must be 1"),
+        (DEEPSEEK_CONFIG, {"attention_bias": True}, "attention_bias=True is not supported"),
+        (DEEPSEEK_CONFIG, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        (DEEPSEEK_CONFIG, {"first_k_dense_replace": -1}, "=-1 must be an integer of at least 0"),
         (LLAMA_CONFIG, {"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
         (LLAMA_CONFIG, {"num_local_experts": 8},
          "'num_local_experts'=8 is not supported for model_type=llama; supported keys: "),
@@ -368,6 +429,20 @@ def test_example_of_the_document_loads(tmp_path: Path) -> None:
 def test_document_lists_every_built_in_model() -> None:
     section = DOCUMENT.read_text("utf-8").split("## Built-in models")[1].split("Some choices")[0]
     assert sorted(re.findall(r"`([\w.-]+)`", section)) == list(list_models())
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(MIXTRAL_CONFIG, "mixtral-8x7b"), (DEEPSEEK_CONFIG, "deepseek-v3")]
+)
+def test_configs_with_experts_are_the_built_in_models(
+    config: dict[str, object], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    named = {"name": name, "title": "", "source": ""}
+    assert load_model(str(path)).model_copy(update=named) == load_model(name).model_copy(
+        update=named
+    )
 
 
 @pytest.mark.parametrize(

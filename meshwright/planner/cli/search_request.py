@@ -4,11 +4,18 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.hwprofiles import StageSplit
 from meshwright.planner.cli.request import Setting, check_fields
 from meshwright.planner.options import Given, option_of
 from meshwright.planner.space import SpaceLimits
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, get_schedule, parse_stages
+from meshwright.simulator import (
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    get_schedule,
+    parse_stages,
+)
 from meshwright.simulator.costs import peak_flops_per_s
 from meshwright.simulator.layout import SEARCHED_FIELDS, stack_refusal
 
@@ -51,7 +58,7 @@ def check_pins(setting: Setting, given: Given) -> None:
     _check_degrees(setting, given)
     _check_division(setting.job, given)
     peak_flops_per_s(setting.cluster.device, setting.job.precision)
-    refusal = stack_refusal(setting.job, _probe(given, setting.stack), setting.stack)
+    refusal = stack_refusal(setting.job, _probe(given, setting), setting.stack)
     if refusal is not None:
         raise PlanError(refusal)
 
@@ -100,18 +107,25 @@ def _check_division(job: TrainingJob, given: Given) -> None:
             )
 
 
-def _probe(given: Given, stack: StackProfile) -> ParallelPlan:
+def _probe(given: Given, setting: Setting) -> ParallelPlan:
     """Return a plan with the pinned switches, to ask a stack whether it offers them.
 
-    A free degree is one at which a pinned switch has an effect, where the stack has the axis.
+    A free degree is one at which a pinned switch has an effect, where the stack has the axis for
+    the model; experts that are split go with sequence parallelism alone.
     """
+    stack, model = setting.stack, setting.job.model
+    has_experts = isinstance(model, ModelSpec) and model.experts is not None
+    is_latent = isinstance(model, ModelSpec) and model.latent is not None
+    splits = stack.tensor_parallel and not (has_experts or is_latent)
+    tp = given.get("tp", 2 if splits else 1)
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
         if each.name in given and not each.declaration.is_limited and each.name != "stages"
     }
     usual = {
-        "tp": given.get("tp", 1 + stack.tensor_parallel),
+        "tp": tp,
+        "sequence_parallel": has_experts and tp != 1,
         "dp": given.get("dp", 2 * _number(given, "dp_shard")),
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),

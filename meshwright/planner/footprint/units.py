@@ -23,7 +23,7 @@ from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import TRANSFORMER_LAYER
+from meshwright.simulator.model import layer_kinds
 from meshwright.simulator.replication import sum_layers
 from meshwright.simulator.units import (
     ENDINGS,
@@ -110,7 +110,7 @@ class UnitPeaks:
         self._space = space
         self._table = table
         for ending in ENDINGS[1:]:  # the first one is as usual
-            blocks.prepare(table.shapes, (TRANSFORMER_LAYER,), ending)
+            blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
         self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
         self._copies = np.array([weight_copy_bytes(shape, 1) for shape in table.shapes], np.int64)
         by_tp = {shape.tp: shape for shape in table.shapes}

@@ -17,6 +17,7 @@ from meshwright.planner.reports.step import facts_table, format_count
 from meshwright.simulator import (
     SCHEDULES,
     Schedule,
+    count_active_parameters,
     count_parameters,
     get_schedule,
     list_models,
@@ -58,6 +59,9 @@ def _model_facts(name: str) -> Facts:
     model = load_model(name)
     parameters = count_parameters(model)
     yield "parameters", f"{parameters:,} ({format_count(parameters)})"
+    active = count_active_parameters(model)
+    if active < parameters:
+        yield "active parameters", f"{active:,} ({format_count(active)}), those a token passes"
     yield from _record_facts(model)
 
 
@@ -87,8 +91,13 @@ def _schedule_facts(schedule: Schedule) -> Facts:
 
 
 def _record_facts(record: BaseModel, prefix: str = "") -> Facts:
-    """Yield every field of a record, those of records inside it with a dotted name."""
-    for field in type(record).model_fields:
+    """Yield every field of a record, those of records inside it with a dotted name.
+
+    A part that a record does without, such as experts, is left out.
+    """
+    for field, declared in type(record).model_fields.items():
+        if declared.exclude_if is not None and declared.exclude_if(getattr(record, field)):
+            continue
         yield from _value_facts(f"{prefix}{field}", getattr(record, field))
 
 

@@ -37,7 +37,7 @@ def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the software stack cannot express."""
     space, stack = candidates.space, candidates.space.stack
     reasons: dict[str, Mask] = {}
-    for gap in stack_gaps(stack, space.job.precision):
+    for gap in stack_gaps(stack, space.job):
         if gap.field in COLUMNS:
             reason, mask = f"{stack.name} lacks {gap.reason}", gap.lacks(space.column)
             reasons[reason] = reasons.get(reason, False) | mask
@@ -54,7 +54,7 @@ def lacks(space: Space) -> Mask:
     """Return the layouts that the stack does not offer."""
     masks = [
         gap.lacks(space.column)
-        for gap in stack_gaps(space.stack, space.job.precision)
+        for gap in stack_gaps(space.stack, space.job)
         if gap.field in COLUMNS
     ]
     return np.asarray(sum(masks, start=np.zeros(len(space), np.bool_)), np.bool_)

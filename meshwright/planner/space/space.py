@@ -173,7 +173,7 @@ def _with_switches(
     columns = dict(zip(BASIC, basic.T, strict=True))
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
     lacks = np.zeros(len(basic), np.bool_)
-    for gap in stack_gaps(stack, job.precision):
+    for gap in stack_gaps(stack, job):
         if {condition.field for condition in gap.conditions} <= {*BASIC}:
             lacks |= gap.lacks(columns.__getitem__)
     places = [columns["pp"], columns["dp"], columns["zero_stage"], count > 1, lacks]

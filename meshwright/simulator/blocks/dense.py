@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention
+from meshwright.simulator.blocks.parts import latent_attention, routed
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Block,
@@ -95,14 +96,17 @@ class LayerDims(NamedTuple):
         return block.tensor("layer input", *dims, at=self.outside, width=width)
 
 
-def layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return the tokens after a layer."""
-    model = shape.model
+def layer(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, *, has_experts: bool = False
+) -> Tensor:
+    """Return the tokens after a layer, with routed experts or an MLP."""
+    model, last = shape.model, _experts if has_experts else _mlp
+    first = _attention if model.latent is None else _latent
     entered, centers = x, model.norm == "layernorm"
     with block.part("layer"):
-        y = _attention(block, norm(block, x, "attention norm", centers=centers), shape, dims)
+        y = first(block, norm(block, x, "attention norm", centers=centers), shape, dims)
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        y = _mlp(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
+        y = last(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
         block.hold(entered, x)
         return out
@@ -139,6 +143,19 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
         return y
 
 
+def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return latent attention of normalised tokens."""
+    model = shape.model
+    assert model.latent is not None
+    heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
+    attend = scored if shape.attention is Attention.UNFUSED else flash
+
+    def core(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(block, query, key, value, heads)
+
+    return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
+
+
 def _leaves_gaps(model: ModelSpec) -> bool:
     """Return whether keys and values are parts of a product that lie as no kernel knows.
 
@@ -152,13 +169,47 @@ def _leaves_gaps(model: ModelSpec) -> bool:
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the MLP of normalised tokens."""
     model, bias = shape.model, Linear(bias=shape.model.mlp_bias)
+    widths = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
+    return _feed_forward(block, x, dims, Widths(widths, dims.inner), bias)
+
+
+def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return what routed and shared experts make of normalised tokens."""
+    experts = shape.model.experts
+    assert experts is not None
+    width = experts.shared_hidden_size
+    parts = Dim("shared gate", width), Dim("shared up", width)
+
+    def shared(block: Block, x: Tensor) -> Tensor:
+        widths = Widths(parts, Dim("shared inner", width))
+        return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
+
+    return routed(block, x, experts, dims.outside, shared if width else None)
+
+
+class Widths(NamedTuple):
+    """Outputs of an MLP's first products, and inputs of its last."""
+
+    parts: tuple[Dim, ...]
+    inner: Dim
+
+
+def _feed_forward(
+    block: Block,
+    x: Tensor,
+    dims: LayerDims,
+    widths: Widths,
+    bias: Linear,
+    name: str = "mlp out",
+) -> Tensor:
+    """Return the MLP of some *widths*."""
     with block.module(x):
-        widths = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
         apart = block.lowering.is_local  # a kernel of its own adds the bias
-        inner = columns(block, x, *widths, linear=Linear() if apart else bias, packed=True)
+        linear = Linear() if apart else bias
+        inner = columns(block, x, *widths.parts, linear=linear, packed=True)
         if apart and bias.bias:
             inner = [biased(block, each, "mlp in") for each in inner]
-        hidden = activation(block, *inner, parts=widths, last=dims.inner)
-        y = row(block, hidden, dims.hidden, "mlp out", dims.outside, bias)
+        hidden = activation(block, *inner, parts=widths.parts, last=widths.inner)
+        y = row(block, hidden, dims.hidden, name, dims.outside, bias)
         block.hold(hidden)
         return y

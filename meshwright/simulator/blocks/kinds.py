@@ -27,6 +27,7 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import (
     EMBEDDING,
+    EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
     BlockKind,
@@ -57,6 +58,12 @@ def _layer(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return x
 
 
+def _expert_layer(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    x = dims.stream(block, shape)
+    layer(block, x, shape, dims, has_experts=True)
+    return x
+
+
 def _embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     embedding(block, shape, dims)
     return block.operators[0].inputs[0]
@@ -80,6 +87,7 @@ OUTPUT: BlockKind = "output"  # a head without its loss
 BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     EMBEDDING: _embedding,
     TRANSFORMER_LAYER: _layer,
+    EXPERT_LAYER: _expert_layer,
     HEAD: _head,
     OUTPUT: _output,
 }

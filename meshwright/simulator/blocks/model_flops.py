@@ -5,6 +5,7 @@ attention over all s keys (not halved for causality), ``2 h V`` for the head and
 for that of BERT, whose pooler (one token a sequence) is left out, both of scored positions only;
 backward is twice that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et
 al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+Of routed experts those count that a token is sent to; latent attention has head dims of its own.
 Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
 """
 
@@ -33,6 +34,7 @@ from meshwright.simulator.model import (
     ChainModel,
     ImageModel,
     ModelSpec,
+    layer_flops,
 )
 
 CONVENTION = (
@@ -73,14 +75,13 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
 
 def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
     """Return the FLOPs of a step's forward passes."""
+    per_token = sum(
+        count * layer_flops(model, kind, job.seq_len) for kind, count in model.layer_runs
+    )
     hidden = model.hidden_size
-    matrices = 3 if model.gated_mlp else 2
-    weights = 2 * hidden * (hidden + model.kv_hidden_size)
-    weights += matrices * hidden * model.ffn_hidden_size
-    layer = (2 * weights + 4 * job.seq_len * hidden) * job.tokens_per_step
     head_width = model.vocab_size + (hidden if model.mlm_head else 0)
     num_scored = ceil(job.tokens_per_step * model.scored_fraction)
-    return model.num_layers * layer + 2 * hidden * head_width * num_scored
+    return per_token * job.tokens_per_step + 2 * hidden * head_width * num_scored
 
 
 def _listed_flops(model: ImageModel | ChainModel) -> int:

@@ -35,7 +35,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind, ModelSpec
+from meshwright.simulator.model import EMBEDDING, LAYERS, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
@@ -103,7 +103,7 @@ class PricedBlock(NamedTuple):
                 "attention",
                 batch_heads=_number(step.work.scores) // self.shape.seq_len**2,
                 seq_len=self.shape.seq_len,
-                head_dim=self.shape.model.head_dim,
+                head_dim=_head_dim(step.work, phase),
                 backward=phase is Phase.BACKWARD,
                 causal=self.shape.model.causal,
             )
@@ -122,7 +122,7 @@ class PricedBlock(NamedTuple):
         stack, model = self.shape.stack, self.shape.model
         if self.kind == EMBEDDING:
             return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
-        if self.kind != TRANSFORMER_LAYER:
+        if self.kind not in LAYERS:
             mlm = MLM_KERNELS if model.mlm_head else 0
             return (
                 KernelLaunches("head", HEAD_KERNELS),
@@ -176,7 +176,7 @@ class PricedBlock(NamedTuple):
         if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
         weights = list(self.found.places)
-        if self.kind != TRANSFORMER_LAYER and not listed:
+        if self.kind not in LAYERS and not listed:
             weights = [each for each in weights if len(each.dims) > 1]
         count = sum(_number(each.numel) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
@@ -200,6 +200,12 @@ class PricedBlock(NamedTuple):
 def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
+
+
+def _head_dim(work: FusedAttention, phase: Phase) -> int:
+    """Return the width of heads whose products are as wide: values may have another."""
+    num_products = 5 if phase is Phase.BACKWARD else 2
+    return -(-_number(work.widths) // num_products)
 
 
 def _number(size: Size) -> int:
@@ -235,7 +241,8 @@ def _products(steps: Sequence[Step], *, merges: bool) -> dict[tuple[int, int], G
     found: dict[tuple[int, int], Gemm] = {}
     seen: Counter[Written] = Counter()
     for step in steps:
-        if not isinstance(step.work, Product):
+        # Products of no kind, which have hardly more than one row, are priced by their traffic.
+        if not isinstance(step.work, Product) or step.operator.kind is Kind.OTHER:
             continue
         op, number = step.operator, seen[step.operator]
         seen[op] += 1

@@ -24,6 +24,8 @@ from meshwright.simulator.graph.operators import (
     Traffic,
     Transfer,
     Work,
+    product_gradients,
+    product_work,
 )
 from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
@@ -54,6 +56,7 @@ from meshwright.simulator.graph.tensors import (
     Tensor,
     chosen,
     column,
+    gradient_place,
     larger,
     largest,
     rounded_up,
@@ -104,6 +107,7 @@ __all__ = [
     "cut",
     "dropout",
     "flash",
+    "gradient_place",
     "larger",
     "largest",
     "last_dim",
@@ -111,6 +115,8 @@ __all__ = [
     "place",
     "pointwise",
     "product",
+    "product_gradients",
+    "product_work",
     "residual",
     "rotary",
     "rounded_up",

@@ -8,14 +8,15 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import Precision, StackProfile, Strategy
+from meshwright.hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.parts import parts_refusal
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -39,12 +40,14 @@ class Gap(NamedTuple):
         reason: The values in words.
         conditions: What holds of the plans that have such a value, all of them.
         allowed: What a plan may have instead.
+        model: Name of the model that the stack has other plans for.
     """
 
     field: str
     reason: str
     conditions: tuple[Condition, ...]
     allowed: tuple[object, ...]
+    model: str = ""
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
         """Return whether a plan has such a value, from the numbers of its fields by name."""
@@ -53,11 +56,21 @@ class Gap(NamedTuple):
         )
 
 
-def stack_gaps(stack: StackProfile, precision: Precision) -> Iterator[Gap]:
-    """Yield what *stack* does not offer of all that plans may have, in the order it is said."""
+def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield what *stack* does not offer *job* of all that plans may have, as it is said."""
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
+    yield from _trait_gaps(stack)
+    yield from _zero_gaps(stack)
+    if stack.casts_shards_alone and job.precision is not Precision.FP32:
+        yield from _precision_gaps(job.precision)
+    if isinstance(job.model, ModelSpec):
+        yield from (gap._replace(model=job.model.name) for gap in _part_gaps(stack, job.model))
+
+
+def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
+    """Yield the values of fields that a trait of *stack* leaves out."""
     traits = [
         (field, getattr(stack, field.declaration.offered_by))
         for field in PLAN_FIELDS.values()
@@ -75,9 +88,43 @@ def stack_gaps(stack: StackProfile, precision: Precision) -> Iterator[Gap]:
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
             is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
             yield Gap(field.name, field.name, (is_on, *effect), (False,))
-    yield from _zero_gaps(stack)
-    if stack.casts_shards_alone and precision is not Precision.FP32:
-        yield from _precision_gaps(precision)
+
+
+def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
+    """Yield the plans with routed experts or latent attention that *stack* does not run."""
+    if model.experts is None and model.latent is None:
+        return
+    modes, asked = PLAN_FIELDS["recompute"], Recompute.SELECTIVE_OP
+    if asked in stack.recompute_modes:
+        by_operator = Condition(modes.name, eq, modes.code(asked))
+        others = tuple(each for each in stack.recompute_modes if each != asked)
+        yield Gap(modes.name, f"recompute={asked} with such layers", (by_operator,), others)
+    split = Condition(Axis.TP, gt, 1)
+    if model.latent is not None or not stack.fused_qkv:
+        yield Gap(Axis.TP, "tp > 1 with such layers", (split,), (1,))
+    if model.latent is not None:
+        kernels = PLAN_FIELDS["attention"]
+        unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
+        yield Gap(kernels.name, "latent attention unfused", (unfused,), (Attention.FLASH,))
+    if model.experts is not None:
+        yield from _expert_gaps(stack, model.experts)
+
+
+def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
+    """Yield the plans with routed experts that *stack* does not run.
+
+    Megatron-Core refuses experts and tensor parallelism without sequence parallelism (MoELayer of
+    core 0.16).  fully_shard cuts no expert: shards that do not divide them would be filled up.
+    """
+    if stack.is_fully_sharded:
+        num = experts.num_experts
+        cuts = Condition(Axis.DP, lambda dp, total: total % dp != 0, num)
+        whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
+        reason = f"dp that does not divide the {num} experts"
+        yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+    split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
+    reason = "experts and tp > 1 without sequence_parallel"
+    yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:
@@ -150,10 +197,11 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     refusal = _job_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
-    for gap in stack_gaps(stack, job.precision):
+    for gap in stack_gaps(stack, job):
         if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
             value = getattr(plan, gap.field)
-            return _not_offered(gap.field, value, gap.allowed, plan, stack)
+            whose = f" for {gap.model}" if gap.model else ""
+            return _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
     if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
     if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):
@@ -173,16 +221,23 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             refusal = model_refusal(field, getattr(plan, field.name), job.model)
             if refusal is not None and known_values(field, job.model):
                 return refusal
+    elif (refusal := parts_refusal(job, job.model, stack)) is not None:
+        return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None
 
 
 def _not_offered(
-    field: str, value: object, allowed: tuple[object, ...], plan: ParallelPlan, stack: StackProfile
+    field: str,
+    value: object,
+    allowed: tuple[object, ...],
+    plan: ParallelPlan,
+    stack: StackProfile,
+    whose: str = "",
 ) -> str:
     known = ", ".join(str(each) for each in allowed) or f"none at pp={plan.pp}"
-    return f"{field}={value} is not offered by stack {stack.name}; allowed: {known}"
+    return f"{field}={value} is not offered by stack {stack.name}{whose}; allowed: {known}"
 
 
 def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:

@@ -18,6 +18,7 @@ from meshwright.simulator.model import (
     ModelSpec,
     cut_runs,
     join_runs,
+    layer_flops,
 )
 
 
@@ -98,16 +99,11 @@ def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
 
     Per token a layer costs ``2 h (h + 2 g) + 2 h^2 + 4 h s + 2 h f k`` (QKV, projection,
-    attention over s keys, MLP with k = 2 or 3 matrices) and the head ``2 h V``.
+    attention over s keys, MLP with k = 2 or 3 matrices) and the head ``2 h V``.  Of several kinds
+    the last layer's counts.
     """
-    hidden = model.hidden_size
-    matrices = 3 if model.gated_mlp else 2
-    layer = (
-        2 * hidden * (2 * hidden + 2 * model.kv_hidden_size)
-        + 4 * hidden * seq_len
-        + 2 * matrices * hidden * model.ffn_hidden_size
-    )
-    return 2 * hidden * model.vocab_size / layer
+    layer = layer_flops(model, model.layer_runs[-1].kind, seq_len)
+    return 2 * model.hidden_size * model.vocab_size / layer
 
 
 @cache

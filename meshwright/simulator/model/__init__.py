@@ -6,7 +6,9 @@ from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
+    EXPERT_LAYER,
     HEAD,
+    LAYERS,
     TRANSFORMER_LAYER,
     BlockKind,
     BlockRun,
@@ -14,7 +16,10 @@ from meshwright.simulator.model.kinds import (
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
+    EXPERT_WEIGHT_DIMS,
+    count_active_parameters,
     count_parameters,
+    layer_flops,
     layer_kinds,
     local_shape,
     padded_vocab_size,
@@ -23,12 +28,16 @@ from meshwright.simulator.model.parameters import (
     rank_parameters,
     rank_tensors,
 )
+from meshwright.simulator.model.parts import Experts, LatentAttention
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
 from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 __all__ = [
     "EMBEDDING",
+    "EXPERT_LAYER",
+    "EXPERT_WEIGHT_DIMS",
     "HEAD",
+    "LAYERS",
     "TRANSFORMER_LAYER",
     "AnyModel",
     "BlockKind",
@@ -36,13 +45,17 @@ __all__ = [
     "Bottleneck",
     "BottleneckRun",
     "ChainModel",
+    "Experts",
     "ImageModel",
+    "LatentAttention",
     "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
+    "count_active_parameters",
     "count_parameters",
     "cut_runs",
     "join_runs",
+    "layer_flops",
     "layer_kinds",
     "list_models",
     "load_model",

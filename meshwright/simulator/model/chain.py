@@ -8,11 +8,11 @@ from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
     Fields,
+    ListedModel,
     ParameterTensor,
     ProductSize,
 )
 from meshwright.simulator.model.kinds import BlockKind
-from meshwright.simulator.model.listed import ListedModel
 
 
 class LinearRun(Fields):

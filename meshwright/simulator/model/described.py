@@ -1,14 +1,14 @@
 """What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from meshwright.hwprofiles import nearest_names
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model.kinds import BlockKind
+from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
 
 # Upper limits: some tenfold above any published model, and low enough that a
 # model's bytes fit a signed 64-bit integer with room for optimizer states.
@@ -69,6 +69,38 @@ class ParameterTensor(NamedTuple):
     shape: tuple[int, ...]
     block: BlockKind
     tp_dim: int | None
+
+
+class LayerKind(Protocol):
+    """A kind of layer: all that tells it from others."""
+
+    @property
+    def name(self) -> BlockKind:
+        """What it is called."""
+
+
+K = TypeVar("K", bound=LayerKind)
+
+
+class ListedModel(Model, Generic[K]):
+    """A model whose layers differ, and whose sample is a sequence of length 1."""
+
+    tied_embeddings: ClassVar[bool] = False
+    seq_len: ClassVar[int] = 1
+
+    @property
+    def layers(self) -> tuple[K, ...]:
+        """The kind of each layer, in the order in which they run."""
+        raise NotImplementedError
+
+    def layer(self, name: BlockKind) -> K:
+        """Return the kind of layer of a name."""
+        return next(kind for kind in self.layers if kind.name == name)
+
+    @property
+    def layer_runs(self) -> tuple[BlockRun, ...]:
+        """The layers as runs of equal ones."""
+        return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
 
 
 T = TypeVar("T", bound=Model)

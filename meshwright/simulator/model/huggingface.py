@@ -1,7 +1,8 @@
 """Read the config.json of a Hugging Face checkpoint into a `ModelSpec`.
 
 The meaning of each key follows the configuration classes of the transformers
-library (BertConfig, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config).
+library (BertConfig, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config;
+those with experts are in `expert_configs`).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,15 @@ from typing import NamedTuple, NoReturn
 from meshwright.hwprofiles import shown_path
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import shorten
+from meshwright.simulator.model.expert_configs import (
+    DEEPSEEK_KEYS,
+    MIXTRAL_KEYS,
+    QWEN2_MOE_KEYS,
+    deepseek_layers,
+    deepseek_v3_layers,
+    mixtral_experts,
+    qwen2_experts,
+)
 from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 # Keys that any config.json may carry and that change neither shapes nor training cost.
@@ -60,13 +70,13 @@ def read_config(config: Mapping[str, object], *, path: Path) -> ModelSpec:
     architecture = ARCHITECTURES[model_type]
     _refuse_unknown_keys(config, architecture, origin=origin)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    fields = architecture.read(_Reader(config, origin))
+    fields = architecture.read(Reader(config, origin))
     given = {key: value for key, value in fields.items() if value is not None}
     source = f"Hugging Face {path.name}, model_type {model_type}"
     return parse_model({**given, "name": name or path.stem, "source": source}, origin=origin)
 
 
-class _Reader:
+class Reader:
     """Typed access to a configuration, with errors that name file, key and value."""
 
     def __init__(self, config: Mapping[str, object], origin: str) -> None:
@@ -94,6 +104,20 @@ class _Reader:
                     self.refuse(key, f"disagrees with {other}={size}")
             found[key] = value
         return next(iter(found.values()), None)
+
+    def count(self, key: str, *, default: int) -> int:
+        """Return an integer of at least 0, or *default* where it is absent or null."""
+        value = self._config.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.refuse(key, "must be an integer of at least 0")
+        return value
+
+    def refuse_listed(self, key: str) -> None:
+        """Raise for a list that holds anything."""
+        if self._config.get(key) not in (None, []):
+            self.refuse(key, "is not supported; it must be empty")
 
     def switch(self, key: str, *, default: bool) -> bool:
         """Return a boolean, or what the configuration class assumes where it is absent."""
@@ -130,7 +154,7 @@ class _Reader:
                 continue
             if not isinstance(scaling, dict):
                 self.refuse(key, "must be an object or null")
-            inner = _Reader(scaling, f"{self._origin}: {key}")
+            inner = Reader(scaling, f"{self._origin}: {key}")
             return inner.optional_size("original_max_position_embeddings")
         return None
 
@@ -142,11 +166,11 @@ class _Reader:
 class _Architecture(NamedTuple):
     """How to read one model_type, and the keys it may carry."""
 
-    read: Callable[[_Reader], dict[str, object]]
+    read: Callable[[Reader], dict[str, object]]
     keys: frozenset[str]
 
 
-def _read_gpt2(reader: _Reader) -> dict[str, object]:
+def _read_gpt2(reader: Reader) -> dict[str, object]:
     return {
         "num_layers": reader.size("n_layer", "num_hidden_layers"),
         "hidden_size": reader.size("n_embd", "hidden_size"),
@@ -159,7 +183,7 @@ def _read_gpt2(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_bloom(reader: _Reader) -> dict[str, object]:
+def _read_bloom(reader: Reader) -> dict[str, object]:
     return {
         "num_layers": reader.size("n_layer", "num_hidden_layers"),
         "hidden_size": reader.size("n_embed", "hidden_size"),
@@ -174,7 +198,7 @@ def _read_bloom(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_llama(reader: _Reader) -> dict[str, object]:
+def _read_llama(reader: Reader) -> dict[str, object]:
     attention_bias = reader.switch("attention_bias", default=False)
     return {
         **_read_gated_decoder(reader),
@@ -185,7 +209,7 @@ def _read_llama(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_mistral(reader: _Reader) -> dict[str, object]:
+def _read_mistral(reader: Reader) -> dict[str, object]:
     decoder = _read_gated_decoder(reader)
     # Attention here counts every earlier token, which is exact up to the length of the window.
     window = reader.optional_size("sliding_window") or reader.size("max_position_embeddings")
@@ -196,7 +220,7 @@ def _read_mistral(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_qwen2(reader: _Reader) -> dict[str, object]:
+def _read_qwen2(reader: Reader) -> dict[str, object]:
     if not reader.is_all("layer_types", "full_attention"):
         reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
     return {
@@ -206,12 +230,20 @@ def _read_qwen2(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_gated_decoder(reader: _Reader) -> dict[str, object]:
+def _read_deepseek_v2(reader: Reader) -> dict[str, object]:
+    return {**_read_gated_decoder(reader, has_heads=False), **deepseek_layers(reader)}
+
+
+def _read_deepseek_v3(reader: Reader) -> dict[str, object]:
+    return {**_read_gated_decoder(reader, has_heads=False), **deepseek_v3_layers(reader)}
+
+
+def _read_gated_decoder(reader: Reader, *, has_heads: bool = True) -> dict[str, object]:
     """Return what Llama and its successors share: rotary positions, RMS norms, a gated MLP."""
     hidden_size = reader.size("hidden_size")
     num_heads = reader.size("num_attention_heads")
     head_dim = reader.optional_size("head_dim")
-    if head_dim is not None and head_dim * num_heads != hidden_size:
+    if has_heads and head_dim is not None and head_dim * num_heads != hidden_size:
         reader.refuse("head_dim", f"times {num_heads} heads must equal hidden_size={hidden_size}")
     max_positions = reader.size("max_position_embeddings")
     return {
@@ -233,7 +265,7 @@ def _read_gated_decoder(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_opt(reader: _Reader) -> dict[str, object]:
+def _read_opt(reader: Reader) -> dict[str, object]:
     hidden_size = reader.size("hidden_size")
     if reader.optional_size("word_embed_proj_dim") not in {None, hidden_size}:
         reader.refuse("word_embed_proj_dim", f"must equal hidden_size={hidden_size}")
@@ -263,7 +295,7 @@ def _read_opt(reader: _Reader) -> dict[str, object]:
     }
 
 
-def _read_bert(reader: _Reader) -> dict[str, object]:
+def _read_bert(reader: Reader) -> dict[str, object]:
     if reader.switch("is_decoder", default=False):
         reader.refuse("is_decoder", "is not supported for BERT; it must be false")
     if reader.text("position_embedding_type", default="absolute") != "absolute":
@@ -328,11 +360,22 @@ _BERT_KEYS = """
 ARCHITECTURES = {
     "bert": _Architecture(_read_bert, frozenset(_BERT_KEYS.split())),
     "bloom": _Architecture(_read_bloom, frozenset(_BLOOM_KEYS.split())),
+    "deepseek_v2": _Architecture(_read_deepseek_v2, frozenset(DEEPSEEK_KEYS.split())),
+    "deepseek_v3": _Architecture(_read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
     "gpt2": _Architecture(_read_gpt2, frozenset(_GPT2_KEYS.split())),
+    "kimi_k2": _Architecture(_read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
     "llama": _Architecture(_read_llama, frozenset(_LLAMA_KEYS.split())),
     "mistral": _Architecture(_read_mistral, frozenset(_MISTRAL_KEYS.split())),
+    "mixtral": _Architecture(
+        lambda reader: {**_read_mistral(reader), **mixtral_experts(reader)},
+        frozenset(f"{_MISTRAL_KEYS} {MIXTRAL_KEYS}".split()),
+    ),
     "opt": _Architecture(_read_opt, frozenset(_OPT_KEYS.split())),
     "qwen2": _Architecture(_read_qwen2, frozenset(_QWEN2_KEYS.split())),
+    "qwen2_moe": _Architecture(
+        lambda reader: {**_read_qwen2(reader), **qwen2_experts(reader)},
+        frozenset(f"{_QWEN2_KEYS} {QWEN2_MOE_KEYS}".split()),
+    ),
 }
 
 

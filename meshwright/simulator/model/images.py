@@ -9,11 +9,11 @@ from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
     Fields,
+    ListedModel,
     ParameterTensor,
     ProductSize,
 )
 from meshwright.simulator.model.kinds import EMBEDDING, HEAD, BlockKind
-from meshwright.simulator.model.listed import ListedModel
 
 MAX_SIDE = 65_536
 

@@ -9,6 +9,8 @@ BlockKind = str
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 TRANSFORMER_LAYER: BlockKind = "layer"
+EXPERT_LAYER: BlockKind = "expert layer"  # routed experts in the place of the MLP
+LAYERS = (TRANSFORMER_LAYER, EXPERT_LAYER)
 
 
 class BlockRun(NamedTuple):

@@ -5,11 +5,20 @@ from math import prod
 
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
-from meshwright.simulator.model.kinds import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.model.kinds import (
+    EMBEDDING,
+    EXPERT_LAYER,
+    HEAD,
+    LAYERS,
+    TRANSFORMER_LAYER,
+    BlockKind,
+)
+from meshwright.simulator.model.parts import LatentAttention
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
+EXPERT_WEIGHT_DIMS = 3  # experts, outputs, inputs
 
 
 def parameter_tensors(
@@ -50,7 +59,49 @@ def count_parameters(model: AnyModel) -> int:
     """
     counts = parameters_by_kind(model)
     ends = counts[EMBEDDING] + counts[HEAD]
-    return ends + sum(count * counts[kind] for kind, count in model.layer_runs)
+    layers = sum(count * counts[kind] for kind, count in model.layer_runs)
+    return ends + layers + _count_routing_biases(model)
+
+
+def count_active_parameters(model: AnyModel) -> int:
+    """Return the parameters that one token passes: of routed experts those that it is sent to.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> count_active_parameters(load_model("mixtral-8x7b"))
+    12879925248
+    """
+    if not isinstance(model, ModelSpec) or model.experts is None:
+        return count_parameters(model)
+    idle = model.experts.num_experts - model.experts.experts_per_token
+    widths = 3 * model.hidden_size * model.experts.hidden_size
+    return count_parameters(model) - _num_expert_layers(model) * idle * widths
+
+
+def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
+    """Return the FLOPs of a token's forward pass through a layer.
+
+    Products with weights, of experts those that a token is sent to, and full attention over
+    *seq_len* keys: scores as wide as queries, sums as wide as values.
+    """
+    attention = model.num_heads * (model.query_head_dim + model.value_head_dim) * seq_len
+    shapes = (each.shape for each in LAYER_TENSORS[kind](model) if len(each.shape) > 1)
+    chosen = model.experts.experts_per_token if model.experts else 1
+    weights = (
+        chosen * prod(shape[1:]) if len(shape) == EXPERT_WEIGHT_DIMS else prod(shape)
+        for shape in shapes
+    )
+    return 2 * (sum(weights) + attention)
+
+
+def _num_expert_layers(model: ModelSpec) -> int:
+    return sum(count for kind, count in model.layer_runs if kind == EXPERT_LAYER)
+
+
+def _count_routing_biases(model: AnyModel) -> int:
+    """Return the biases of routing, which no gradient trains: they are no tensors of a step."""
+    if not isinstance(model, ModelSpec) or model.experts is None:
+        return 0
+    return model.experts.routing_bias * _num_expert_layers(model) * model.experts.num_experts
 
 
 def parameters_by_kind(
@@ -99,8 +150,10 @@ def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[i
         return (_local_qkv_size(model, tp), *tensor.shape[1:])
     elif tensor.name.startswith("attention_output."):
         _check_divisible("num_heads", model.num_heads, tp)
-    elif tensor.block == TRANSFORMER_LAYER:
+    elif tensor.name.startswith("mlp_"):
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
+    elif tensor.block in LAYERS:
+        _check_divisible(tensor.name, tensor.shape[tensor.tp_dim], tp)
     shape = list(tensor.shape)
     shape[tensor.tp_dim] = -(-shape[tensor.tp_dim] // tp)
     return tuple(shape)
@@ -155,25 +208,60 @@ def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTenso
 
 
 def _transformer_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    return [*_attention_tensors(model), *_mlp_tensors(model)]
+    return [*_attention_tensors(model, TRANSFORMER_LAYER), *_mlp_tensors(model)]
+
+
+def _expert_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    return [*_attention_tensors(model, EXPERT_LAYER), *_routed_tensors(model)]
 
 
 LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
-    TRANSFORMER_LAYER: _transformer_tensors
+    TRANSFORMER_LAYER: _transformer_tensors,
+    EXPERT_LAYER: _expert_tensors,
 }
 
 
-def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
+def _attention_tensors(model: ModelSpec, block: BlockKind) -> list[ParameterTensor]:
+    if model.latent is not None:
+        return _latent_tensors(model, model.latent, block)
     width = model.hidden_size
     qkv_size = width + 2 * model.kv_hidden_size
-    tensors = _norm_tensors(model, "attention_norm", TRANSFORMER_LAYER)
-    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), TRANSFORMER_LAYER, 0))
+    tensors = _norm_tensors(model, "attention_norm", block)
+    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), block, 0))
     if model.attention_bias:
-        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), TRANSFORMER_LAYER, 0))
-    tensors.append(ParameterTensor("attention_output.weight", (width, width), TRANSFORMER_LAYER, 1))
+        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), block, 0))
+    tensors.append(ParameterTensor("attention_output.weight", (width, width), block, 1))
     if model.output_bias:
-        tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
+        tensors.append(ParameterTensor("attention_output.bias", (width,), block, None))
     return tensors
+
+
+def _latent_tensors(
+    model: ModelSpec, latent: LatentAttention, block: BlockKind
+) -> list[ParameterTensor]:
+    """Return the weights of latent attention: every tensor rank makes the latents whole."""
+    width, heads = model.hidden_size, model.num_heads
+    query_size = heads * latent.query_head_dim
+    if latent.query_rank:
+        queries = [
+            ParameterTensor("query_down.weight", (latent.query_rank, width), block, None),
+            ParameterTensor("query_latent_norm.weight", (latent.query_rank,), block, None),
+            ParameterTensor("query_up.weight", (query_size, latent.query_rank), block, 0),
+        ]
+    else:
+        queries = [ParameterTensor("query.weight", (query_size, width), block, 0)]
+    both_size = latent.kv_rank + latent.rotary_head_dim
+    up_size = heads * (latent.plain_head_dim + latent.value_head_dim)
+    return [
+        *_norm_tensors(model, "attention_norm", block),
+        *queries,
+        ParameterTensor("kv_down.weight", (both_size, width), block, None),
+        ParameterTensor("kv_latent_norm.weight", (latent.kv_rank,), block, None),
+        ParameterTensor("kv_up.weight", (up_size, latent.kv_rank), block, 0),
+        ParameterTensor(
+            "attention_output.weight", (width, heads * latent.value_head_dim), block, 1
+        ),
+    ]
 
 
 def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
@@ -187,6 +275,29 @@ def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
     if model.mlp_bias:
         tensors.append(ParameterTensor("mlp_out.bias", (width,), TRANSFORMER_LAYER, None))
     return tensors
+
+
+def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    """Return what an expert layer has in the place of the MLP; axis tp cuts experts' widths."""
+    experts, width = model.experts, model.hidden_size
+    assert experts is not None
+    num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
+    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "router.weight": ((num, width), None),
+        "experts_in.weight": ((num, 2 * inner, width), 1),
+        "experts_out.weight": ((num, width, inner), 2),
+    }
+    if shared:
+        shapes |= {
+            "shared_in.weight": ((2 * shared, width), 0),
+            "shared_out.weight": ((width, shared), 1),
+        }
+    if experts.shared_gate:
+        shapes["shared_gate.weight"] = ((1, width), None)
+    return [
+        *_norm_tensors(model, "mlp_norm", EXPERT_LAYER),
+        *(ParameterTensor(name, shape, EXPERT_LAYER, dim) for name, (shape, dim) in shapes.items()),
+    ]
 
 
 def _head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:

@@ -1,20 +1,38 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
-from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
+from meshwright.simulator.model.kinds import EXPERT_LAYER, TRANSFORMER_LAYER, BlockRun, join_runs
+from meshwright.simulator.model.parts import Experts, LatentAttention
 
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
 
 
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
+@cache
+def _mixed_runs(experts: Experts, num_layers: int) -> tuple[BlockRun, ...]:
+    kinds = (
+        EXPERT_LAYER if experts.has_layer(number) else TRANSFORMER_LAYER
+        for number in range(num_layers)
+    )
+    return join_runs([BlockRun(kind, 1) for kind in kinds])
+
+
 class ModelSpec(Model):
-    """A dense transformer of one kind of layer; defaults describe a GPT-2 style decoder.
+    """A transformer; defaults describe a GPT-2 style decoder.
+
+    With ``experts`` some or all layers have routed experts in the place of the MLP; with ``latent``
+    all have multi-head latent attention.
 
     An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
     BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
@@ -24,8 +42,8 @@ class ModelSpec(Model):
 
     Omitted sizes follow the usual rules: ``num_kv_heads`` equals
     ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
-    be given for a gated MLP), ``max_positions`` equals ``seq_len`` and
-    ``title`` equals ``name``.
+    be given for a gated MLP, unless all layers have experts), ``max_positions``
+    equals ``seq_len`` and ``title`` equals ``name``.
 
     >>> spec = ModelSpec(
     ...     name="tiny", num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, seq_len=32
@@ -58,17 +76,32 @@ class ModelSpec(Model):
     mlm_head: bool = False
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
+    # Models without one do not show it: what is written of them stays as it was.
+    experts: Experts | None = Field(default=None, exclude_if=_is_absent)
+    latent: LatentAttention | None = Field(default=None, exclude_if=_is_absent)
     source: str = "not given"
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
-        return (BlockRun(TRANSFORMER_LAYER, self.num_layers),)
+        if self.experts is None:
+            return (BlockRun(TRANSFORMER_LAYER, self.num_layers),)
+        return _mixed_runs(self.experts, self.num_layers)
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def query_head_dim(self) -> int:
+        """Width of a head's queries, and of its keys."""
+        return self.head_dim if self.latent is None else self.latent.query_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_head_dim
 
     @property
     def kv_hidden_size(self) -> int:
@@ -77,8 +110,13 @@ class ModelSpec(Model):
 
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""
-        for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
-            size = getattr(self, name)
+        sizes = {
+            name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "hidden_size")
+        }
+        if self.experts is not None:
+            sizes["experts.hidden_size"] = self.experts.hidden_size
+            sizes["experts.shared_hidden_size"] = self.experts.shared_hidden_size
+        for name, size in sizes.items():
             if size % tp:
                 return f"{name}={size} is not divisible by tp={tp}"
         # Ranks beyond the key-value heads hold copies of them, as many of each.
@@ -88,10 +126,12 @@ class ModelSpec(Model):
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
         """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        widths = {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size}
+        if self.experts is not None:
+            widths["experts.hidden_size"] = self.experts.hidden_size
         return (
-            ProductSize("head dim", self.head_dim, is_linear=False),
-            ProductSize("hidden_size / tp", self.hidden_size // tp),
-            ProductSize("ffn_hidden_size / tp", self.ffn_hidden_size // tp),
+            ProductSize("head dim", self.query_head_dim, is_linear=False),
+            *(ProductSize(f"{name} / tp", size // tp) for name, size in widths.items()),
         )
 
     @model_validator(mode="before")
@@ -106,6 +146,7 @@ class ModelSpec(Model):
         hidden_size = data.get("hidden_size")
         if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
             derived["ffn_hidden_size"] = 4 * hidden_size
+        derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
         known = {key: value for key, value in derived.items() if value is not None}
         return {**known, **data}
 
@@ -113,7 +154,8 @@ class ModelSpec(Model):
     def _check_fields_agree(self) -> Self:
         if self.ffn_hidden_size == 0:
             raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
-        if self.hidden_size % self.num_heads:
+        _check_parts(self)
+        if self.latent is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
                 f"nearest that does: {_nearest_divisor(self.hidden_size, self.num_heads)}"
@@ -129,6 +171,31 @@ class ModelSpec(Model):
                 "the number of learned positions"
             )
         return self
+
+
+def _check_parts(model: ModelSpec) -> None:
+    """Raise for what neither experts nor latent attention were published with."""
+    needed: dict[str, object] = {}
+    if model.experts is not None:
+        needed |= {"gated_mlp": True, "mlp_bias": False, "dropout": False}
+    if model.latent is not None:
+        needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
+        needed |= {"attention_bias": False, "output_bias": False, "dropout": False}
+    for name, value in needed.items():
+        if getattr(model, name) != value:
+            part = "latent" if model.latent is not None else "experts"
+            raise ValueError(
+                f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"
+            )
+
+
+def _only_width(data: Mapping[object, object]) -> object:
+    """Return the width of experts where no layer has an MLP, which has none to tell then."""
+    given = data.get("experts")
+    experts = given.model_dump(exclude_defaults=True) if isinstance(given, Experts) else given
+    if not isinstance(experts, Mapping) or {"first_dense_layers", "layer_step"} & {*experts}:
+        return None
+    return experts.get("hidden_size")
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:

@@ -20,6 +20,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
+    EXPERT_WEIGHT_DIMS,
     HEAD,
     BlockKind,
     BlockRun,
@@ -152,6 +153,10 @@ def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
         local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
         if not shape.stack.fused_qkv:
             local = _separate(shape, module, local)
+        elif len(module[0].shape) == EXPERT_WEIGHT_DIMS:  # each expert has a weight of its own
+            local = [
+                size // module[0].shape[0] for size in local for _ in range(module[0].shape[0])
+            ]
         sizes[module[0].block] += local
     return sizes
 
@@ -178,6 +183,8 @@ def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
     if name == "mlp_in" and shape.model.gated_mlp:
         return (shape.local_ffn_width,) * 2
+    if name == "shared_in" and shape.model.experts is not None:
+        return (shape.model.experts.shared_hidden_size // shape.tp,) * 2
     return ()
 
 
@@ -317,7 +324,10 @@ def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     for tensor in rank_tensors(model, tp, shape.stack.vocabulary_multiple):
         rows, *rest = local_shape(model, tensor, tp=tp)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
-        yield from [(part, prod(rest)) for part in parts] * num_blocks[tensor.block]
+        weights = [(part, prod(rest)) for part in parts]
+        if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
+            weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
+        yield from weights * num_blocks[tensor.block]
     if unit.has_head and not unit.has_embedding and shape.tied_parameters:
         yield shape.local_vocab_size, shape.model.hidden_size
 

@@ -12,7 +12,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.graph import Size, chosen, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import StateBytes, kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
 from meshwright.simulator.replication import (
     EndUnits,
     Replication,
@@ -24,6 +24,12 @@ from meshwright.simulator.replication import (
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
+
+
+def layer_kind(shape: BlockShape) -> BlockKind:
+    """Return the kind of a model's layers, which is one where they are units."""
+    (kind,) = {run.kind for run in shape.trained.layer_runs}
+    return kind
 
 
 class ParameterBytes(NamedTuple):
@@ -113,7 +119,7 @@ class PassBytes(NamedTuple):
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
         """Return the bytes of *shape*."""
-        adding, kept, sent = (table.memory(shape, TRANSFORMER_LAYER, each) for each in ENDINGS)
+        adding, kept, sent = (table.memory(shape, layer_kind(shape), each) for each in ENDINGS)
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
@@ -181,7 +187,7 @@ class StageWeights(NamedTuple):
         in_root = shape.stack.units is Units.ROOT
         return cls(
             total=stage_parameters(shape, stage),
-            layer=shape.parameters[TRANSFORMER_LAYER],
+            layer=shape.parameters[layer_kind(shape)],
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.tp,

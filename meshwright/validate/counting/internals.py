@@ -35,6 +35,7 @@ FROM_VALUES = torch.ops.aten.lift_fresh.default  # hands out what torch.tensor(v
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 _GROUP_ARGUMENTS = {"process_group", "group_name"}
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_GROUPED_PRODUCTS = {"_grouped_mm"}
 # Operators of c10d that return a Work, alone or after their outputs.
 _RETURN_WORK = (
     "_allgather_base_",
@@ -156,7 +157,8 @@ def flops_of(
     """Return the FLOPs that PyTorch's own formulas give one call, 0 where there is none.
 
     PyTorch has none for its attention on CPU. As for the other attention kernels it counts the
-    full square: two products forward, and five backward, which computes the scores again.
+    full square: two products forward, and five backward, which computes the scores again. Nor has
+    it one for grouped products: each row meets one of the matrices, padding counted as a row.
 
     >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
     >>> flops_of(torch.ops.aten.mm.default, (a, b), {}, a @ b)
@@ -170,6 +172,8 @@ def flops_of(
         return _attention_flops(args[:3])
     if name == f"{_CPU_ATTENTION}_backward":
         return _attention_flops(args[1:4]) * 5 // 2
+    if name in _GROUPED_PRODUCTS:
+        return 2 * args[0].numel() * int(args[1].shape[-1])
     return 0
 
 

@@ -46,7 +46,13 @@ COLLECTIVES: dict[str, str] = {
 # Operators that copy from place to place, and which of their arguments is the source.
 COPIES = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
 NOT_COUNTED = ("barrier", "monitoredbarrier", "meshgetprocessgroup")
-_SUM = torch.ops.aten.add.Tensor
+# What autograd makes in place of a gradient that nobody else holds, unless someone looks on.
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter_add.default,
+}
 _NO_TASK = -1
 
 
@@ -227,7 +233,8 @@ class GradientSums:
     Where the gradients of two uses of a tensor meet, the second is added to the first in place, if
     nothing else holds that one.  A dispatch mode, or a tensor that is a subclass, makes it out of
     place: a third tensor, which only counting has made (torch/csrc/autograd/input_buffer.cpp,
-    `can_accumulate_inplace`, and ATen/TensorSubclassLikeUtils.h).
+    `can_accumulate_inplace`, and ATen/TensorSubclassLikeUtils.h).  So it does with rows that are
+    put into zeros (`index_backward` and `gather_backward` of FunctionsManual.cpp).
     """
 
     def __init__(self) -> None:
@@ -243,7 +250,7 @@ class GradientSums:
         Its operands are live before it, and the sum takes the place of one of them after it.
         """
         is_wrapped, self._wrapped = operator is self._wrapped, None
-        return operator is _SUM and not is_wrapped and _runs_backward()
+        return operator in _IN_PLACE and not is_wrapped and _runs_backward()
 
 
 def _runs_backward() -> bool:

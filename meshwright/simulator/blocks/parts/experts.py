@@ -1,0 +1,36 @@
+"""Routed experts in the place of an MLP, as the stack at hand runs them."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from meshwright.simulator.blocks.parts.megatron_experts import megatron
+from meshwright.simulator.blocks.parts.pytorch_experts import torchtitan, transformers
+from meshwright.simulator.blocks.parts.routing import RoutedDims
+from meshwright.simulator.graph import Block, Placement, Tensor, place
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import Experts
+
+Shared: TypeAlias = Callable[[Block, Tensor], Tensor]
+
+
+def routed(
+    block: Block, x: Tensor, experts: Experts, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what routed and shared experts make of normalised tokens.
+
+    Args:
+        block: Where it is written down.
+        x: Tokens.
+        experts: Their sizes.
+        outside: Where tokens lie outside of tensor-parallel regions.
+        shared: Writes the shared experts, if there are any.
+    """
+    dims = RoutedDims.of(x, experts)
+    with block.module(x):
+        if block.lowering.fuses_places:
+            return megatron(block, x, experts, dims, shared)
+        whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
+        x = place(block, x, whole)
+        if block.lowering.spells_out:
+            return place(block, transformers(block, x, dims), outside)
+        return torchtitan(block, x, dims, outside, shared)

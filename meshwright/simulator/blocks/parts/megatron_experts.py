@@ -1,0 +1,197 @@
+"""Routed experts as Megatron-Core dispatches and runs them, with an axis that splits widths.
+
+Tokens are sorted by expert on their own rank, then all ranks of the axis gather each other's
+(`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+"""
+
+from collections.abc import Callable
+
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks.parts.routing import (
+    INT32_BYTES,
+    Numbers,
+    RoutedDims,
+    grouped,
+    logits_of,
+    moved,
+    normalised,
+    numbers,
+    score,
+    taken,
+)
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    PARTIAL,
+    Block,
+    Dim,
+    Gradient,
+    Placement,
+    Reads,
+    Tensor,
+    Transfer,
+    cast,
+    cut,
+    last_dim,
+    place,
+    pointwise,
+    product,
+    view,
+)
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import Experts
+
+Shared = Callable[[Block, Tensor], Tensor]
+
+
+def megatron(
+    block: Block, x: Tensor, experts: Experts, dims: RoutedDims, shared: Shared | None
+) -> Tensor:
+    """Return what shared and routed experts make of tokens: the shared ones run first."""
+    beside = None if shared is None else shared(block, x)
+    flat = dims.flat(block, x)
+    shares = _told(block, _shares(block, flat, experts, dims), dims)
+    write = _sequential if block.lowering.is_eager else _fused
+    out = write(block, flat, shares, dims)
+    out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
+    if beside is None:
+        return out
+    gradients = [Gradient(each, hands_on=True) for each in (out, beside)]
+    return block.add(
+        [out, beside], [out.like("all experts out")], gradients, block.traffic(x, x, x)
+    )
+
+
+def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
+    """Return each token's shares of all experts: most are 0 (topk_routing_with_score_function)."""
+    logits = logits_of(block, flat, dims)
+    few = (dims.tokens, dims.chosen)
+    if experts.scores == "softmax":
+        chosen, places = taken(block, logits, "chosen logits", few)
+        shares = cast(block, score(block, chosen), "shares cast", block.width)
+    else:
+        scores = cast(block, score(block, logits), "scores cast", block.width)
+        chosen, places = taken(block, scores, "chosen scores", few)
+        shares = pointwise(block, "scaled shares", normalised(block, chosen), reads=Reads.NOTHING)
+    spread = logits.like("spread shares")
+    traffic = block.traffic(shares, spread)
+    return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
+
+
+def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Tell all ranks of the axis how many rows each has for each expert."""
+    if Axis.TP not in block.mesh:
+        return shares
+    size = NUMBER_BYTES * dims.experts.size * block.mesh[Axis.TP]
+    told = shares.like(shares.name, base=shares.storage)
+    gather = Transfer(CollectiveOp.ALL_GATHER, Axis.TP, size)
+    return block.add([shares], [told], [Gradient(shares, hands_on=True)], gather)
+
+
+def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what experts make of tokens in Transformer Engine's kernels.
+
+    Tokens are sorted, with their shares, by a map of ``2 E + 1`` numbers a token
+    (transformer_engine/common/triton/permutation.py), and once more by chunks of each expert; the
+    activation's kernel weighs what it makes (weighted_bias_swiglu_impl of core 0.16).
+    """
+    hidden = flat.dims[-1]
+    at = dims.rows_at(flat)
+    entries = Dim("entries of a token", 2 * dims.experts.size + 1)
+    row_map = shares.like("row map", dims=(dims.tokens, entries), width=INT32_BYTES)
+    rows = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(row_map,)), at)
+    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers((row_map,)), at)
+    given = rows
+    whole: Placement = {axis: dim for axis, dim in at.items() if dim is not dims.rows}
+    rows, weights = (place(block, each, whole) for each in (rows, weights))
+    rows = moved(block, rows, "sorted rows", rows.dims)
+    weights = moved(block, weights, "sorted weights", weights.dims)
+    both = Dim("expert gate and up", 2 * dims.gate.size)
+    inner = grouped(block, rows, both, dims, split=both)
+    out = last_dim(inner, "activation", dims.inner)
+    traffic = block.traffic(inner, out)
+    gradients = [
+        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at),
+        Gradient(weights, (inner, weights), at=block.placed({Axis.TP: PARTIAL})),
+    ]
+    inner = block.add([inner, weights], [out], gradients, traffic)
+    made = grouped(block, inner, hidden, dims, split=dims.inner)
+    outputs = made
+    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
+    block.hold(outputs)
+    block.hold(given, rows)
+    return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
+
+
+def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what experts make of tokens one after the other, each in products of its own.
+
+    The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
+    expert; that it remembers them until its next pass is not counted (SequentialMLP of
+    megatron/core/transformer/moe/experts.py).
+    """
+    hidden, at = flat.dims[-1], dims.rows_at(flat)
+    mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
+    ranks = block.mesh.get(Axis.TP, 1)
+    told = Dim("experts of all ranks", dims.experts.size * ranks)
+    counts = shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES)
+    by_expert = shares.like("shares by expert")
+    views = [by_expert, mask, turned, counts]
+    block.add([shares], views, [Gradient(shares, hands_on=True)])
+    known = Numbers((by_expert, turned))
+    weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
+    order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
+    given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
+    whole: Placement = {axis: dim for axis, dim in at.items() if dim is not dims.rows}
+    rows, sent = (place(block, each, whole) for each in (given, weights))
+    rows = moved(block, rows, "sorted rows", rows.dims)
+    sent = moved(block, sent, "sorted weights", sent.dims)
+    part = Dim("rows of an expert", dims.rows.size // dims.experts.size)
+    parts = [_rows(block, each, part, dims.experts) for each in (rows, sent)]
+    outs = [_expert(block, row, own, dims) for row, own in zip(*parts, strict=True)]
+    made = outs[0].like("outputs", dims=(dims.rows, hidden))
+    back = [Gradient(each, hands_on=True) for each in outs]
+    made = block.add(outs, [made], back, block.traffic(made, made))
+    block.hold(*outs)
+    outputs = made
+    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
+    block.hold(outputs)
+    block.hold(given, weights, rows)
+    out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
+    block.hold(made, shares, mask, counts)
+    return out
+
+
+def _rows(block: Block, x: Tensor, own: Dim, experts: Dim) -> list[Tensor]:
+    """Return views of each expert's rows; their gradients are put together again."""
+    dims = (own, *x.dims[1:])
+    num = int(experts.size)
+    views = [x.like(f"{x.name} of an expert", dims=dims, base=x.storage) for _ in range(num)]
+    block.add([x], views, [Gradient(x)])
+    return views
+
+
+def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what one expert makes of its rows: a gated MLP that weighs its activations."""
+    hidden = x.dims[-1]
+    both = Dim("gate and up", 2 * dims.gate.size)
+    inner = _linear(block, x, both, split=both)
+    gate, up = cut(block, inner, dims.gate, dims.up)
+    opened = pointwise(block, "opened gate", gate)
+    shifted = up.like("up shifted")
+    up = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
+    opened = pointwise(block, "activation", opened, up, last=dims.inner)
+    made = opened.like("weighted activation")
+    twice = (made.like("gradient of weights"),)
+    traffic = block.traffic(opened, made)
+    gradients = [
+        Gradient(opened, (opened, weights), (traffic, traffic)),
+        Gradient(weights, (opened, weights), at=block.placed({Axis.TP: PARTIAL})),
+    ]
+    made = block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
+    return _linear(block, made, hidden, split=dims.inner)
+
+
+def _linear(block: Block, x: Tensor, out: Dim, *, split: Dim) -> Tensor:
+    """Return the product of one expert's rows with its own weight, of which tp splits a dim."""
+    weight = block.weight(f"expert {out.name}.weight", out, x.dims[-1], at={Axis.TP: split})
+    return product(block, out.name, (x, weight), x.dims[0], out)

@@ -1,0 +1,167 @@
+"""Routed experts as torchtitan and transformers write them, in PyTorch's operators."""
+
+from collections.abc import Callable
+
+from meshwright.simulator.blocks.parts.routing import (
+    INT32_BYTES,
+    Numbers,
+    RoutedDims,
+    grouped,
+    logits_of,
+    moved,
+    normalised,
+    numbers,
+    score,
+    starts,
+    taken,
+)
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    STATISTIC_BYTES,
+    Block,
+    Dim,
+    Gradient,
+    Kind,
+    Placement,
+    Reads,
+    Tensor,
+    activation,
+    cast,
+    place,
+    pointwise,
+    product_gradients,
+    product_work,
+    rounded_up,
+    view,
+)
+
+ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
+Shared = Callable[[Block, Tensor], Tensor]
+
+
+def torchtitan(
+    block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what `MoE` makes of tokens (torchtitan/models/moe/moe.py of 0.2.2).
+
+    Rows are copied once more, behind each other in whole lines of the grouped product; scores weigh
+    what the experts made.
+    """
+    flat, hidden = dims.flat(block, x), x.dims[-1]
+    scores = score(block, logits_of(block, flat, dims))
+    shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
+    shares = pointwise(block, "scaled shares", normalised(block, shares), reads=Reads.NOTHING)
+    # Nobody reads its sorted shares, but they and the rows of each expert have names.
+    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
+    block.add([rows], [*names], [])
+    one_more = Dim("rows and an empty one", dims.rows.size + 1)
+    more = block.add(
+        [rows],
+        [rows.like(one_more.name, dims=(one_more, hidden))],
+        [Gradient(rows, hands_on=True)],
+        block.traffic(rows, rows),
+    )
+    space = dims.rows.size + ALIGNED_ROWS * dims.experts.size
+    padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
+    places = numbers(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
+    lines = moved(
+        block, more, padded.name, (padded, hidden), Numbers(made=(places, starts(x, dims)))
+    )
+    made = _computed(block, lines, dims, block.operators[-1].outputs[2])
+    back = moved(block, made, "rows in order", (one_more, hidden), Numbers((places,)))
+    cut = back.like("rows again", dims=(dims.rows, hidden), base=back.storage)
+    cut = block.add([back], [cut], [Gradient(back)])
+    out = None if shared is None else shared(block, x)
+    order = numbers(rows, "order of rows")
+    unsorted = moved(block, cut, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
+    result = _weighted(block, shares, unsorted, dims)
+    block.hold(rows, back, unsorted, *names)
+    result = place(block, view(block, result, *x.dims), outside)
+    return result if out is None else _sum(block, out, result)
+
+
+def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what grouped experts make of tokens (transformers/integrations/moe.py of 5.23)."""
+    flat, hidden = dims.flat(block, x), x.dims[-1]
+    logits = logits_of(block, flat, dims)
+    scores = score(block, logits)
+    shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
+    shares = normalised(block, shares, in_place=True)
+    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    shares = view(block, shares, dims.rows)
+    order = numbers(rows, "order of rows")
+    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
+    both = Dim("expert gate and up", 2 * dims.gate.size)
+    begin = starts(x, dims)
+    # Sorted experts of rows, as they are counted, and how many rows each has: all have names.
+    names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), starts(x, dims)
+    block.add([rows], [*names, begin], [])
+    inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
+    inner = activation(block, inner, parts=(dims.gate, dims.up), last=dims.inner)
+    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
+    wide = _rows_weighted(block, made, weights)
+    inverse = numbers(rows, "inverse order")
+    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(made=(inverse,)))
+    by_token = view(block, wide, dims.tokens, dims.chosen, hidden)
+    total = by_token.like("sums", dims=(dims.tokens, hidden))
+    total = block.add([by_token], [total], [Gradient(by_token)], block.traffic(by_token, total))
+    result = cast(block, total, "experts out", block.width)
+    block.hold(logits, shares, wide, *names)
+    return view(block, result, *x.dims)
+
+
+def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return *rows* times a weight each, in fp32; a weight's gradient is a sum over its row."""
+    spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
+    block.add([weights], [spread], [Gradient(weights)])
+    wide = rows.like("weighted rows", width=STATISTIC_BYTES)
+    traffic = block.traffic(rows, wide)
+    gradients = [
+        Gradient(rows, (weights, rows), (traffic, traffic)),
+        Gradient(spread, (weights, rows)),
+    ]
+    scratch = ((), (wide.like("gradient in fp32"),))
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=scratch)
+
+
+def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> Tensor:
+    """Return what experts make of *lines*: gate and value are products of their own."""
+    hidden = lines.dims[-1]
+
+    def multiplied(x: Tensor, out: Dim, split: Dim) -> Tensor:
+        return grouped(block, x, out, dims, split=split, reads=(begin,))
+
+    if block.lowering.is_eager:
+        gate = multiplied(lines, dims.gate, dims.gate)
+        opened = pointwise(block, "opened gate", gate)
+        up = multiplied(lines, dims.up, dims.up)
+        inner = pointwise(block, "activation", opened, up, last=dims.inner)
+    else:
+        with block.one_price():
+            gate, up = (multiplied(lines, each, each) for each in (dims.gate, dims.up))
+        inner = activation(block, gate, up, parts=(dims.gate, dims.up), last=dims.inner)
+    return multiplied(inner, hidden, dims.inner)
+
+
+def _weighted(block: Block, shares: Tensor, rows: Tensor, dims: RoutedDims) -> Tensor:
+    """Return the sum of a token's *rows* times their *shares*, made in fp32.
+
+    Rows of so few experts are no work beside their traffic.
+    """
+    hidden = rows.dims[-1]
+    by_token = view(block, rows, dims.tokens, dims.chosen, hidden)
+    wide = cast(block, by_token, "rows in fp32", STATISTIC_BYTES)
+    out = wide.like("weighted", dims=(dims.tokens, hidden))
+    work = product_work(shares, wide, out.dims)
+    gradients = product_gradients(shares, wide, out)
+    moves = block.traffic(wide, out)
+    block.add([shares, wide], [out], gradients, work, moves, kind=Kind.OTHER)
+    return cast(block, out, "experts out", block.width)
+
+
+def _sum(block: Block, one: Tensor, other: Tensor) -> Tensor:
+    gradients = [Gradient(each, hands_on=True) for each in (one, other)]
+    return block.add(
+        [one, other], [one.like("all experts out")], gradients, block.traffic(one, one)
+    )

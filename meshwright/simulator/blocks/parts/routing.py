@@ -1,0 +1,197 @@
+"""What all routed experts are made of: scores, rows of tokens by expert, grouped products.
+
+Routing is taken to be balanced: each expert gets ``tokens x k / E`` rows, rounded up.
+"""
+
+from typing import NamedTuple
+
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    PARTIAL,
+    STATISTIC_BYTES,
+    Block,
+    Dim,
+    Gradient,
+    Kind,
+    Placement,
+    Product,
+    Reads,
+    Size,
+    Tensor,
+    cast,
+    gradient_place,
+    pointwise,
+    product,
+    take,
+    view,
+)
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import Experts
+
+INT32_BYTES = 4
+
+
+class Taken(NamedTuple):
+    """What was read by number, and the numbers."""
+
+    values: Tensor
+    numbers: Tensor
+
+
+class RoutedDims(NamedTuple):
+    """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths."""
+
+    experts: Dim
+    chosen: Dim
+    tokens: Dim
+    rows: Dim
+    gate: Dim
+    up: Dim
+    inner: Dim
+
+    @classmethod
+    def of(cls, x: Tensor, experts: Experts) -> "RoutedDims":
+        """Return the dims of *experts* behind tokens *x*."""
+        tokens: Size = x.dims[0].size * x.dims[1].size
+        width = experts.hidden_size
+        return cls(
+            experts=Dim("experts", experts.num_experts),
+            chosen=Dim("chosen experts", experts.experts_per_token),
+            tokens=Dim("tokens of all sequences", tokens),
+            rows=Dim("rows", tokens * experts.experts_per_token),
+            gate=Dim("expert gate", width),
+            up=Dim("expert up", width),
+            inner=Dim("expert inner", width),
+        )
+
+    def flat(self, block: Block, x: Tensor) -> Tensor:
+        """Return tokens *x* with one dim for tokens and sequences."""
+        return view(block, x, self.tokens, x.dims[-1], renamed=(x.dims[0], self.tokens))
+
+    def rows_at(self, flat: Tensor) -> Placement:
+        """Return where the rows of a rank's own tokens lie."""
+        return {axis: self.rows if dim is self.tokens else dim for axis, dim in flat.at.items()}
+
+
+def score(block: Block, logits: Tensor) -> Tensor:
+    """Return scores in fp32, softmax or sigmoid, whose backward reads them."""
+    wide = cast(block, logits, f"{logits.name} in fp32", STATISTIC_BYTES)
+    return pointwise(block, "expert scores", wide, reads=Reads.OUTPUT)
+
+
+def logits_of(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
+    """Return the router's product, whose weight every rank has whole."""
+    weight = block.weight("router.weight", dims.experts, flat.dims[-1])
+    return product(block, "router", (flat, weight), dims.tokens, dims.experts)
+
+
+def taken(
+    block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
+) -> Taken:
+    """Return what `take` reads, and the numbers that its backward reads."""
+    values = take(block, x, name, dims, at)
+    return Taken(values, block.operators[-1].outputs[1])
+
+
+def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tensor:
+    """Return a token's shares divided by their sum, whose backward reads both.
+
+    Args:
+        block: Where it is written down.
+        shares: Of tokens and their experts.
+        in_place: They are overwritten, and a copy is kept of what they were.
+    """
+    total = shares.like("sum of shares", dims=shares.dims[:1])
+    block.add([shares], [total], [Gradient(shares)], block.traffic(shares))
+    given = shares.like("given shares") if in_place else shares
+    made = shares.like("shares", base=shares.storage if in_place else None)
+    read = (given, total)
+    gradients = [
+        Gradient(shares, read, (block.traffic(shares, shares),)),
+        Gradient(total, read, at=total.at),
+    ]
+    outputs = [made, given] if in_place else [made]
+    return block.add([shares, total], outputs, gradients, block.traffic(shares, shares))
+
+
+class Numbers(NamedTuple):
+    """Numbers of rows that backward reads: some that are there, and some that are made."""
+
+    read: tuple[Tensor, ...] = ()
+    made: tuple[Tensor, ...] = ()
+
+
+NO_NUMBERS = Numbers()
+
+
+def moved(
+    block: Block,
+    x: Tensor,
+    name: str,
+    dims: tuple[Dim, ...],
+    known: Numbers = NO_NUMBERS,
+    at: Placement | None = None,
+) -> Tensor:
+    """Return rows of *x* in another order or number, a copy; its gradient is copied back.
+
+    Args:
+        block: Where it is written down.
+        x: Rows.
+        name: What it makes.
+        dims: Of what it makes.
+        known: Numbers of rows.
+        at: Where it lies; by default where *x* does.
+    """
+    out = x.like(name, dims=dims, at=x.at if at is None else at)
+    traffic = block.traffic(x, out)
+    # A gradient that is a sum over ranks stays one where rows stay where they are.
+    back = None if out.at == x.at else gradient_place(x.at)
+    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
+    return block.add([x], [out, *known.made], [gradient], traffic)
+
+
+def grouped(
+    block: Block,
+    x: Tensor,
+    out: Dim,
+    dims: RoutedDims,
+    *,
+    split: Dim,
+    reads: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """Return a product of rows in the order of their experts with each expert's own weight.
+
+    One kernel runs the products of all experts, ``rows / E`` rows each.
+
+    Args:
+        block: Where it is written down.
+        x: Rows, of which there may be more than are computed.
+        out: Outputs.
+        dims: Experts, and rows that are computed.
+        split: The dim of the weight that axis tp splits.
+        reads: Where each expert's rows begin, which backward reads, too.
+    """
+    experts, inputs = dims.experts, x.dims[-1]
+    weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at={Axis.TP: split})
+    made_at, back_at = (
+        block.placed({Axis.TP: PARTIAL if each is not split else split}) for each in (out, inputs)
+    )
+    made = x.like(out.name, dims=(x.dims[0], out), at=made_at, width=block.width)
+    rows, num = -(-dims.rows.size // experts.size), experts.size
+    n, k = weight.sizes[out], weight.sizes[inputs]
+    gradients = [
+        Gradient(x, (weight, *reads), (Product(rows, k, n, num),), at=back_at),
+        Gradient(weight, (x, *reads), (Product(n, k, rows, num),), at=weight.at),
+    ]
+    return block.add([x, weight], [made], gradients, Product(rows, n, k, num), kind=Kind.PRODUCT)
+
+
+def starts(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:
+    """Return a number for each expert, such as the row at which its own begin."""
+    return x.like("starts of experts", dims=(dims.experts,), at={}, width=width)
+
+
+def numbers(x: Tensor, name: str, width: int = NUMBER_BYTES) -> Tensor:
+    """Return a number for each row of *x*."""
+    at = {axis: dim for axis, dim in x.at.items() if dim is x.dims[0]}
+    return x.like(name, dims=x.dims[:1], at=at, width=width)

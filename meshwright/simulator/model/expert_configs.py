@@ -1,0 +1,114 @@
+"""Read the config.json of Hugging Face checkpoints with routed experts and latent attention.
+
+The meaning of each key follows the configuration classes of the transformers library
+(MixtralConfig, Qwen2MoeConfig, DeepseekV2Config, DeepseekV3Config).  Weights of losses that balance
+experts, factors and norms of scores, and jitter change no size.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.simulator.model.huggingface import Reader
+
+Fields = dict[str, object]
+
+
+def mixtral_experts(reader: "Reader") -> Fields:
+    """Return the fields of Mixtral's layers: experts in the place of every MLP."""
+    width = reader.size("intermediate_size")
+    return {
+        "ffn_hidden_size": width,
+        "experts": {
+            "num_experts": reader.size("num_local_experts", "num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": width,
+        },
+    }
+
+
+def qwen2_experts(reader: "Reader") -> Fields:
+    """Return the fields of Qwen2-MoE's layers: every n-th has experts, and a gated shared one."""
+    if not reader.switch("qkv_bias", default=True):
+        reader.refuse("qkv_bias", "is not supported; it must be true")
+    if reader.switch("use_sliding_window", default=False):
+        reader.refuse("use_sliding_window", "is not supported; it must be false")
+    reader.refuse_listed("mlp_only_layers")
+    return {
+        "experts": {
+            "num_experts": reader.size("num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": reader.size("moe_intermediate_size"),
+            "shared_hidden_size": reader.size("shared_expert_intermediate_size"),
+            "shared_gate": True,
+            "layer_step": reader.optional_size("decoder_sparse_step") or 1,
+        }
+    }
+
+
+def deepseek_layers(reader: "Reader") -> Fields:
+    """Return the fields of DeepSeek's layers: latent attention, and experts after dense layers.
+
+    A layer that predicts tokens beyond the next (num_nextn_predict_layers) is left out, as
+    transformers does in training.
+    """
+    if reader.optional_size("moe_layer_freq") not in {None, 1}:
+        reader.refuse("moe_layer_freq", "is not supported; it must be 1")
+    for key in ("attention_bias", "mlp_bias"):
+        if reader.switch(key, default=False):
+            reader.refuse(key, "is not supported; it must be false")
+    width, heads = reader.size("moe_intermediate_size"), reader.size("num_attention_heads")
+    if reader.optional_size("num_key_value_heads") not in {None, heads}:
+        reader.refuse("num_key_value_heads", f"must equal num_attention_heads={heads}")
+    method = reader.text("topk_method", default="")
+    if method not in {"", "greedy", "group_limited_greedy", "noaux_tc"}:
+        reader.refuse("topk_method", "is not supported")
+    has_groups = method != "greedy"
+    return {
+        "num_kv_heads": heads,
+        "latent": {
+            "query_rank": reader.optional_size("q_lora_rank") or 0,
+            "kv_rank": reader.size("kv_lora_rank"),
+            "plain_head_dim": reader.size("qk_nope_head_dim"),
+            "rotary_head_dim": reader.size("qk_rope_head_dim"),
+            "value_head_dim": reader.size("v_head_dim"),
+        },
+        "experts": {
+            "num_experts": reader.size("n_routed_experts", "num_local_experts", "num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": width,
+            "shared_hidden_size": width * (reader.optional_size("n_shared_experts") or 0),
+            "num_groups": (reader.optional_size("n_group") or 1) if has_groups else 1,
+            "groups_per_token": (reader.optional_size("topk_group") or 1) if has_groups else 1,
+            "first_dense_layers": reader.count("first_k_dense_replace", default=0),
+        },
+    }
+
+
+def deepseek_v3_layers(reader: "Reader") -> Fields:
+    """Return the fields of DeepSeek-V3's layers: scores by sigmoid, with a bias in routing."""
+    if reader.text("scoring_func", default="sigmoid") != "sigmoid":
+        reader.refuse("scoring_func", "is not supported; it must be 'sigmoid'")
+    if reader.text("topk_method", default="noaux_tc") != "noaux_tc":
+        reader.refuse("topk_method", "is not supported; it must be 'noaux_tc'")
+    fields = deepseek_layers(reader)
+    experts = fields["experts"]
+    assert isinstance(experts, dict)
+    return {**fields, "experts": {**experts, "scores": "sigmoid", "routing_bias": True}}
+
+
+_ROUTING_KEYS = "norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef"
+MIXTRAL_KEYS = f"{_ROUTING_KEYS} num_experts num_local_experts router_jitter_noise rope_scaling"
+QWEN2_MOE_KEYS = f"""
+    {_ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size num_experts qkv_bias
+    shared_expert_intermediate_size use_sliding_window
+    """
+DEEPSEEK_KEYS = f"""
+    {_ROUTING_KEYS} attention_bias attention_dropout aux_loss_alpha auto_map ep_size
+    first_k_dense_replace head_dim hidden_act hidden_size intermediate_size kv_lora_rank
+    max_position_embeddings mlp_bias moe_intermediate_size moe_layer_freq n_group n_routed_experts
+    n_shared_experts num_attention_heads num_experts num_hidden_layers num_key_value_heads
+    num_local_experts num_mtp_layers num_nextn_predict_layers pretraining_tp q_lora_rank
+    qk_head_dim qk_nope_head_dim qk_rope_head_dim quantization_config rope_interleave
+    rope_parameters rope_scaling rope_theta routed_scaling_factor scoring_func seq_aux
+    tie_word_embeddings topk_group topk_method v_head_dim vocab_size
+    """

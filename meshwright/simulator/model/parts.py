@@ -1,0 +1,85 @@
+"""Parts of a transformer in the place of the usual ones: routed experts, latent attention."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields
+
+MAX_EXPERTS = 16_384
+
+
+class Experts(Fields):
+    """Routed experts in the place of the MLP: sizes and switches of the experts of a layer.
+
+    ``hidden_size`` is the width of one expert, ``shared_hidden_size`` that of all shared ones
+    together, through which every token goes; with ``shared_gate`` a product with one output weighs
+    what they make.  ``routing_bias`` is a number an expert that routing learns without a gradient
+    (DeepSeek-V3, arXiv 2412.19437, 2.1.2).  A token's experts come from ``groups_per_token`` of
+    ``num_groups`` groups.  The first ``first_dense_layers`` have an MLP; of the others each
+    ``layer_step``-th, counted from the model's first, has experts.
+
+    >>> Experts(num_experts=8, experts_per_token=2, hidden_size=14336).shared_hidden_size
+    0
+    """
+
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS)
+    experts_per_token: int = Field(ge=1, le=MAX_EXPERTS)
+    hidden_size: int = Field(ge=1, le=MAX_WIDTH)
+    shared_hidden_size: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    shared_gate: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    routing_bias: bool = False
+    num_groups: int = Field(default=1, ge=1, le=MAX_EXPERTS)
+    groups_per_token: int = Field(default=1, ge=1, le=MAX_EXPERTS)
+    first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    layer_step: int = Field(default=1, ge=1, le=MAX_LAYERS)
+
+    def has_layer(self, number: int) -> bool:
+        """Return whether the layer of a *number*, counted from 0, has experts."""
+        return number >= self.first_dense_layers and (number + 1) % self.layer_step == 0
+
+    @model_validator(mode="after")
+    def _check_fields_agree(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} are more than the "
+                f"{self.num_experts} experts"
+            )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts={self.num_experts} is not divisible by num_groups={self.num_groups}"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"groups_per_token={self.groups_per_token} are more than the "
+                f"{self.num_groups} groups"
+            )
+        if self.shared_gate and not self.shared_hidden_size:
+            raise ValueError("shared_gate=true needs a shared_hidden_size")
+        return self
+
+
+class LatentAttention(Fields):
+    """Widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    Keys and values of all heads are made of a latent of ``kv_rank``, queries of one of
+    ``query_rank``, or straight of the tokens where it is 0.  A head's queries and keys are
+    ``plain_head_dim`` wide without positions and ``rotary_head_dim`` with them, which all heads'
+    keys share.
+
+    >>> LatentAttention(kv_rank=512, plain_head_dim=128, rotary_head_dim=64, value_head_dim=128)\
+.query_head_dim
+    192
+    """
+
+    query_rank: int = Field(default=0, ge=0, le=MAX_WIDTH)
+    kv_rank: int = Field(ge=1, le=MAX_WIDTH)
+    plain_head_dim: int = Field(ge=1, le=MAX_WIDTH)
+    rotary_head_dim: int = Field(ge=1, le=MAX_WIDTH)
+    value_head_dim: int = Field(ge=1, le=MAX_WIDTH)
+
+    @property
+    def query_head_dim(self) -> int:
+        """Width of a head's queries, and of its keys."""
+        return self.plain_head_dim + self.rotary_head_dim

@@ -1,0 +1,139 @@
+"""Layers with routed experts beside dense ones, and what their stacks refuse."""
+
+import pytest
+
+from meshwright.hwprofiles import Precision, load_stack
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model
+from meshwright.simulator.blocks import BlockShape, hardware_flops, model_flops, walk
+from meshwright.simulator.graph import Backward, FusedAttention, Memory, Phase, Product, Traffic
+from meshwright.simulator.layout import stack_refusal
+from meshwright.simulator.model import (
+    EXPERT_LAYER,
+    TRANSFORMER_LAYER,
+    Experts,
+    count_active_parameters,
+    count_parameters,
+    parameters_by_kind,
+)
+
+TOKENS, HIDDEN, WIDTH = 512, 1024, 2816
+DENSE = ModelSpec(
+    name="dense",
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_heads=16,
+    num_kv_heads=4,
+    ffn_hidden_size=WIDTH,
+    vocab_size=50257,
+    seq_len=TOKENS,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    dropout=False,
+)
+ONE = DENSE.model_copy(
+    update={"experts": Experts(num_experts=1, experts_per_token=1, hidden_size=WIDTH)}
+)
+PLAN = ParallelPlan(stages=(2,))
+
+
+def job_of(model: ModelSpec) -> TrainingJob:
+    return TrainingJob(model=model, global_batch_size=2, seq_len=model.seq_len)
+
+
+def walked(model: ModelSpec, stack: str, plan: ParallelPlan = PLAN) -> Backward:
+    shape = BlockShape.of(job_of(model), plan, load_stack(stack))
+    return walk(shape, EXPERT_LAYER if model.experts else TRANSFORMER_LAYER)
+
+
+def products(found: Backward, phase: Phase) -> int:
+    works = (step.work for step in found.tape.steps if step.phase is phase)
+    return sum(int(each.flops) for each in works if isinstance(each, Product | FusedAttention))
+
+
+def traffic(found: Backward) -> int:
+    works = (step.work for step in found.tape.steps if step.phase is Phase.FORWARD)
+    return sum(int(each.nbytes) for each in works if isinstance(each, Traffic))
+
+
+# Beside the router torchtitan sums a token's one row, times its share.
+@pytest.mark.parametrize(("stack", "sums"), [("megatron-core", 0), ("fsdp", 0), ("torchtitan", 1)])
+def test_one_expert_is_the_dense_layer_a_router_and_copies(stack: str, sums: int) -> None:
+    dense, one = walked(DENSE, stack), walked(ONE, stack)
+    layers = parameters_by_kind(DENSE)[TRANSFORMER_LAYER], parameters_by_kind(ONE)[EXPERT_LAYER]
+    assert layers[1] == layers[0] + HIDDEN
+    more = 2 * TOKENS * HIDDEN * (1 + sums)
+    assert products(one, Phase.FORWARD) == products(dense, Phase.FORWARD) + more
+    assert products(one, Phase.BACKWARD) == products(dense, Phase.BACKWARD) + 2 * more
+    # A sorted row is written and read again at least once on each way: there and back.
+    assert traffic(one) >= traffic(dense) + 2 * 2 * 2 * TOKENS * HIDDEN
+
+
+def test_what_one_expert_keeps_is_what_the_dense_layer_keeps_and_its_rows() -> None:
+    """Megatron-Core keeps sorted rows beside tokens, which the router keeps, and some numbers."""
+    dense, one = (Memory.of(walked(model, "megatron-core")).saved for model in (DENSE, ONE))
+    rows, places, shares, row_map, weight = 2 * HIDDEN, 8, 4, 3 * 4, 2
+    assert one == dense + TOKENS * (rows + places + shares + row_map + weight)
+
+
+def test_only_active_parameters_make_model_flops() -> None:
+    model = load_model("mixtral-8x7b")
+    assert isinstance(model, ModelSpec)
+    job = TrainingJob(model=model, global_batch_size=1, seq_len=4096, precision=Precision.BF16)
+    table = model.vocab_size * model.hidden_size
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    weights = count_active_parameters(model) - table - norms
+    attention = 2 * model.num_layers * model.hidden_size * 4096
+    assert model_flops(job) == 6 * 4096 * (weights + attention)
+    plan = ParallelPlan(stages=(32,))
+    assert hardware_flops(job, plan, load_stack("megatron-core")) == model_flops(job)
+    assert round(count_active_parameters(load_model("deepseek-v3")) / 1e9) == 38
+    assert count_active_parameters(DENSE) == count_parameters(DENSE)
+
+
+def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
+    """With k experts a token, k times as much as sequence parallelism moves for an MLP."""
+    update = {"experts": Experts(num_experts=8, experts_per_token=2, hidden_size=WIDTH)}
+    model = DENSE.model_copy(update=update)
+    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(2,))
+    found = walked(model, "megatron-core", plan)
+    tokens = 2 * TOKENS * HIDDEN
+    calls = [
+        (str(step.work.op), step.work.nbytes)
+        for step in found.tape.steps
+        if step.phase is Phase.FORWARD and hasattr(step.work, "op")
+    ]
+    attention = [("all_gather", tokens), ("reduce_scatter", tokens)]
+    told = ("all_gather", 2 * 8 * 8)  # rows of 8 experts, of 2 ranks
+    rows = [("all_gather", 2 * tokens), ("all_gather", 2 * 2 * TOKENS)]
+    assert calls == [*attention, told, *rows, ("reduce_scatter", 2 * tokens)]
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "changes", "message"),
+    [
+        ("mixtral-8x7b", "ddp", {}, "mixtral-8x7b has routed experts, which stack ddp is not"),
+        ("mixtral-8x7b", "torchtitan", {"tp": 2, "dp": 2}, "tp=2 is not offered"),
+        ("mixtral-8x7b", "torchtitan", {"dp": 16}, "dp=16 is not offered by stack torchtitan for"),
+        ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
+        ("deepseek-v3", "torchtitan", {}, "stack torchtitan shards layers of one kind; deepseek"),
+        ("deepseek-v3", "fsdp", {}, "deepseek-v3 has latent attention, which stack fsdp is not"),
+        ("kimi-k2", "megatron-core", {"tp": 2, "sequence_parallel": True}, "tp=2 is not offered"),
+    ],
+)
+def test_what_no_stack_runs_is_refused(
+    name: str, stack: str, changes: dict[str, object], message: str
+) -> None:
+    profile = load_stack(stack)
+    plan = ParallelPlan.of(
+        {"zero_stage": profile.zero_stage, "attention": profile.attention, "stages": (61,)}
+        | changes
+    )
+    job = TrainingJob(model=load_model(name), global_batch_size=16, seq_len=4096)
+    refusal = stack_refusal(job, plan, profile)
+    assert refusal is not None
+    assert refusal.startswith(message)

@@ -1,0 +1,322 @@
+"""Expert layers of each framework's own code, against the graph's: every byte and FLOP.
+
+Routing is balanced: by torchtitan's and Megatron-Core's own switches, and because nothing of what
+transformers keeps depends on it.  On a rank without data a grouped product counts its padding, too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from block_graph import as_measured
+from block_witness import Given, Measured, count_pass
+from torch import Tensor
+from torch._subclasses.fake_impls import op_implementations_dict
+from torchtitan.models.deepseek_v3.model import model as deepseek
+from torchtitan.models.llama3.model import model as llama
+from torchtitan.models.moe import utils
+from torchtitan.models.moe.moe import MoE, MoEArgs
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from witnesses import megatron_job
+from witnesses.boundary import modules_converted, values_answered
+
+from meshwright.hwprofiles import Attention, Kernels, Precision, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.model import EXPERT_LAYER, Experts, LatentAttention, ModelSpec
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.programs.megatron import default_dtype
+
+from megatron.core import parallel_state  # isort: skip  (after the witness, which stands for Apex)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # isort: skip
+from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+
+NUM_SEQUENCES, TOKENS = 2, 1024
+SPEC = ModelSpec(
+    name="small",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=512,
+    seq_len=TOKENS,
+    gated_mlp=True,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    dropout=False,
+    experts=Experts(num_experts=8, experts_per_token=2, hidden_size=384),
+)
+SHARED = Experts(
+    num_experts=8,
+    experts_per_token=2,
+    hidden_size=384,
+    shared_hidden_size=384,
+    scores="sigmoid",
+)
+SHARING = SPEC.model_copy(update={"experts": SHARED})
+# Heads of one width: attention of a CPU knows no other.
+LATENT = SHARING.model_copy(
+    update={
+        "num_kv_heads": 8,
+        "latent": LatentAttention(
+            query_rank=96, kv_rank=64, plain_head_dim=24, rotary_head_dim=8, value_head_dim=32
+        ),
+    }
+)
+ROWS = NUM_SEQUENCES * TOKENS * 2
+Run = Callable[[Tensor], Tensor]
+
+
+def derived(model: ModelSpec, stack: str, tp: int = 1) -> Measured:
+    """Return what the graph says of an expert layer."""
+    profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
+    job = TrainingJob(
+        model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
+    )
+    attention = Attention.UNFUSED if profile.fused_qkv else Attention.FLASH
+    plan = ParallelPlan(
+        tp=tp,
+        sequence_parallel=tp > 1,
+        microbatch_size=NUM_SEQUENCES,
+        stages=(2,),
+        attention=attention,
+    )
+    shape = BlockShape.of(job, plan, profile)
+    return as_measured(walk(shape, EXPERT_LAYER, ending=Ending(keeps_gradients=True)))
+
+
+def counts(x: Tensor, bins: int, **_: object) -> Tensor:
+    """Return how many elements are in each bin: a histogram of whole numbers, as on a GPU."""
+    return x.new_empty(bins)
+
+
+def counted(make: Callable[[], Run], first: int, second: int) -> Measured:
+    """Return what a layer does with tokens in the order of its framework."""
+    with fake_cluster(0, 1), patch.object(torch, "histc", counts):
+        with default_dtype(torch.bfloat16):
+            layer = make()
+        return count_pass(layer, [Given((first, second, SPEC.hidden_size))], RankOracle({}))
+
+
+def transformers_layer() -> Run:
+    """Return a layer of Mixtral with grouped products."""
+    experts = SPEC.experts
+    assert experts is not None
+    config = MixtralConfig(
+        hidden_size=SPEC.hidden_size,
+        intermediate_size=experts.hidden_size,
+        num_attention_heads=SPEC.num_heads,
+        num_key_value_heads=SPEC.num_kv_heads,
+        num_local_experts=experts.num_experts,
+        num_experts_per_tok=experts.experts_per_token,
+    )
+    config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
+    layer = MixtralDecoderLayer(config, 0)
+    angles = torch.empty(NUM_SEQUENCES, TOKENS, SPEC.head_dim)
+    return lambda x: layer(x, position_embeddings=(angles, angles), attention_mask=None)
+
+
+def test_an_expert_layer_of_transformers_is_byte_exact() -> None:
+    assert derived(SPEC, "fsdp") == counted(transformers_layer, NUM_SEQUENCES, TOKENS)
+
+
+def moe_args(experts: Experts) -> MoEArgs:
+    """Return torchtitan's arguments of experts."""
+    return MoEArgs(
+        num_experts=experts.num_experts,
+        num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
+        score_func=experts.scores,
+        route_norm=True,
+        score_before_experts=False,
+        top_k=experts.experts_per_token,
+        load_balance_coeff=None,
+        _debug_force_load_balance=True,
+    )
+
+
+def torchtitan_layer(experts: Experts) -> Run:
+    """Return a layer of torchtitan's Llama with torchtitan's experts in the place of its MLP."""
+    width, heads = SPEC.hidden_size, {"n_heads": SPEC.num_heads, "n_kv_heads": SPEC.num_kv_heads}
+    sizes = llama.TransformerModelArgs(dim=width, max_seq_len=TOKENS, **heads)
+    layer = llama.TransformerBlock(0, sizes)
+    args = moe_args(experts)
+    layer.feed_forward = MoE(args, dim=width, hidden_dim=experts.hidden_size)
+    angles = torch.empty(TOKENS, SPEC.head_dim // 2, dtype=torch.complex64)
+    return lambda x: layer(x, angles, None)
+
+
+def deepseek_layer(experts: Experts) -> Run:
+    """Return a layer of torchtitan's DeepSeek-V3."""
+    latent = LATENT.latent
+    assert latent is not None
+    args = deepseek.DeepSeekV3ModelArgs(
+        dim=LATENT.hidden_size,
+        n_heads=LATENT.num_heads,
+        n_dense_layers=0,
+        moe_inter_dim=experts.hidden_size,
+        moe_args=moe_args(experts),
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.plain_head_dim,
+        qk_rope_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        max_seq_len=TOKENS,
+    )
+    args.moe_impl = "standard"  # its configuration sets it
+    layer = deepseek.TransformerBlock(0, args)
+    angles = torch.empty(TOKENS, latent.rotary_head_dim // 2, dtype=torch.complex64)
+    return lambda x: layer(x, angles, None)
+
+
+def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tuple[Tensor, ...]:
+    """Return places of rows, and rows and ends of experts, as a kernel of Triton makes them."""
+    made = (torch.empty(size, dtype=torch.int32) for size in (most, experts, experts))
+    return tuple(made)
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [(torchtitan_layer, SPEC), (torchtitan_layer, SHARING), (deepseek_layer, LATENT)],
+    ids=["softmax", "sigmoid, shared", "latent attention"],
+)
+def test_an_expert_layer_of_torchtitan_is_byte_exact(
+    make: Callable[[Experts], Run], model: ModelSpec
+) -> None:
+    experts = model.experts
+    assert experts is not None
+    with patch.object(utils, "generate_permute_indices", places):
+        found = counted(lambda: make(experts), NUM_SEQUENCES, TOKENS)
+    padding = 2 * 8 * experts.num_experts * 3 * SPEC.hidden_size * experts.hidden_size
+    assert derived(model, "torchtitan") == replace(
+        found,
+        forward_flops=found.forward_flops - padding,
+        backward_flops=found.backward_flops - 2 * padding,
+    )
+
+
+@contextmanager
+def dispatched(tp: int) -> Iterator[None]:
+    """Let Megatron-Core sort tokens by expert: ROWS of all ranks, equally many each."""
+    rows = ROWS // tp
+
+    def value(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else rows // 8
+
+    answers = {
+        torch.ops.aten._local_scalar_dense.default: value,
+        torch.ops.aten.masked_select.default: lambda _mode, _operator, x, _mask: x.new_empty(rows),
+    }
+    stream = SimpleNamespace(
+        wait_stream=lambda _: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    with (
+        values_answered(),
+        modules_converted(),
+        megatron_job.answers(),
+        patch.dict(op_implementations_dict, answers),
+        patch.object(moe_utils, "te_general_gemm", None, create=True),
+        patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.object(torch.cuda, "stream", lambda _: nullcontext()),
+        patch.object(torch.cuda, "Stream", lambda *_, **__: stream),
+        patch.object(
+            token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream, create=True
+        ),
+    ):
+        yield
+
+
+def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
+    """Return a layer of Megatron-Core's local spec on one of *tp* ranks."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, 1, create_gloo_process_groups=False)
+    job = TrainingJob(model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS)
+    plan = ParallelPlan(tp=tp, sequence_parallel=tp > 1, stages=(2,))
+    config = megatron_job.transformer_config(job, plan)
+    config = replace(
+        config,
+        moe_ffn_hidden_size=experts.hidden_size,
+        num_moe_experts=experts.num_experts,
+        moe_router_topk=experts.experts_per_token,
+        moe_router_score_function=experts.scores,
+        moe_router_topk_scaling_factor=2.5 if experts.scores == "sigmoid" else None,
+        moe_shared_expert_intermediate_size=experts.shared_hidden_size or None,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_force_load_balancing=True,
+        moe_router_load_balancing_type="none",
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts.num_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm" if model.norm == "rmsnorm" else None,
+    )
+    layer = TransformerLayer(config, spec.submodules, layer_number=1)
+    dispatcher, num = layer.mlp.token_dispatcher, experts.num_experts
+    order = SimpleNamespace(tolist=lambda: list(range(tp * num)))
+    dispatcher.sort_input_by_local_experts = order
+    dispatcher.restore_output_by_local_experts = order
+    preprocess = dispatcher.preprocess
+
+    def balanced(routing_map: Tensor) -> object:
+        preprocess(routing_map)
+        dispatcher.output_splits_tp = None  # all ranks send equally many
+        return SimpleNamespace(tolist=lambda: [ROWS // num] * num)
+
+    dispatcher.preprocess = balanced
+    turned = torch.empty(TOKENS, 1, 1, SPEC.head_dim)
+
+    def run(x: Tensor) -> Tensor:
+        out = layer(x, None, rotary_pos_emb=turned)[0]
+        # It remembers a layer's last pass, which is not of this one.
+        names = [name for name, each in vars(dispatcher).items() if isinstance(each, Tensor)]
+        for name in names:
+            setattr(dispatcher, name, None)
+        return out
+
+    return run
+
+
+def centered(model: ModelSpec) -> ModelSpec:
+    """Return *model* with the norm that Apex has: PyTorch's does not go with split tokens."""
+    return model.model_copy(update={"norm": "layernorm"})
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [(SPEC, 1), (SHARING, 1), (centered(SPEC), 2), (centered(SHARING), 2)],
+    ids=["softmax", "sigmoid, shared", "softmax, tp", "sigmoid, shared, tp"],
+)
+def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(model: ModelSpec, tp: int) -> None:
+    experts = model.experts
+    assert experts is not None
+    with fake_cluster(0, tp), dispatched(tp):
+        with default_dtype(torch.bfloat16):
+            layer = megatron_layer(model, experts, tp)
+        given = Given((TOKENS // tp, NUM_SEQUENCES, SPEC.hidden_size))
+        found = count_pass(layer, [given], RankOracle({(0, 1): "tp"}))
+    # Attention keeps a buffer of scores and a number to scale them by: see test_layers.py.
+    buffer = 2 * NUM_SEQUENCES * SPEC.num_heads // tp * TOKENS**2
+    # Exchanges between the ranks of an expert, of which there is one, note how many rows they send.
+    noted = 24 * (tp > 1)
+    lasting = buffer + 4 + noted
+    # Without shared experts the forward pass is fullest in attention, before they do.
+    early = 0 if experts.shared_hidden_size else noted
+    assert derived(model, "megatron-core", tp=tp) == replace(
+        found,
+        saved_bytes=found.saved_bytes - lasting,
+        forward_peak_bytes=found.forward_peak_bytes - lasting + early,
+        backward_peak_bytes=found.backward_peak_bytes - lasting,
+        left_bytes=found.left_bytes - buffer - noted,
+    )
