@@ -1,7 +1,11 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
+from typing import Literal
+
 from meshwright.hwprofiles.base import Count, Flag, Profile
 from meshwright.hwprofiles.kinds import Kernels, Units
+
+FusedQkv = Literal[True, False, "model"]
 
 
 class StackTraits(Profile):
@@ -10,9 +14,13 @@ class StackTraits(Profile):
     Args:
         kernels: How element-wise work of layers runs.
         transformers_layers: Eager layers are those of Hugging Face's transformers, which write
-            RMS norm and GELU in PyTorch's operators; else those of torchtitan, or with fused_qkv of
-            Megatron-Core's local spec.
-        fused_qkv: Queries, keys and values are one product, as are a gated MLP's two inputs.
+            RMS norm and GELU in PyTorch's operators; else those of torchtitan, or with
+            megatron_layers of Megatron-Core's local spec.
+        megatron_layers: Layers are Megatron-LM's, tokens first: bias, dropout and addition are one
+            kernel, a gated MLP's two inputs one product, and collectives part of the products
+            beside them; else of PyTorch's own modules.
+        fused_qkv: Queries, keys and values are one product; "model" says that each model has them
+            as its own code in transformers does.
         keeps_gathered_inputs: Sequence parallelism keeps the gathered input of a column layer for
             backward, where others gather it again.
         sums_norms_each_microbatch: It then sums the gradients of norms over the tensor-parallel
@@ -45,7 +53,8 @@ class StackTraits(Profile):
 
     kernels: Kernels = Kernels.FUSED
     transformers_layers: Flag = False
-    fused_qkv: Flag = True
+    megatron_layers: Flag = True
+    fused_qkv: FusedQkv = True
     keeps_gathered_inputs: Flag = False
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
@@ -63,6 +72,10 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+
+    def fuses_qkv(self, *, in_model: bool) -> bool:
+        """Return whether queries, keys and values are one product, if they are *in_model*."""
+        return in_model if self.fused_qkv == "model" else self.fused_qkv
 
     @property
     def is_fully_sharded(self) -> bool:

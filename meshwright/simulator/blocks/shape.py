@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    Attention,
+    Fp8Recipe,
+    Kernels,
+    Precision,
+    Recompute,
+    StackProfile,
+    Strategy,
+)
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
 from meshwright.simulator.model import (
     AnyModel,
@@ -67,6 +75,24 @@ class BlockShape:
         """The transformer; blocks of others do not ask for it."""
         assert isinstance(self.trained, ModelSpec)
         return self.trained
+
+    @property
+    def fuses_qkv(self) -> bool:
+        """Whether queries, keys and values are one product of one weight."""
+        in_model = isinstance(self.trained, ModelSpec) and self.trained.fused_qkv
+        return self.stack.fuses_qkv(in_model=in_model)
+
+    @property
+    def has_conv1d(self) -> bool:
+        """Whether linear layers are the Conv1D of transformers' GPT-2, which names its bias first.
+
+        That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which
+        autocast casts the last argument first.
+        """
+        stack, model = self.stack, self.trained
+        is_eager = stack.transformers_layers and stack.kernels is Kernels.EAGER
+        is_decoder = isinstance(model, ModelSpec) and model.fused_qkv
+        return is_eager and is_decoder and model.positions == "learned"
 
     @property
     def num_tokens(self) -> int:

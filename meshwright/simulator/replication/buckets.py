@@ -139,9 +139,9 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, lis
 def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, last first.
 
-    Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
-    order is that in which autograd finishes gradients: of each layer its bias first, of a norm
-    its weight.
+    Where products are separate, so are their weights. PyTorch's own modules give them in the order
+    in which autograd finishes gradients: of each layer its bias first, of a norm its weight. Under
+    autocast the weight that is cast last, behind the bias, comes first.
     """
     model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
@@ -150,7 +150,7 @@ def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     modules = [list(group) for _, group in by_module]
     for module in reversed(modules):
         local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
-        if not shape.stack.fused_qkv:
+        if not shape.stack.megatron_layers:
             local = _separate(shape, module, local)
         sizes[module[0].block] += local
     return sizes
@@ -163,7 +163,7 @@ def _module_of(tensor: ParameterTensor) -> str:
 def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
     """Return the sizes of separate products' weights and biases in the order of their gradients."""
     name = _module_of(module[0])
-    if name.endswith("norm") or shape.casts_weights:
+    if name.endswith("norm") or (shape.casts_weights and not shape.has_conv1d):
         local.reverse()
     widths = _separate_widths(shape, name)
     if not widths:
@@ -174,9 +174,9 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
 
 def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
-    if name == "qkv":
+    if name == "qkv" and not shape.fuses_qkv:
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
-    if name == "mlp_in" and shape.model.gated_mlp:
+    if name == "mlp_in" and shape.model.gated_mlp and not shape.stack.megatron_layers:
         return (shape.local_ffn_width,) * 2
     return ()
 

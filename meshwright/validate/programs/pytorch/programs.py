@@ -277,7 +277,10 @@ def _compression(
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
     parts = plain_parts(
-        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+        request.job.transformer,
+        vocab_size=request.vocab_size,
+        dropout=request.dropout,
+        fuses_qkv=request.fuses_qkv,
     )
     return build_stage(request, index, parts, device)
 
