@@ -43,6 +43,12 @@ class StackTraits(Profile):
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
             holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
         sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
+        gathers_tokens: It first gathers a number of each rank's tokens (transformers' Trainer).
+        broadcasts_buffers: The first rank's buffers, which are no weights, go to all before the
+            passes after which gradients are reduced (DistributedDataParallel).
+        gradient_as_bucket_view: Gradients lie in the buckets that are reduced; else they are beside
+            them, copied in and out, and a step's first backward pass makes them, as
+            `Optimizer.zero_grad` frees them (DistributedDataParallel).
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
         vocabulary_multiple: The vocabulary is padded so that a tensor-parallel rank's rows are a
             multiple of this; 1 pads nothing.
@@ -68,6 +74,9 @@ class StackTraits(Profile):
     copies_units: Flag = False
     norm_by_axis: Flag = False
     sums_tokens: Flag = False
+    gathers_tokens: Flag = False
+    broadcasts_buffers: Flag = False
+    gradient_as_bucket_view: Flag = True
     whole_table_gradient: Flag = False
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False

@@ -76,7 +76,9 @@ class GraphCase:
 
 def derive_block(shape: BlockShape, kind: str) -> Measured:
     """Return what the graph says of a layer or an end of a stack: see `BLOCKS`."""
-    keeps = not (shape.stack.megatron_layers or shape.stack.autocast)  # FSDP does, until its unit is done
+    keeps = not (
+        shape.stack.megatron_layers or shape.stack.autocast
+    )  # FSDP does, until its unit is done
     ending = Ending(keeps_gradients=keeps)
     return as_measured(walk(shape, kind, ending=ending))
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces
+from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, makes_gradients_once
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
@@ -180,7 +180,7 @@ def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
         np.stack([columns[kind].buffer for kind in table.kinds], axis=1),
         ParameterCounts(table),
         PassWorkspaces(columns),
-        ReplicaWorkspaces(table, known),
+        ReplicaWorkspaces(table, blocks, known),
     )
 
 
@@ -193,7 +193,8 @@ def _kinds(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column
     """Return the ways in which layouts with one pipeline share states, and which one each has."""
     has_replicas = space.column("dp")[indices] > 1
     zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
-    columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
+    once = makes_gradients_once(space, indices)
+    columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices], once]
     first, member = distinct(columns)
     pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
     return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
@@ -216,7 +217,7 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
         updated = -(-parameters // of_optimizer)
         static = (
             -(-parameters // of_weights) * weight
-            + -(-parameters // of_gradients) * state.gradient
+            + -(-parameters // of_gradients) * (state.gradient + state.bucket)
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]

@@ -4,7 +4,7 @@ from meshwright.simulator.blocks.fp8_casts import (
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import OUTPUT, Ending, makes_gradients, walk
+from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -23,6 +23,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
+    "ADDED",
     "CONVENTION",
     "LOGITS",
     "OUTPUT",

@@ -83,16 +83,9 @@ class BlockShape:
         return self.stack.fuses_qkv(in_model=in_model)
 
     @property
-    def has_conv1d(self) -> bool:
-        """Whether linear layers are the Conv1D of transformers' GPT-2, which names its bias first.
-
-        That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which
-        autocast casts the last argument first.
-        """
-        stack, model = self.stack, self.trained
-        is_eager = stack.transformers_layers and stack.kernels is Kernels.EAGER
-        is_decoder = isinstance(model, ModelSpec) and model.fused_qkv
-        return is_eager and is_decoder and model.positions == "learned"
+    def runs_transformers(self) -> bool:
+        """Whether layers run operator by operator as those of transformers are written."""
+        return self.stack.transformers_layers and self.stack.kernels is Kernels.EAGER
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
     Overheads,
     num_communicators,
@@ -47,6 +48,7 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "BlockBytes",
     "KeptUnits",
+    "LateGradients",
     "MemoryEvent",
     "Overheads",
     "PassPeak",

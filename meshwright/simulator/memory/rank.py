@@ -41,7 +41,10 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard."""
+    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard.
+
+    ``bucket`` is the gradient once more, in a bucket beside it.
+    """
 
     parameter: int
     gradient: int
@@ -49,6 +52,7 @@ class StateBytes:
     update_temporary: int
     sharded_parameter: int = 2
     gathered_parameter: int = 2
+    bucket: int = 0
 
     @classmethod
     def of(
@@ -65,8 +69,10 @@ class StateBytes:
             formats: Gradient formats that a plan asks for.
         """
         kept_bytes, _ = gradient_bytes(stack, precision, formats)
+        bucket_bytes = 0 if stack.gradient_as_bucket_view else kept_bytes
         if precision is Precision.FP32:
-            return cls(4, kept_bytes, 8, 0, 4, 4)  # Adam's two moments, in fp32 as the weight is
+            # Adam's two moments, in fp32 as the weight is
+            return cls(4, kept_bytes, 8, 0, 4, 4, bucket_bytes)
         return cls(
             stack.parameter_bytes,
             kept_bytes,
@@ -74,6 +80,7 @@ class StateBytes:
             stack.optimizer_temporary_bytes + main_gradient_bytes(stack, precision, formats),
             stack.sharded_parameter_bytes,
             precision.num_bytes,
+            bucket_bytes,
         )
 
     def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
@@ -248,7 +255,7 @@ def rank_memory(
     optimizer_share = -(-num_parameters // shards.optimizer)
     return RankMemory(
         parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
-        gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
+        gradients_bytes=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,
         virtual_stages=virtual_stages,

@@ -14,6 +14,7 @@ from meshwright.simulator.model.kinds import (
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
+    buffer_bytes,
     count_parameters,
     layer_kinds,
     local_shape,
@@ -40,6 +41,7 @@ __all__ = [
     "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
+    "buffer_bytes",
     "count_parameters",
     "cut_runs",
     "join_runs",

@@ -13,7 +13,7 @@ from meshwright.simulator.replication.buckets import (
     unit_shards,
     used_map_bytes,
 )
-from meshwright.simulator.replication.cast_memory import bucket_cast_bytes
+from meshwright.simulator.replication.cast_memory import bucket_cast_peak
 from meshwright.simulator.replication.data_parallel import (
     FP32_UPDATE_TRAFFIC_BYTES,
     Replication,
@@ -33,7 +33,7 @@ __all__ = [
     "Replication",
     "StagePart",
     "WireBytes",
-    "bucket_cast_bytes",
+    "bucket_cast_peak",
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",

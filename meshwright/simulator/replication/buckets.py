@@ -111,6 +111,32 @@ def gradient_buckets(
     return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
 
+def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...]:
+    """Return the buckets of *stage* as its module lists its weights, the last bucket first.
+
+    DistributedDataParallel makes them so, and keeps them where it searches unused weights: in which
+    order gradients come it then does not learn (`should_rebuild_buckets` of reducer.hpp,
+    `_ddp_init_helper` of torch/nn/parallel/distributed.py, PyTorch 2.13).
+    """
+    usual = stage_bucket_limit(shape, stage, 1)
+    limit = shape.stack.first_gradient_bucket_parameters or usual
+    sizes, kinds = (
+        _listed_sizes(shape),
+        [kind for kind, count in stage.blocks for _ in range(count)],
+    )
+    buckets: list[GradientBucket] = []
+    num_filled = first = 0
+    for place, kind in enumerate(kinds):
+        for size in sizes[kind]:
+            first = first if num_filled else place
+            num_filled += size
+            if num_filled >= limit:
+                buckets.append(GradientBucket(num_filled, first))
+                num_filled, limit = 0, usual
+    last = [GradientBucket(num_filled, first)] if num_filled else []
+    return tuple(reversed(buckets + last))
+
+
 def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
     """Return which of a stage's tensors, as they arrive, is a tied table that two stages hold.
 
@@ -135,6 +161,25 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, lis
             yield place, sizes[kind]
 
 
+def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
+    """Return the parameters of each tensor of a block of each kind, as its module lists them."""
+    model, tp = shape.trained, shape.tp
+    sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
+    for name, group in _modules(shape):
+        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in group]
+        widths = _separate_widths(shape, name) or (1,)
+        whole = sum(widths)
+        sizes[group[0].block] += [s * width // whole for width in reversed(widths) for s in local]
+    return sizes
+
+
+def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
+    """Return the tensors of each module in model order, with its name."""
+    tensors = rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple)
+    groups = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
+    return [(name, list(group)) for (_, name), group in groups]
+
+
 @lru_cache  # of each shape every stage asks, and a search asks for thousands of stages
 def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, last first.
@@ -145,10 +190,7 @@ def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """
     model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    tensors = rank_tensors(model, tp, shape.stack.vocabulary_multiple)
-    by_module = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
-    modules = [list(group) for _, group in by_module]
-    for module in reversed(modules):
+    for _, module in reversed(_modules(shape)):
         local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
         if not shape.stack.megatron_layers:
             local = _separate(shape, module, local)
@@ -163,13 +205,22 @@ def _module_of(tensor: ParameterTensor) -> str:
 def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
     """Return the sizes of separate products' weights and biases in the order of their gradients."""
     name = _module_of(module[0])
-    if name.endswith("norm") or (shape.casts_weights and not shape.has_conv1d):
+    if name.endswith("norm") or (shape.casts_weights and not _has_conv1d(shape)):
         local.reverse()
     widths = _separate_widths(shape, name)
     if not widths:
         return local
     whole = sum(widths)
     return [size * width // whole for width in widths for size in local]
+
+
+def _has_conv1d(shape: BlockShape) -> bool:
+    """Return whether linear layers are the Conv1D of transformers' GPT-2, which names a bias first.
+
+    That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which autocast
+    casts the last argument first.
+    """
+    return shape.runs_transformers and shape.fuses_qkv and shape.model.positions == "learned"
 
 
 def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
@@ -191,9 +242,12 @@ def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where `gradient_buckets` are complete, in model order."""
+    return _cut(stage, gradient_buckets(shape, stage, dp, shards=shards))
+
+
+def _cut(stage: Stage, buckets: tuple[GradientBucket, ...]) -> tuple[StagePart, ...]:
     parts: list[StagePart] = []
     end = stage.num_blocks
-    buckets = gradient_buckets(shape, stage, dp, shards=shards)
     for first, completed in groupby(buckets, key=lambda bucket: bucket.place):
         bucket_sizes = tuple(bucket.num_parameters for bucket in completed)
         parts.append(StagePart(stage.part(first, end), bucket_sizes))
@@ -348,6 +402,8 @@ def reduced_parts(
         return ()
     if replication.gathers_units:
         return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
+    if replication.finds_unused:
+        return _cut(stage, listed_buckets(shape, stage))
     if replication.in_units or shape.stack.overlap_gradient_reduce:
         return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
     if replication.reduces_each_microbatch:

@@ -24,6 +24,7 @@ def gpu_kernels() -> Iterator[None]:
     with (
         _kernel("_fused_rms_norm", _without_data, "CPU"),
         _kernel("dropout", _dropout_of_a_gpu, "AutogradCPU"),
+        _kernel("pow.Tensor_Scalar", _power_of_a_gpu, "AutocastCPU"),
         patch.dict(op_implementations_dict, kernels),
         patch.dict(decomposition_table, batch_norm),
     ):
@@ -53,6 +54,12 @@ def _dropout_of_a_gpu(values: Tensor, probability: float, train: bool) -> Tensor
     if not train or probability == 0:
         return values
     return torch.native_dropout(values, probability, train)[0]
+
+
+def _power_of_a_gpu(values: Tensor, exponent: float) -> Tensor:
+    """Return a power under autocast: in fp32, by the lists of a GPU (``torch/autocast_mode.h``)."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.pow(values.float(), exponent)
 
 
 def _layer_norm_of_a_gpu(
