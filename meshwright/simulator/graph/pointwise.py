@@ -204,14 +204,13 @@ def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
     scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
     bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
     share = block.add([bent], [bent.like("share")], [Gradient(bent, hands_on=True)], one)
+    wider = None if _same(x, wide) else wide.like("slope")
     slopes = [
-        Gradient(half, (share,), (block.traffic(half, share, half, half),)),
+        Gradient(half, (share,), (block.traffic(half, share, half, half),), makes=wider),
         Gradient(share, (half,)),
     ]
-    wider = () if _same(x, wide) else (wide.like("slope"),)
     out = last_dim(wide, "activation", last)
-    moved = block.traffic(half, share, out)
-    return block.add([half, share], [out], slopes, moved, scratch=((), wider))
+    return block.add([half, share], [out], slopes, block.traffic(half, share, out))
 
 
 def cast(block: Block, x: Tensor, name: str, width: int) -> Tensor:
