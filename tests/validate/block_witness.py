@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import Precision
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, fuses_qkv
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.fused import (
     AutogradFunction,
@@ -267,7 +267,7 @@ def _plain(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module,
         shape.model,
         vocab_size=shape.model.vocab_size,
         dropout=options.dropout,
-        fuses_qkv=shape.fuses_qkv,
+        fuses_qkv=fuses_qkv(shape),
     )
     stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
     if shape.tp > 1:

@@ -19,7 +19,7 @@ from meshwright.simulator.blocks.operators import (
     Operator,
     sum_flops,
 )
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "MemoryBound",
     "NamedBytes",
     "Operator",
+    "fuses_qkv",
     "hardware_flops",
     "makes_gradients",
     "model_flops",

@@ -8,7 +8,6 @@ from meshwright.simulator.replication.buckets import (
     is_tied,
     keeps_last_layer,
     part_gathers,
-    reduced_parts,
     stage_bucket_limit,
     unit_shards,
     used_map_bytes,
@@ -26,6 +25,7 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
+from meshwright.simulator.replication.reductions import reduced_parts
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",

@@ -15,8 +15,8 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, StackProfile, Units
-from meshwright.simulator.blocks import BlockShape
+from meshwright.hwprofiles import Kernels, StackProfile, Units
+from meshwright.simulator.blocks import BlockShape, fuses_qkv
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
@@ -220,12 +220,13 @@ def _has_conv1d(shape: BlockShape) -> bool:
     That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which autocast
     casts the last argument first.
     """
-    return shape.runs_transformers and shape.fuses_qkv and shape.model.positions == "learned"
+    is_eager = shape.stack.transformers_layers and shape.stack.kernels is Kernels.EAGER
+    return is_eager and fuses_qkv(shape) and shape.model.positions == "learned"
 
 
 def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
-    if name == "qkv" and not shape.fuses_qkv:
+    if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
     if name == "mlp_in" and shape.model.gated_mlp and not shape.stack.megatron_layers:
         return (shape.local_ffn_width,) * 2
@@ -242,10 +243,11 @@ def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where `gradient_buckets` are complete, in model order."""
-    return _cut(stage, gradient_buckets(shape, stage, dp, shards=shards))
+    return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards))
 
 
-def _cut(stage: Stage, buckets: tuple[GradientBucket, ...]) -> tuple[StagePart, ...]:
+def cut_at(stage: Stage, buckets: tuple[GradientBucket, ...]) -> tuple[StagePart, ...]:
+    """Return *stage* cut where *buckets* are complete, in model order."""
     parts: list[StagePart] = []
     end = stage.num_blocks
     for first, completed in groupby(buckets, key=lambda bucket: bucket.place):
@@ -387,52 +389,3 @@ def part_gathers(
     return num_gathers(
         num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches
     )
-
-
-def reduced_parts(
-    shape: BlockShape, stage: Stage, replication: Replication
-) -> tuple[StagePart, ...]:
-    """Return the parts of *stage* whose gradients are reduced in passes, in model order.
-
-    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
-    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
-    rank's gradients, if there are other replicas, are reduced as one after the last pass.
-    """
-    if replication.dp == 1 and replication.offload is Offload.NONE:
-        return ()
-    if replication.gathers_units:
-        return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
-    if replication.finds_unused:
-        return _cut(stage, listed_buckets(shape, stage))
-    if replication.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
-    if replication.reduces_each_microbatch:
-        return (StagePart(stage, (stage_parameters(shape, stage),)),)
-    return ()
-
-
-def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:
-    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
-    if not replication.has_owners:
-        return units
-    counts = owned_parts([sum(unit.buckets) for unit in units], replication.span.num_ranks)
-    return tuple(
-        unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
-    )
-
-
-def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
-    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
-
-    >>> owned_parts([6, 4, 2], 3)
-    [[4, 2], [2, 2], [2]]
-    """
-    share = -(-sum(counts) // num_owners)
-    parts: list[list[int]] = []
-    start = 0
-    for count in counts:
-        end = start + count
-        cuts = [start, *range((start // share + 1) * share, end, share), end]
-        parts.append([right - left for left, right in pairwise(cuts)])
-        start = end
-    return parts
