@@ -11,24 +11,44 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/count.md").read_text(encoding="utf-8")
 FILES = re.compile(r"^```(?:python|toml)\n# ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^meshwright (count --rank .*)$", re.MULTILINE)
+PLANS = re.compile(r"^\| `([\w.]+)` \| `(.*?)` \| (.*?) \|$", re.MULTILINE)
+SHARDED = "count --rank 5 --world 16 -- -m torchtitan.train --job.config_file sharded.toml"
 Calls = dict[tuple[str, int], int]
 
 
-def run(folder: Path, *words: str) -> None:
-    subprocess.run([sys.executable, "-P", *words], cwd=folder, check=True, timeout=600)
+def run(folder: Path, *words: str, status: int = 0) -> None:
+    command = [sys.executable, "-P", *words]
+    assert subprocess.run(command, cwd=folder, check=False, timeout=600).returncode == status
 
 
 def counted(folder: Path, script: str) -> dict[str, object]:
     """Return the JSON of the page's command with *script*, in a folder with the page's files."""
     for name, text in FILES.findall(PAGE):
         (folder / name).write_text(text, encoding="utf-8")
-    (command,) = (each for each in COMMANDS.findall(PAGE) if script in each)
+    (command,) = (each for each in [*COMMANDS.findall(PAGE), SHARDED] if script in each)
     if "torchtitan" in command:
         run(folder, "assets.py")
     count, *rest = shlex.split(command)
-    run(folder, "-m", "meshwright", count, "--json", "count.json", *rest)
+    of_plan = {name: words for name, words, _ in PLANS.findall(PAGE)}
+    if script in of_plan:
+        simulate = ["simulate", *of_plan[script].split(), "--cluster", "dgx-h100", "--out", "plan"]
+        run(folder, "-m", "meshwright", *simulate)
+        rest = ["--plan", "plan/plan.json", *rest]
+    status = 0 if script != "pretrain.py" else 1  # its peak
+    run(folder, "-m", "meshwright", count, "--json", "count.json", *rest, status=status)
     found: dict[str, object] = json.loads((folder / "count.json").read_text(encoding="utf-8"))
+    if script in of_plan:
+        equal = dict(zip(of_plan, (each[2] for each in PLANS.findall(PAGE)), strict=True))[script]
+        assert_equal(found, equal.split(", "))
     return found
+
+
+def assert_equal(count: dict[str, object], quantities: list[str]) -> None:
+    """Assert that all but the peak is as the plan says, and the peak where it is listed."""
+    (rank,) = count["comparison"]["ranks"]
+    checks = [each for each in rank["checks"] if each["verdict"] != "reported"]
+    failed = {each["quantity"] for each in checks if each["verdict"] != "pass"}
+    assert failed == ({"peak live bytes"} if "peak" not in quantities else set())
 
 
 def calls_of(count: dict[str, object]) -> Calls:
@@ -74,6 +94,11 @@ def test_torchtitan(tmp_path: Path) -> None:
     sent = 2 * 256 // 2 * 256  # a sequence in bf16, a half of it on each rank
     calls = calls_of(count)
     assert calls["send", sent] == calls["recv", sent] == 4
+
+
+def test_torchtitan_sharded(tmp_path: Path) -> None:
+    calls = calls_of(counted(tmp_path, "sharded.toml"))
+    assert calls["reduce_scatter", 4 * 2048 * 256 + 4 * 256] == 1  # the head and its norm in fp32
 
 
 def test_megatron_core(tmp_path: Path) -> None:

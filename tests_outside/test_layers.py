@@ -8,12 +8,14 @@ import torch
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor
-from transformers import LlamaConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from witnesses import megatron_job, torchtitan_job
 from witnesses.boundary import modules_converted, objects_shared, values_answered
 
-from meshwright.hwprofiles import Kernels, Precision, load_stack
+from meshwright.hwprofiles import Kernels, Precision, Recompute, load_stack
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
 from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec
@@ -132,3 +134,28 @@ def test_a_layer_of_pytorchs_operators_is_byte_exact(
         counted = count_pass(run, [given], RankOracle({}))
     found, buffer = derived(shape, keeps_gradients=not profile.autocast)
     assert (found, buffer) == (counted, 0)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+def test_a_layer_of_gpt2_is_byte_exact_under_autocast(recompute: Recompute) -> None:
+    saved = PLANS["ddp gpt"].saved()
+    model, tokens = saved.job.transformer, saved.job.seq_len
+    plan = replace(saved.plan, microbatch_size=NUM_SEQUENCES, recompute=recompute)
+    config = GPT2Config(n_embd=model.hidden_size, n_head=model.num_heads, attn_pdrop=0.0)
+    config._attn_implementation = "sdpa"
+    with fake_cluster(0, 1):
+        layer = GPT2Block(config, 0)
+        for each in layer.parameters():
+            each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+
+        def run(x: Tensor) -> Tensor:
+            with autocast(Precision.BF16, "cpu"):
+                if recompute is Recompute.FULL:
+                    return checkpoint(layer, x, use_reentrant=False)
+                return layer(x)
+
+        given = Given((NUM_SEQUENCES, tokens, model.hidden_size), torch.float32)
+        counted = count_pass(run, [given], RankOracle({}))
+    found, _ = derived(BlockShape.of(saved.job, plan, saved.stack), keeps_gradients=False)
+    named = 2 * NUM_SEQUENCES * tokens * model.hidden_size  # attn_output, until the block returns
+    assert found == replace(counted, forward_peak_bytes=counted.forward_peak_bytes - named)

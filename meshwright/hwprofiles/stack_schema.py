@@ -193,12 +193,14 @@ class StackProfile(StackTraits):
 
 def _check_recompute(stack: StackProfile) -> None:
     """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
-    is_other = stack.strategy is not Strategy.MESH or stack.fused_qkv or stack.autocast
+    is_fused = stack.megatron_layers or stack.fused_qkv is not False
+    is_other = stack.strategy is not Strategy.MESH or is_fused or stack.autocast
     has_unfused = Attention.UNFUSED in stack.attention_kernels
     if Recompute.SELECTIVE_OP in stack.recompute_modes and (is_other or has_unfused):
         raise ProfileError(
             f"recompute_modes: {Recompute.SELECTIVE_OP} is of PyTorch's own layers; allowed: "
-            "with strategy mesh and attention_kernels flash, without fused_qkv and autocast"
+            "with strategy mesh and attention_kernels flash, without megatron_layers, fused_qkv "
+            "and autocast"
         )
 
 
@@ -206,6 +208,12 @@ def _check_gradients(stack: StackProfile) -> None:
     """Raise ProfileError for formats or buckets of gradients that cannot be."""
     pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
     _check_distinct("gradient_precisions", pairs)
+    is_whole = stack.zero_stages == (0,) and not (stack.tensor_parallel or stack.pipeline_parallel)
+    if not stack.gradient_as_bucket_view and (stack.strategy is not Strategy.MESH or not is_whole):
+        raise ProfileError(
+            "gradient_as_bucket_view: false is of replicas of a whole model; allowed: with "
+            "strategy mesh and zero_stages 0, without tensor_parallel and pipeline_parallel"
+        )
     if stack.gradient_bucket_parameters_per_replica and max(stack.zero_stages) >= 2:
         raise ProfileError(
             "gradient_bucket_parameters_per_replica: does not go with zero_stages "

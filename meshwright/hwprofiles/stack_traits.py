@@ -1,11 +1,14 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
 import operator
+from typing import Literal
 
 from pydantic import Field
 
 from meshwright.hwprofiles.base import Count, Flag, Profile
 from meshwright.hwprofiles.kinds import Kernels, Units
+
+FusedQkv = Literal[True, False, "model"]
 
 
 class StackTraits(Profile):
@@ -14,9 +17,13 @@ class StackTraits(Profile):
     Args:
         kernels: How element-wise work of layers runs.
         transformers_layers: Eager layers are those of Hugging Face's transformers, which write
-            RMS norm and GELU in PyTorch's operators; else those of torchtitan, or with fused_qkv of
-            Megatron-Core's local spec.
-        fused_qkv: Queries, keys and values are one product, as are a gated MLP's two inputs.
+            RMS norm and GELU in PyTorch's operators; else those of torchtitan, or with
+            megatron_layers of Megatron-Core's local spec.
+        megatron_layers: Layers are Megatron-LM's, tokens first: bias, dropout and addition are one
+            kernel, a gated MLP's two inputs one product, and collectives part of the products
+            beside them; else of PyTorch's own modules.
+        fused_qkv: Queries, keys and values are one product; "model" says that each model has them
+            as its own code in transformers does.
         keeps_gathered_inputs: Sequence parallelism keeps the gathered input of a column layer for
             backward, where others gather it again.
         sums_norms_each_microbatch: It then sums the gradients of norms over the tensor-parallel
@@ -39,6 +46,12 @@ class StackTraits(Profile):
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
             holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
         sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
+        gathers_tokens: It first gathers a number of each rank's tokens (transformers' Trainer).
+        broadcasts_buffers: The first rank's buffers, which are no weights, go to all before the
+            passes after which gradients are reduced (DistributedDataParallel).
+        gradient_as_bucket_view: Gradients lie in the buckets that are reduced; else they are beside
+            them, copied in and out, and a step's first backward pass makes them, as
+            `Optimizer.zero_grad` frees them (DistributedDataParallel).
         whole_table_gradient: Every tensor-parallel rank makes the gradient of the whole table.
         vocabulary_multiple: The vocabulary is padded so that a tensor-parallel rank's rows are a
             multiple of this; 1 pads nothing.
@@ -51,7 +64,8 @@ class StackTraits(Profile):
 
     kernels: Kernels = Kernels.FUSED
     transformers_layers: Flag = False
-    fused_qkv: Flag = True
+    megatron_layers: Flag = True
+    fused_qkv: FusedQkv = True
     keeps_gathered_inputs: Flag = False
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
@@ -65,12 +79,19 @@ class StackTraits(Profile):
     copies_units: Flag = False
     norm_by_axis: Flag = False
     sums_tokens: Flag = False
+    gathers_tokens: Flag = False
+    broadcasts_buffers: Flag = False
+    gradient_as_bucket_view: Flag = True
     whole_table_gradient: Flag = False
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
     routed_experts: Flag = Field(default=False, exclude_if=operator.not_)
     latent_attention: Flag = Field(default=False, exclude_if=operator.not_)
+
+    def fuses_qkv(self, *, in_model: bool) -> bool:
+        """Return whether queries, keys and values are one product, if they are *in_model*."""
+        return in_model if self.fused_qkv == "model" else self.fused_qkv
 
     @property
     def is_fully_sharded(self) -> bool:

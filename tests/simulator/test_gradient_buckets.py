@@ -222,10 +222,10 @@ def test_buckets_are_those_of_a_brute_force(
 
 
 def arriving_in_gpt2(*, autocast: bool) -> list[int]:
-    """Return GPT-2's tensors as their gradients arrive, each product's weight one of its own.
+    """Return GPT-2's tensors as their gradients arrive, queries, keys and values as one product.
 
     Of a norm the weight comes first; of a product the bias, which is added after it, but not
-    under autocast, where both are casts.  Value, key and query run backward in this order.
+    under autocast, where both are casts.
     """
     h = 768
 
@@ -234,8 +234,10 @@ def arriving_in_gpt2(*, autocast: bool) -> list[int]:
         return [weight, bias] if autocast else [bias, weight]
 
     norm = [h, h]
-    mlp_in = [4 * h * h, 4 * h] if autocast else [4 * h, 4 * h * h]
-    layer = [*linear(4 * h), *mlp_in, *norm, *linear(h), *linear(h) * 3, *norm]
+    mlp_in, qkv = (
+        [width * h, width] if autocast else [width, width * h] for width in (4 * h, 3 * h)
+    )
+    layer = [*linear(4 * h), *mlp_in, *norm, *linear(h), *qkv, *norm]
     return [*norm, *layer * 12, 1024 * h, 50_257 * h]
 
 

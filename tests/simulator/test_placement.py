@@ -361,6 +361,7 @@ class PairCommunication(NamedTuple):
 
 MEGATRON = Lowering(
     fuses_products=True,
+    fuses_gate=True,
     fuses_places=True,
     fuses_residual=True,
     saves_first=False,

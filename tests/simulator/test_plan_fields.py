@@ -52,14 +52,13 @@ def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) ->
     limits = SpaceLimits(recompute=tuple(Recompute), max_microbatch_size=2, max_virtual_stages=2)
     space = enumerate_space(JOB, stack, 8, limits)
     lacking = np.zeros(len(space), np.bool_)
-    for gap in stack_gaps(stack, stack.precisions[0]):
+    job = replace(JOB, precision=stack.precisions[0])
+    for gap in stack_gaps(stack, job):
         if gap.field in {each.name for each in SEARCHED_FIELDS}:
             lacking |= np.asarray(gap.lacks(space.column), np.bool_)
     assert 0 < lacking.sum() < len(space)
     for index, is_lacking in enumerate(lacking.tolist()):
-        refusal = stack_refusal(
-            replace(JOB, precision=stack.precisions[0]), space.plan(index), stack
-        )
+        refusal = stack_refusal(job, space.plan(index), stack)
         assert (refusal is not None) == is_lacking, refusal
 
 

@@ -34,12 +34,12 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.ledger import gradient_reductions, parameter_gathers, price
 from meshwright.simulator.model import BlockRun
-from meshwright.simulator.replication.buckets import owned_parts, reduced_parts
 from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
     stage_parameters,
 )
+from meshwright.simulator.replication.reductions import owned_parts, reduced_parts
 
 OWNERS, SHARDS = load_stack("zero-broadcast"), load_stack("deepspeed")
 WIRE = WireBytes.of(OWNERS, Precision.FP16)

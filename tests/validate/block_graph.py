@@ -42,6 +42,7 @@ Build = Callable[[Block], Sequence[Tensor]]  # writes a block down, and returns 
 
 PYTORCH = Lowering(
     fuses_products=False,
+    fuses_gate=False,
     fuses_places=False,
     fuses_residual=False,
     saves_first=True,
@@ -75,7 +76,9 @@ class GraphCase:
 
 def derive_block(shape: BlockShape, kind: str) -> Measured:
     """Return what the graph says of a layer or an end of a stack: see `BLOCKS`."""
-    keeps = not (shape.stack.fused_qkv or shape.stack.autocast)  # FSDP does, until its unit is done
+    keeps = not (
+        shape.stack.megatron_layers or shape.stack.autocast
+    )  # FSDP does, until its unit is done
     ending = Ending(keeps_gradients=keeps)
     return as_measured(walk(shape, kind, ending=ending))
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import Precision
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, fuses_qkv
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.fused import (
     AutogradFunction,
@@ -195,12 +195,12 @@ def measure_stage(
 ) -> Measured:
     """Return what a virtual stage of a stack does to one microbatch on the first tensor rank."""
     with fake_cluster(0, shape.tp), ExitStack() as contexts:
-        build = _megatron if shape.stack.fused_qkv else _plain
+        build = _megatron if shape.stack.megatron_layers else _plain
         dtype = torch.float32 if shape.casts_weights else DTYPES[shape.precision]
         with default_dtype(dtype):
             stage, loss = build(shape, num_layers, has_embedding=has_embedding, has_head=has_head)
         contexts.enter_context(set_checkpoint_early_stop(shape.stack.recompute_stops_early))
-        if not shape.stack.fused_qkv:
+        if not shape.stack.megatron_layers:
             contexts.enter_context(loss_context(is_split=shape.tp > 1))
 
         def run(*inputs: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _activation_shape(shape: BlockShape) -> tuple[int, int, int]:
     """Return that of an activation on one rank: Megatron's have tokens first, others the batch."""
     tokens = shape.seq_len // shape.tp if shape.sequence_parallel else shape.seq_len
     batch, width = shape.microbatch_size, shape.model.hidden_size
-    return (tokens, batch, width) if shape.stack.fused_qkv else (batch, tokens, width)
+    return (tokens, batch, width) if shape.stack.megatron_layers else (batch, tokens, width)
 
 
 class _Sink:
@@ -263,7 +263,12 @@ def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Modu
 
 def _plain(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module, Run]:
     options = _options(shape)
-    parts = plain_parts(shape.model, vocab_size=shape.model.vocab_size, dropout=options.dropout)
+    parts = plain_parts(
+        shape.model,
+        vocab_size=shape.model.vocab_size,
+        dropout=options.dropout,
+        fuses_qkv=fuses_qkv(shape),
+    )
     stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
     if shape.tp > 1:
         mesh = init_device_mesh("cpu", (shape.tp,))

@@ -202,6 +202,11 @@ EAGER: dict[str, Eager] = {
         one(lambda block, x, dims: activation(block, x, parts=(dims.wide,), last=dims.hidden)),
         TRANSFORMERS,
     ),
+    "the same under autocast": Eager(
+        ModuleCase(make=lambda: spelled_gelu, casts=True),
+        one(lambda block, x, dims: activation(block, x, parts=(dims.wide,), last=dims.hidden)),
+        replace(TRANSFORMERS, casts=True),
+    ),
     "swiglu": Eager(
         ModuleCase(make=lambda: lambda x, y: F.silu(x) * y, given=(ACTIVATION, ACTIVATION)),
         two(lambda block, x, y: activation(block, x, y, parts=x.dims[:2], last=x.dims[-1])),

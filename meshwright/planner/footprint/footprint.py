@@ -149,7 +149,7 @@ def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
         np.stack([columns[kind].buffer for kind in table.kinds], axis=1),
         ParameterCounts(table),
         PassWorkspaces(columns),
-        ReplicaWorkspaces(table, known),
+        ReplicaWorkspaces(table, blocks, known),
     )
 
 
@@ -181,7 +181,7 @@ def _group_peaks(
         updated = -(-parameters // of_optimizer)
         static = (
             -(-parameters // of_weights) * weight
-            + -(-parameters // of_gradients) * state.gradient
+            + -(-parameters // of_gradients) * (state.gradient + state.bucket)
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]

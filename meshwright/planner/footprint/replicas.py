@@ -8,17 +8,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
+from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import GroupSpan, Mesh, Stage
-from meshwright.simulator.memory import BlockBytes, StateBytes, sharded_workspace_bytes
+from meshwright.simulator.memory import (
+    FULLNESS,
+    BlockBytes,
+    LateGradients,
+    StateBytes,
+    sharded_workspace_bytes,
+)
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
-    bucket_cast_bytes,
+    bucket_cast_peak,
     reduced_parts,
     replication_of,
 )
+
+
+def makes_gradients_once(space: Space, indices: Column) -> Column:
+    """Return whether each layout has one backward pass, which makes gradients that were freed.
+
+    Of several the later ones, which add to them, are as full or FULLNESS.
+    """
+    if space.stack.gradient_as_bucket_view:
+        return np.zeros(len(indices), np.int64)
+    return np.asarray(space.num_microbatches[indices] == 1, np.int64)
 
 
 class Kind(NamedTuple):
@@ -29,6 +46,8 @@ class Kind(NamedTuple):
     wire: WireBytes
     overlaps: bool
     """Whether gradients are reduced under the passes."""
+    is_late: bool
+    """Whether the only backward pass of a step makes the gradients."""
 
     @classmethod
     def of(cls, space: Space, index: int, *, has_replicas: bool) -> "Kind":
@@ -48,6 +67,7 @@ class Kind(NamedTuple):
             StateBytes.of(stack, precision, plan.gradient_formats),
             WireBytes.of(stack, precision, plan),
             stack.overlap_gradient_reduce,
+            bool(makes_gradients_once(space, np.array([index]))[0]),
         )
 
     def cast_bytes(self, num_parameters: int) -> int:
@@ -71,7 +91,7 @@ def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Colu
     zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
     flags = (has_replicas, space.column("pp")[indices] > 1)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
-    first, member = distinct(columns)
+    first, member = distinct([*columns, makes_gradients_once(space, indices)])
     pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
     return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
 
@@ -80,9 +100,13 @@ class ReplicaWorkspaces:
     """What passes hold of sharded states and of gradients that are cast, beside all else."""
 
     def __init__(
-        self, table: ShapeTable, blocks: Sequence[Mapping[BlockKind, BlockBytes[int]]]
+        self,
+        table: ShapeTable,
+        walked: BlockTable,
+        blocks: Sequence[Mapping[BlockKind, BlockBytes[int]]],
     ) -> None:
         self._table = table
+        self._walked = walked
         self._blocks = blocks
         self._parts: dict[tuple[int, int, Replication, Stage], tuple[StagePart, ...]] = {}
 
@@ -98,7 +122,7 @@ class ReplicaWorkspaces:
             used: Shapes that are asked for.
             devices: Of a stage: data- times tensor-parallel ranks.
         """
-        if not kind.replication.in_units and not kind.cast_bytes(1):
+        if not (kind.replication.in_units or kind.cast_bytes(1) or kind.is_late):
             return passes
         whole = passes.copy()
         for index in used.tolist():
@@ -115,15 +139,27 @@ class ReplicaWorkspaces:
             spanned = replication._replace(span=GroupSpan(dp, 1, dp))
             self._parts[key] = reduced_parts(shape, stage, spanned)
         parts = self._parts[key]
+        if kind.is_late:
+            return self._late_pair(kind, stage, index, parts, forward)
         if not parts:
             return forward, backward
         if not replication.in_units:
-            blocks = self._blocks[index]
-            needed = bucket_cast_bytes(blocks, stage, parts, kind.cast_bytes)
-            return forward, max(backward, needed)
+            peak = bucket_cast_peak(self._blocks[index], stage, parts, kind.cast_bytes)
+            return forward, max(backward, peak.total_bytes)
         units = [sum(part.buckets) for part in parts]
         workspace = sharded_workspace_bytes(
             units, kind.state, replication.shards, reshards=replication.reshards
         )
         largest = max(size for part in parts for size in part.buckets)
         return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)
+
+    def _late_pair(
+        self, kind: Kind, stage: Stage, index: int, parts: tuple[StagePart, ...], forward: int
+    ) -> tuple[int, int]:
+        late = LateGradients.of(self._walked, self._table.shapes[index], kind.state.gradient)
+        assert late is not None
+        peak = late.fullest(stage)
+        if parts and kind.cast_bytes(1):
+            cast = bucket_cast_peak(self._blocks[index], stage, parts, kind.cast_bytes, late)
+            peak = max(peak, cast, key=FULLNESS)
+        return forward - late.total_bytes(stage), peak.total_bytes

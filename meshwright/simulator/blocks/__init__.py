@@ -4,7 +4,7 @@ from meshwright.simulator.blocks.fp8_casts import (
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import OUTPUT, Ending, makes_gradients, walk
+from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -19,10 +19,11 @@ from meshwright.simulator.blocks.operators import (
     Operator,
     sum_flops,
 )
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
+    "ADDED",
     "CONVENTION",
     "LOGITS",
     "OUTPUT",
@@ -40,6 +41,7 @@ __all__ = [
     "MemoryBound",
     "NamedBytes",
     "Operator",
+    "fuses_qkv",
     "hardware_flops",
     "makes_gradients",
     "model_flops",

@@ -8,7 +8,7 @@ from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
 from meshwright.simulator.blocks.losses import loss_of
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.graph import (
     Backward,
     Block,
@@ -118,10 +118,11 @@ def lowering_of(shape: BlockShape) -> Lowering:
     return Lowering(
         kernels=stack.kernels,
         spells_out=stack.transformers_layers,
-        fuses_products=stack.fused_qkv,
-        fuses_places=stack.fused_qkv,
-        fuses_residual=stack.fused_qkv,
-        saves_first=not stack.fused_qkv,
+        fuses_products=fuses_qkv(shape),
+        fuses_gate=stack.megatron_layers,
+        fuses_places=stack.megatron_layers,
+        fuses_residual=stack.megatron_layers,
+        saves_first=not stack.megatron_layers,
         weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,
         loss=stack.loss,
         casts=shape.casts_weights,

@@ -88,6 +88,7 @@ def _listed_flops(model: ImageModel | ChainModel) -> int:
     """Return the FLOPs of a sample's forward pass; how a stack runs it changes none."""
     eager = Lowering(
         fuses_products=False,
+        fuses_gate=False,
         fuses_places=False,
         fuses_residual=False,
         saves_first=True,

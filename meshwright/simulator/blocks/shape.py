@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from meshwright.hwprofiles import Attention, Fp8Recipe, Precision, Recompute, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    Attention,
+    Fp8Recipe,
+    Precision,
+    Recompute,
+    StackProfile,
+    Strategy,
+)
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
 from meshwright.simulator.model import (
     AnyModel,
@@ -145,24 +152,27 @@ class BlockShape:
     @property
     def local_vocab_size(self) -> int:
         """Rows of the vocabulary that one rank holds; the last ranks may hold fewer."""
-        padded = padded_vocab_size(self.model, self.tp, self.stack.vocabulary_multiple)
-        return -(-padded // self.tp)
+        return -(-padded_vocab_size(self.model, self.tp, self.stack.vocabulary_multiple) // self.tp)
 
     @property
     def num_logits(self) -> int:
         """Numbers that a microbatch's loss is made of on one rank."""
         if isinstance(self.trained, ModelSpec):
-            num_scored = ceil(self.num_tokens * self.model.scored_fraction)
-            return num_scored * self.local_vocab_size
+            return ceil(self.num_tokens * self.model.scored_fraction) * self.local_vocab_size
         return self.microbatch_size * self.trained.num_outputs
 
     @property
     def tied_parameters(self) -> int:
         """Parameters of a rank's table where it is the output matrix, too; else 0."""
-        is_tied = self.trained.tied_embeddings
-        return self.local_vocab_size * self.model.hidden_size if is_tied else 0
+        tied = self.trained.tied_embeddings
+        return self.local_vocab_size * self.model.hidden_size if tied else 0
 
     @property
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def fuses_qkv(shape: BlockShape) -> bool:
+    """Return whether queries, keys and values are one product of one weight."""
+    return shape.stack.fuses_qkv(in_model=getattr(shape.trained, "fused_qkv", False))

@@ -171,7 +171,7 @@ def _structure(shape: BlockShape) -> tuple[object, ...]:
         shape.in_pipeline,
         shape.defers_sums,
         isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
-        shape.microbatch_size > 1 and not shape.stack.fused_qkv,
+        shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
 
 

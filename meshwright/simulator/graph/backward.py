@@ -120,7 +120,22 @@ class Backward:
             width = FP8_BYTES if _is_gathered_in_fp8(op, work) else None
             token = self._token(of, width)
             self.tape.copy_tokens(arrived.token, token, work)
+            self._convert(op, gradient)
         self._arrive(of, Arrived(token, at))
+
+    def _convert(self, op: Operator, gradient: Gradient) -> None:
+        """Hold what a gradient is made as, until autograd has converted it behind its node.
+
+        By then what was made again for the node is gone, as checkpoint hands it over once (`unpack`
+        of torch/utils/checkpoint.py, PyTorch 2.13): then at most the wider gradient is there.
+        """
+        if gradient.makes is None:
+            return
+        again = bool(self.tape.repetition.region(op))
+        width = gradient.makes.width - again * gradient.of.width
+        wider = gradient.makes.like("unconverted gradient", width=width)
+        self.tape.storages.hold(wider)
+        self._summed.append(wider)
 
     def _placed_back(
         self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, Axis]]

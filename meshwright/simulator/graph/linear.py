@@ -161,7 +161,8 @@ def columns(
         if not lowering.fuses_places:
             block.argument(gathered)
         again = in_fp8 and gathered.storage is not x.storage and lowering.fuses_places
-        if not lowering.fuses_products or len(outs) == 1:
+        fuses = lowering.fuses_gate if packed else lowering.fuses_products
+        if not fuses or len(outs) == 1:
             return [_column(block, gathered, out, linear, again=again) for out in outs]
         side = _side_by_side(block, outs)
         fused = _column(block, gathered, side, linear, again=again)

@@ -37,7 +37,8 @@ class Lowering:
         kernels: How element-wise work runs.
         spells_out: Eager layers are those of transformers, which write RMS norm and GELU in
             PyTorch's operators and have rotary positions by halves.
-        fuses_products: Products of one input are one product, cut apart afterwards.
+        fuses_products: Queries, keys and values are one product, cut apart afterwards.
+        fuses_gate: A gated MLP's two inputs are one product.
         fuses_places: A change of place is part of the product beside it: one node, which keeps
             what it got and gathers again in backward, and sums in place (Megatron); else a node
             of its own (DTensor), where tokens are the second dim, so that their gather or
@@ -55,6 +56,7 @@ class Lowering:
     kernels: Kernels = Kernels.FUSED
     spells_out: bool = False
     fuses_products: bool
+    fuses_gate: bool
     fuses_places: bool
     fuses_residual: bool
     saves_first: bool

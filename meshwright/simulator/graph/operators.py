@@ -107,7 +107,8 @@ class Gradient:
         at: Where it lies; None where the gradient of the output lies.
         hands_on: It is the gradient of the output itself, or a view of it.
         overwrites: A tensor of the forward pass in whose storage it is made.
-        makes: What backward makes of a weight's gradient where it is more than this rank's part.
+        makes: What backward makes of a weight's gradient where it is more than this rank's part,
+            or of an input's before it is converted.
     """
 
     of: Tensor

@@ -188,18 +188,29 @@ def activation(block: Block, *inner: Tensor, parts: tuple[Dim, ...], last: Dim) 
 
 
 def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
-    """Return ``x / 2 (1 + tanh(c (x + d x^3)))`` (transformers, NewGELUActivation)."""
-    one, two = block.traffic(x, x), block.traffic(x, x, x)
+    """Return ``x / 2 (1 + tanh(c (x + d x^3)))`` (transformers, NewGELUActivation).
+
+    A GPU's autocast makes powers in fp32, and so all that comes of one.
+    """
     half = pointwise(block, "half", x, reads=Reads.NOTHING)
-    power = ((), (x.like("square"), x.like("square scaled")))
-    cube = block.add([x], [x.like("cube")], [Gradient(x, (x,), (two, one))], one, scratch=power)
+    wide = cast(block, x, "base", STATISTIC_BYTES) if block.lowering.casts else x
+    one, two = block.traffic(wide, wide), block.traffic(wide, wide, wide)
+    power = ((), (wide.like("square"), wide.like("square scaled")))
+    slope = Gradient(wide, (wide,), (two, one))
+    cube = block.add([wide], [wide.like("cube")], [slope], one, scratch=power)
     scaled = pointwise(block, "cube scaled", cube, reads=Reads.NOTHING)
-    both = [Gradient(each, hands_on=True) for each in (x, scaled)]
-    summed = block.add([x, scaled], [x.like("sum")], both, two)
+    both = [Gradient(x, hands_on=_same(x, wide)), Gradient(scaled, hands_on=True)]
+    summed = block.add([x, scaled], [wide.like("sum")], both, two)
     scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
     bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
     share = block.add([bent], [bent.like("share")], [Gradient(bent, hands_on=True)], one)
-    return pointwise(block, "activation", half, share, last=last)
+    wider = None if _same(x, wide) else wide.like("slope")
+    slopes = [
+        Gradient(half, (share,), (block.traffic(half, share, half, half),), makes=wider),
+        Gradient(share, (half,)),
+    ]
+    out = last_dim(wide, "activation", last)
+    return block.add([half, share], [out], slopes, block.traffic(half, share, out))
 
 
 def cast(block: Block, x: Tensor, name: str, width: int) -> Tensor:

@@ -17,7 +17,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, pair_span, strided_span
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import BlockKind, parameter_tensors
+from meshwright.simulator.model import BlockKind, buffer_bytes, parameter_tensors
 from meshwright.simulator.replication import WireBytes, unit_shards
 
 NORM_BYTES = 4
@@ -112,6 +112,24 @@ def gradient_norm(
         StepCollective(axis, CollectiveOp.ALL_REDUCE, size_bytes, span)
         for axis, size_bytes, span in sums
     ]
+
+
+def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[StepCollective]:
+    """Return what replicas, *span*, tell each other before passes: numbers of tokens, and buffers.
+
+    It counts as what closes the step, where it costs the same: a step waits for it.  As often as
+    gradients are reduced, DistributedDataParallel broadcasts buffers before a forward pass, all of
+    a type as one (`_sync_buffers`, torch/nn/parallel/distributed.py of PyTorch 2.13).
+    """
+    stack, calls = shape.stack, []
+    if stack.gathers_tokens:
+        whole = TOKENS_BYTES * span.num_ranks
+        calls.append(StepCollective(Axis.DP, CollectiveOp.ALL_GATHER, whole, span))
+    if stack.broadcasts_buffers:
+        sizes = buffer_bytes(shape.trained)
+        op = CollectiveOp.BROADCAST
+        calls += [StepCollective(Axis.DP, op, size, span, num_syncs) for size in sizes]
+    return calls
 
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:

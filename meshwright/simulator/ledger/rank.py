@@ -7,7 +7,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.layout import Axis, Stage, join_stages
-from meshwright.simulator.ledger.closing import gradient_norm, tensor_sums, tied_table
+from meshwright.simulator.ledger.closing import batch_calls, gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
@@ -111,7 +111,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
     shape, wire, replication = setting.shape, setting.wire, setting.replication
     whole = sum_parameters(shape, stages)
     closing = {
-        Moment.PASSES_DONE: [],
+        Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication.span),

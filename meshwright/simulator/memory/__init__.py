@@ -6,6 +6,7 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
     Overheads,
     num_communicators,
@@ -14,6 +15,7 @@ from meshwright.simulator.memory.overheads import (
 )
 from meshwright.simulator.memory.pass_states import kept_levels, pass_states
 from meshwright.simulator.memory.rank import (
+    FULLNESS,
     KeptUnits,
     PassPeak,
     PassPeaks,
@@ -44,8 +46,10 @@ from meshwright.simulator.memory.timeline import (
 )
 
 __all__ = [
+    "FULLNESS",
     "BlockBytes",
     "KeptUnits",
+    "LateGradients",
     "MemoryEvent",
     "Overheads",
     "PassPeak",

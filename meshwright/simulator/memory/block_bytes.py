@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.simulator.blocks import BlockMemory, BlockShape, BlockTable, makes_gradients
+from meshwright.simulator.blocks import (
+    ADDED,
+    BlockMemory,
+    BlockShape,
+    BlockTable,
+    Ending,
+    makes_gradients,
+)
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
@@ -56,9 +63,11 @@ class BlockBytes(NamedTuple, Generic[Size]):
     buffer: Size
 
 
-def block_bytes(table: BlockTable, shape: BlockShape) -> dict[BlockKind, BlockBytes[int]]:
-    """Return the bytes of a block of each kind of the model."""
-    blocks = {kind: _bytes_of(table.memory(shape, kind)) for kind in shape.parameters}
+def block_bytes(
+    table: BlockTable, shape: BlockShape, ending: Ending = ADDED
+) -> dict[BlockKind, BlockBytes[int]]:
+    """Return the bytes of a block of each kind of the model, whose backward ends with *ending*."""
+    blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in shape.parameters}
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
     blocks[HEAD] = head._replace(
         saved=head.saved + logits,

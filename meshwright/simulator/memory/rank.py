@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Generic, NamedTuple
 
 from meshwright.hwprofiles import Precision, StackProfile
@@ -46,7 +47,10 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard."""
+    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard.
+
+    ``bucket`` is the gradient once more, in a bucket beside it.
+    """
 
     parameter: int
     gradient: int
@@ -54,6 +58,7 @@ class StateBytes:
     update_temporary: int
     sharded_parameter: int = 2
     gathered_parameter: int = 2
+    bucket: int = 0
 
     @classmethod
     def of(
@@ -70,8 +75,10 @@ class StateBytes:
             formats: Gradient formats that a plan asks for.
         """
         kept_bytes, _ = gradient_bytes(stack, precision, formats)
+        bucket_bytes = 0 if stack.gradient_as_bucket_view else kept_bytes
         if precision is Precision.FP32:
-            return cls(4, kept_bytes, 8, 0, 4, 4)  # Adam's two moments, in fp32 as the weight is
+            # Adam's two moments, in fp32 as the weight is
+            return cls(4, kept_bytes, 8, 0, 4, 4, bucket_bytes)
         return cls(
             stack.parameter_bytes,
             kept_bytes,
@@ -79,6 +86,7 @@ class StateBytes:
             stack.optimizer_temporary_bytes + main_gradient_bytes(stack, precision, formats),
             stack.sharded_parameter_bytes,
             precision.num_bytes,
+            bucket_bytes,
         )
 
     def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
@@ -105,6 +113,10 @@ class PassPeak(NamedTuple, Generic[Size]):
     def total_bytes(self) -> Size:
         """What it adds to what counts as held."""
         return self.buffers_bytes - self.absent_bytes
+
+
+# The key of the fullest of some moments, of those alike the first.
+FULLNESS = attrgetter("total_bytes")
 
 
 class PassPeaks(NamedTuple, Generic[Size]):
@@ -244,7 +256,7 @@ def rank_memory(
     optimizer_share = -(-num_parameters // shards.optimizer)
     return RankMemory(
         parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
-        gradients_bytes=-(-num_parameters // shards.gradients) * state.gradient,
+        gradients_bytes=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,
         virtual_stages=virtual_stages,

@@ -17,6 +17,7 @@ from meshwright.simulator.model.kinds import (
 )
 from meshwright.simulator.model.parameters import (
     EXPERT_WEIGHT_DIMS,
+    buffer_bytes,
     count_active_parameters,
     count_parameters,
     layer_flops,
@@ -51,6 +52,7 @@ __all__ = [
     "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
+    "buffer_bytes",
     "count_active_parameters",
     "count_parameters",
     "cut_runs",

@@ -287,6 +287,7 @@ def _read_opt(reader: Reader) -> dict[str, object]:
         "seq_len": seq_len,
         "max_positions": seq_len + OPT_POSITION_OFFSET,
         "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
+        "fused_qkv": False,
         "attention_bias": has_bias,
         "output_bias": has_bias,
         "mlp_bias": has_bias,

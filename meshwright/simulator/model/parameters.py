@@ -1,5 +1,6 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
+from collections import Counter
 from collections.abc import Callable
 from math import prod
 
@@ -19,6 +20,8 @@ from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
 EXPERT_WEIGHT_DIMS = 3  # experts, outputs, inputs
+FP32_BYTES = 4
+INT64_BYTES = 8
 
 
 def parameter_tensors(
@@ -172,6 +175,27 @@ def rank_parameters(model: AnyModel, tp: int, multiple: int) -> dict[BlockKind, 
         return parameters_by_kind(model, tp=tp)
     vocab_size = padded_vocab_size(model, tp, multiple)
     return parameters_by_kind(model, tp=tp, vocab_size=vocab_size)
+
+
+def buffer_bytes(model: AnyModel) -> tuple[int, ...]:
+    """Return the bytes of what a module of *model* has beside its weights, one type after another.
+
+    Rotary embeddings of transformers keep their frequencies, and those they began with, in fp32.
+    A batch norm keeps running means and variances in fp32, and how many batches there were.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> [buffer_bytes(load_model(name)) for name in ("gpt2", "llama2-7b", "resnet50")]
+    [(), (512,), (212480, 424)]
+    """
+    if isinstance(model, ModelSpec):
+        return (2 * (model.head_dim // 2) * FP32_BYTES,) if model.positions == "rotary" else ()
+    counts = Counter([EMBEDDING, HEAD])
+    for kind, count in model.layer_runs:
+        counts[kind] += count
+    norms = [each for each in model.tensors if each.name.endswith("norm.weight")]
+    channels = sum(counts[each.block] * prod(each.shape) for each in norms)
+    numbers = sum(counts[each.block] for each in norms)
+    return (2 * channels * FP32_BYTES, numbers * INT64_BYTES) if norms else ()
 
 
 def padded_vocab_size(model: ModelSpec, tp: int, multiple: int) -> int:

@@ -42,8 +42,9 @@ class ModelSpec(Model):
 
     Omitted sizes follow the usual rules: ``num_kv_heads`` equals
     ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
-    be given for a gated MLP, unless all layers have experts), ``max_positions``
-    equals ``seq_len`` and ``title`` equals ``name``.
+    be given for a gated MLP, unless all layers have experts), ``max_positions`` equals ``seq_len``,
+    ``title`` equals ``name``, and ``fused_qkv``, whether transformers makes queries, keys and
+    values in one product, holds for decoders without rotary positions.
 
     >>> spec = ModelSpec(
     ...     name="tiny", num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, seq_len=32
@@ -79,6 +80,7 @@ class ModelSpec(Model):
     # Models without one do not show it: what is written of them stays as it was.
     experts: Experts | None = Field(default=None, exclude_if=_is_absent)
     latent: LatentAttention | None = Field(default=None, exclude_if=_is_absent)
+    fused_qkv: bool = True
     source: str = "not given"
 
     @property
@@ -142,6 +144,7 @@ class ModelSpec(Model):
         derived = {
             "num_kv_heads": data.get("num_heads"),
             "max_positions": data.get("seq_len"),
+            "fused_qkv": data.get("positions") != "rotary" and data.get("causal") is not False,
         }
         hidden_size = data.get("hidden_size")
         if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:

@@ -8,12 +8,11 @@ from meshwright.simulator.replication.buckets import (
     is_tied,
     keeps_last_layer,
     part_gathers,
-    reduced_parts,
     stage_bucket_limit,
     unit_shards,
     used_map_bytes,
 )
-from meshwright.simulator.replication.cast_memory import bucket_cast_bytes
+from meshwright.simulator.replication.cast_memory import bucket_cast_peak
 from meshwright.simulator.replication.data_parallel import (
     FP32_UPDATE_TRAFFIC_BYTES,
     Replication,
@@ -26,6 +25,7 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
+from meshwright.simulator.replication.reductions import reduced_parts
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",
@@ -33,7 +33,7 @@ __all__ = [
     "Replication",
     "StagePart",
     "WireBytes",
-    "bucket_cast_bytes",
+    "bucket_cast_peak",
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",

@@ -1,11 +1,10 @@
 """Gradient buckets, tensor by tensor, and the parts of a stage that complete them in backward.
 
 A backward pass makes the gradients of a stage's tensors in the reverse of the order in which its
-modules hold them.  A bucket takes them one by one and is full once it holds the limit; a tensor is
-never cut.  PyTorch's DistributedDataParallel does so in bytes (S. Li et al. 2020, arXiv 2006.15704,
-section 3.2.3; `compute_bucket_assignment_by_size` of PyTorch 2.0 over parameters in the order in
-which their gradients arrived, with a limit of its own for the first bucket), Megatron-Core in
-elements (`param_and_grad_buffer.py` of core r0.8).
+modules hold them.  A bucket takes them one by one and is full once it holds the limit; none is cut.
+PyTorch's DistributedDataParallel does so in bytes (arXiv 2006.15704, section 3.2.3; PyTorch 2.0's
+`compute_bucket_assignment_by_size` over parameters in the order in which gradients arrived, with a
+limit of its own for the first), Megatron-Core in elements (`param_and_grad_buffer.py`, core r0.8).
 """
 
 from collections import Counter
@@ -15,8 +14,8 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, StackProfile, Units
-from meshwright.simulator.blocks import BlockShape
+from meshwright.hwprofiles import Kernels, StackProfile, Units
+from meshwright.simulator.blocks import BlockShape, fuses_qkv
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
@@ -112,6 +111,32 @@ def gradient_buckets(
     return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
 
+def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...]:
+    """Return the buckets of *stage* as its module lists its weights, the last bucket first.
+
+    DistributedDataParallel makes them so, and keeps them where it searches unused weights: in which
+    order gradients come it then does not learn (`should_rebuild_buckets` of reducer.hpp,
+    `_ddp_init_helper` of torch/nn/parallel/distributed.py, PyTorch 2.13).
+    """
+    usual = stage_bucket_limit(shape, stage, 1)
+    limit = shape.stack.first_gradient_bucket_parameters or usual
+    sizes, kinds = (
+        _listed_sizes(shape),
+        [kind for kind, count in stage.blocks for _ in range(count)],
+    )
+    buckets: list[GradientBucket] = []
+    num_filled = first = 0
+    for place, kind in enumerate(kinds):
+        for size in sizes[kind]:
+            first = first if num_filled else place
+            num_filled += size
+            if num_filled >= limit:
+                buckets.append(GradientBucket(num_filled, first))
+                num_filled, limit = 0, usual
+    last = [GradientBucket(num_filled, first)] if num_filled else []
+    return tuple(reversed(buckets + last))
+
+
 def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
     """Return which of a stage's tensors, as they arrive, is a tied table that two stages hold.
 
@@ -136,22 +161,38 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, lis
             yield place, sizes[kind]
 
 
+def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
+    """Return the parameters of each tensor of a block of each kind, as its module lists them."""
+    model, tp = shape.trained, shape.tp
+    sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
+    for name, group in _modules(shape):
+        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in group]
+        widths = _separate_widths(shape, name) or (1,)
+        whole = sum(widths)
+        sizes[group[0].block] += [s * width // whole for width in reversed(widths) for s in local]
+    return sizes
+
+
+def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
+    """Return the tensors of each module in model order, with its name."""
+    tensors = rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple)
+    groups = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
+    return [(name, list(group)) for (_, name), group in groups]
+
+
 @lru_cache  # of each shape every stage asks, and a search asks for thousands of stages
 def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, last first.
 
-    Where products are separate (DistributedDataParallel's stacks), so are their weights, and the
-    order is that in which autograd finishes gradients: of each layer its bias first, of a norm
-    its weight.
+    Where products are separate, so are their weights. PyTorch's own modules give them in the order
+    in which autograd finishes gradients: of each layer its bias first, of a norm its weight. Under
+    autocast the weight that is cast last, behind the bias, comes first.
     """
     model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    tensors = rank_tensors(model, tp, shape.stack.vocabulary_multiple)
-    by_module = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
-    modules = [list(group) for _, group in by_module]
-    for module in reversed(modules):
+    for _, module in reversed(_modules(shape)):
         local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
-        if not shape.stack.fused_qkv:
+        if not shape.stack.megatron_layers:
             local = _separate(shape, module, local)
         elif len(module[0].shape) == EXPERT_WEIGHT_DIMS:  # each expert has a weight of its own
             local = [
@@ -168,7 +209,7 @@ def _module_of(tensor: ParameterTensor) -> str:
 def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
     """Return the sizes of separate products' weights and biases in the order of their gradients."""
     name = _module_of(module[0])
-    if name.endswith("norm") or shape.casts_weights:
+    if name.endswith("norm") or (shape.casts_weights and not _has_conv1d(shape)):
         local.reverse()
     widths = _separate_widths(shape, name)
     if not widths:
@@ -177,11 +218,21 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
     return [size * width // whole for width in widths for size in local]
 
 
+def _has_conv1d(shape: BlockShape) -> bool:
+    """Return whether linear layers are the Conv1D of transformers' GPT-2, which names a bias first.
+
+    That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which autocast
+    casts the last argument first.
+    """
+    is_eager = shape.stack.transformers_layers and shape.stack.kernels is Kernels.EAGER
+    return is_eager and fuses_qkv(shape) and shape.model.positions == "learned"
+
+
 def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
-    if name == "qkv":
+    if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
-    if name == "mlp_in" and shape.model.gated_mlp:
+    if name == "mlp_in" and shape.model.gated_mlp and not shape.stack.megatron_layers:
         return (shape.local_ffn_width,) * 2
     if name == "shared_in" and shape.model.experts is not None:
         return (shape.model.experts.shared_hidden_size // shape.tp,) * 2
@@ -198,9 +249,13 @@ def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where `gradient_buckets` are complete, in model order."""
+    return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards))
+
+
+def cut_at(stage: Stage, buckets: tuple[GradientBucket, ...]) -> tuple[StagePart, ...]:
+    """Return *stage* cut where *buckets* are complete, in model order."""
     parts: list[StagePart] = []
     end = stage.num_blocks
-    buckets = gradient_buckets(shape, stage, dp, shards=shards)
     for first, completed in groupby(buckets, key=lambda bucket: bucket.place):
         bucket_sizes = tuple(bucket.num_parameters for bucket in completed)
         parts.append(StagePart(stage.part(first, end), bucket_sizes))
@@ -343,50 +398,3 @@ def part_gathers(
     return num_gathers(
         num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches
     )
-
-
-def reduced_parts(
-    shape: BlockShape, stage: Stage, replication: Replication
-) -> tuple[StagePart, ...]:
-    """Return the parts of *stage* whose gradients are reduced in passes, in model order.
-
-    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
-    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
-    rank's gradients, if there are other replicas, are reduced as one after the last pass.
-    """
-    if replication.dp == 1 and replication.offload is Offload.NONE:
-        return ()
-    if replication.gathers_units:
-        return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
-    if replication.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
-    if replication.reduces_each_microbatch:
-        return (StagePart(stage, (stage_parameters(shape, stage),)),)
-    return ()
-
-
-def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:
-    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
-    if not replication.has_owners:
-        return units
-    counts = owned_parts([sum(unit.buckets) for unit in units], replication.span.num_ranks)
-    return tuple(
-        unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
-    )
-
-
-def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
-    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
-
-    >>> owned_parts([6, 4, 2], 3)
-    [[4, 2], [2, 2], [2]]
-    """
-    share = -(-sum(counts) // num_owners)
-    parts: list[list[int]] = []
-    start = 0
-    for count in counts:
-        end = start + count
-        cuts = [start, *range((start // share + 1) * share, end, share), end]
-        parts.append([right - left for left, right in pairwise(cuts)])
-        start = end
-    return parts

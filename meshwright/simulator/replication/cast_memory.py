@@ -3,18 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import BlockBytes
+from meshwright.simulator.memory import FULLNESS, BlockBytes, LateGradients, PassPeak
 from meshwright.simulator.model import EMBEDDING, BlockKind
 from meshwright.simulator.replication.buckets import StagePart
 
 
-def bucket_cast_bytes(
+def bucket_cast_peak(
     blocks: Mapping[BlockKind, BlockBytes[int]],
     stage: Stage,
     parts: tuple[StagePart, ...],
     cast_bytes: Callable[[int], int],
-) -> int:
-    """Return the most that a backward pass needs beside what is kept, whenever a bucket is cast.
+    late: LateGradients | None = None,
+) -> PassPeak[int]:
+    """Return the fullest moment of a backward pass, beside what is kept, in which a bucket is cast.
 
     A bucket is cast once its last gradient has come, when the loss is long done, and its copy
     goes when it has been reduced and cast back (PyTorch, torch/distributed/algorithms/
@@ -26,9 +27,18 @@ def bucket_cast_bytes(
         stage: Whose pass.
         parts: Its blocks by the buckets that they complete, in model order.
         cast_bytes: Bytes of the copy of so many gradients.
+        late: Where the pass makes the gradients, in the place of *blocks*.
     """
-    levels = zip(reversed(parts), _levels(blocks, stage, parts), strict=True)
-    return max(level + max(map(cast_bytes, part.buckets)) for part, level in levels)
+    sizes = blocks if late is None else late.blocks
+    absent = 0 if late is None else late.total_bytes(stage)
+    peak = PassPeak(0, absent)
+    for part, level in zip(reversed(parts), _levels(sizes, stage, parts), strict=True):
+        behind = part.stage.part(1, part.stage.num_blocks)
+        made = 0 if late is None else late.total_bytes(behind)
+        here = PassPeak(level + max(map(cast_bytes, part.buckets)), absent - made)
+        peak = max(peak, here, key=FULLNESS)
+        absent -= 0 if late is None else late.total_bytes(part.stage)
+    return peak
 
 
 def _levels(

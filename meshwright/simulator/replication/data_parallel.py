@@ -25,14 +25,17 @@ from meshwright.simulator.memory import Shards
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
+# A gradient beside its bucket is copied there and back, each fp32 read once and written once, and
+# the first pass of a step adds it to nothing: two reads and a write less.
+BUCKET_COPY_TRAFFIC_BYTES = 16 - 12
 
 
 class Replication(NamedTuple):
     """The data-parallel side of a plan: sharding, groups and their collectives.
 
     ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
-    between the microbatches of a pipeline.  ``span`` is that of a set of shards (of a data-parallel
-    group where nothing is sharded),
+    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched.
+    ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
     ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
     """
 
@@ -46,6 +49,7 @@ class Replication(NamedTuple):
     reshards: bool = True
     offload: Offload = Offload.NONE
     keeps_units: bool = False
+    finds_unused: bool = False
 
     @property
     def dp(self) -> int:
@@ -140,6 +144,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         reshards=reshards_units(plan, stack),
         offload=plan.offload,
         keeps_units=stack.is_fully_sharded and plan.pp > 1,
+        finds_unused=plan.find_unused,
     )
 
 
@@ -159,10 +164,12 @@ class WireBytes(NamedTuple):
         wanted = STACKS_OWN if plan is None else plan.gradient_formats
         kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
         casts = casts_of(stack, precision, wanted)
+        copies = 0 if stack.gradient_as_bucket_view else BUCKET_COPY_TRAFFIC_BYTES
         if precision is Precision.FP32:
-            return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES, casts)
+            return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES + copies, casts)
         copy_bytes = main_gradient_bytes(stack, precision, wanted)
-        update = stack.optimizer_traffic_bytes + (copy_bytes + kept_bytes if copy_bytes else 0)
+        copies += copy_bytes + kept_bytes if copy_bytes else 0
+        update = stack.optimizer_traffic_bytes + copies
         return cls(reduce_bytes, precision.num_bytes, update, casts)
 
 

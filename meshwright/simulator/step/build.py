@@ -13,6 +13,8 @@ from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
+    FULLNESS,
+    LateGradients,
     RankMemory,
     VirtualStageMemory,
     block_bytes,
@@ -23,7 +25,7 @@ from meshwright.simulator.memory import (
     with_workspace,
 )
 from meshwright.simulator.replication import (
-    bucket_cast_bytes,
+    bucket_cast_peak,
     sum_layers,
     sum_parameters,
     unit_shards,
@@ -83,7 +85,9 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     setting = StepSetting.of(job, plan, costs.stack, costs.cluster.devices_per_node)
     host = HostSide(costs, setting.wire, setting.state, setting.replication)
-    context = StepContext(setting, costs, block_bytes(costs.blocks, setting.shape), host)
+    shape, table = setting.shape, costs.blocks
+    late = LateGradients.of(table, shape, setting.state.gradient)
+    context = StepContext(setting, costs, block_bytes(table, shape), host, late)
     passes = {stage: virtual_stage_cost(costs, setting.shape, stage) for stage in setting.parts}
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
     memory = _memory(context, tuple(dict.fromkeys(by_rank)))
@@ -172,6 +176,8 @@ def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
     if context.setting.replication.in_units:
         units = [sum(part.buckets) for part in context.setting.parts[stage]]
         virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
+    if context.late is not None:
+        virtual_stage = context.late.added_to(virtual_stage, stage)
     return _with_casts(context, stage, virtual_stage)
 
 
@@ -218,11 +224,17 @@ def _with_casts(
         return virtual_stage
     if context.setting.replication.in_units:
         return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
-    needed = bucket_cast_bytes(
-        context.blocks, stage, parts, lambda size: _cast_bytes(context, size)
-    )
+
+    def cast_bytes(size: int) -> int:
+        return _cast_bytes(context, size)
+
+    needed = bucket_cast_peak(context.blocks, stage, parts, cast_bytes).total_bytes
     backward = max(virtual_stage.backward_workspace_bytes, needed)
-    return replace(virtual_stage, backward_workspace_bytes=backward)
+    first = virtual_stage.first_backward
+    if first is not None:
+        cast = bucket_cast_peak(context.blocks, stage, parts, cast_bytes, context.late)
+        first = max(first, cast, key=FULLNESS)
+    return replace(virtual_stage, backward_workspace_bytes=backward, first_backward=first)
 
 
 def _cast_bytes(context: StepContext, num_parameters: int) -> int:

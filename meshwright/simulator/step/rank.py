@@ -17,7 +17,7 @@ from meshwright.simulator.ledger import (
     price,
     rank_ledger,
 )
-from meshwright.simulator.memory import BlockBytes, stage_messages
+from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import buffer_copies, sum_layers, sum_parameters
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
@@ -46,6 +46,7 @@ class StepContext:
     costs: CostModel
     blocks: Mapping[BlockKind, BlockBytes[int]]
     host: HostSide
+    late: LateGradients | None = None
 
 
 class PricedRank(NamedTuple):

@@ -23,7 +23,9 @@ def gpu_kernels() -> Iterator[None]:
     }
     with (
         _kernel("_fused_rms_norm", _without_data, "CPU"),
+        _kernel("_fused_rms_norm", _without_data, "CUDA"),
         _kernel("dropout", _dropout_of_a_gpu, "AutogradCPU"),
+        _kernel("pow.Tensor_Scalar", _power_of_a_gpu, "AutocastCPU"),
         patch.dict(op_implementations_dict, kernels),
         patch.dict(decomposition_table, batch_norm),
     ):
@@ -32,7 +34,13 @@ def gpu_kernels() -> Iterator[None]:
 
 @contextmanager
 def _kernel(name: str, function: Callable[..., object], key: str) -> Iterator[None]:
-    """Let an operator be one kernel, as on a GPU, that a CPU would take apart."""
+    """Let an operator be one kernel, as on a GPU, that a CPU would take apart.
+
+    Releases of PyTorch for CPUs alone take apart what tensors without data on a GPU meet, too.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):  # noqa: SLF001
+        yield
+        return
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl(name, function, key)
@@ -53,6 +61,12 @@ def _dropout_of_a_gpu(values: Tensor, probability: float, train: bool) -> Tensor
     if not train or probability == 0:
         return values
     return torch.native_dropout(values, probability, train)[0]
+
+
+def _power_of_a_gpu(values: Tensor, exponent: float) -> Tensor:
+    """Return a power under autocast: in fp32, by the lists of a GPU (``torch/autocast_mode.h``)."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.pow(values.float(), exponent)
 
 
 def _layer_norm_of_a_gpu(

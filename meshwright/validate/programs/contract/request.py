@@ -49,6 +49,11 @@ class ProgramRequest:
         multiple = self.stack.vocabulary_multiple
         return padded_vocab_size(self.job.transformer, self.plan.tp, multiple)
 
+    @property
+    def fuses_qkv(self) -> bool:
+        """Whether queries, keys and values are one linear layer."""
+        return self.stack.fuses_qkv(in_model=self.job.transformer.fused_qkv)
+
 
 class RankProgram(Protocol):
     """One rank's training program, built and ready."""

@@ -27,6 +27,7 @@ class Parts(Protocol):
 
     seq_dim: int
     fuses_qkv: bool
+    fuses_gate: bool
 
     def norm(self, model: ModelSpec) -> nn.Module:
         """Return a norm of the model's kind and width."""
@@ -167,7 +168,7 @@ class Mlp(nn.Module):
     def __init__(self, model: ModelSpec, parts: Parts) -> None:
         super().__init__()
         width, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.mlp_bias
-        self.separate = model.gated_mlp and not parts.fuses_qkv
+        self.separate = model.gated_mlp and not parts.fuses_gate
         if self.separate:
             self.gate = parts.column_linear(width, ffn, bias=bias)
         widths = 2 * ffn if model.gated_mlp and not self.separate else ffn

@@ -145,6 +145,7 @@ class MegatronParts:
 
     seq_dim = 0
     fuses_qkv = True
+    fuses_gate = True
 
     def __init__(
         self, tp: TensorParallelGroup, sink: GradientSink, *, vocab_size: int, dropout: float

@@ -77,19 +77,21 @@ class Head(nn.Module):
 
 
 class PlainParts:
-    """Modules of whole layers, batch first, with queries, keys and values apart.
+    """Modules of whole layers, batch first.
 
     Args:
         vocab_size: Rows of the word table, padding included.
         dropout: Probability of dropout after the embedding.
+        fuses_qkv: Queries, keys and values are one linear layer.
     """
 
     seq_dim = 1
-    fuses_qkv = False
+    fuses_gate = False
 
-    def __init__(self, vocab_size: int, dropout: float) -> None:
+    def __init__(self, vocab_size: int, dropout: float, *, fuses_qkv: bool) -> None:
         self.vocab_size = vocab_size
         self.dropout = dropout
+        self.fuses_qkv = fuses_qkv
 
     def norm(self, model: ModelSpec) -> nn.Module:
         """Return a norm of the model's kind and width."""
@@ -122,9 +124,11 @@ class PlainParts:
         return Head(self.norm(model), model.hidden_size, self.vocab_size)
 
 
-def plain_parts(model: ModelSpec, *, vocab_size: int, dropout: float) -> PlainParts:
+def plain_parts(
+    model: ModelSpec, *, vocab_size: int, dropout: float, fuses_qkv: bool = False
+) -> PlainParts:
     """Return the parts of *model* with tables of *vocab_size* rows."""
-    return PlainParts(vocab_size, dropout if model.dropout else 0.0)
+    return PlainParts(vocab_size, dropout if model.dropout else 0.0, fuses_qkv=fuses_qkv)
 
 
 def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:
@@ -171,10 +175,10 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
     if module == "output" and not layer:
         table = "word" if model.tied_embeddings else "output"
         return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
-    if module in ("query", "key", "value"):
+    if module in ("qkv", "query", "key", "value"):
         rows = width + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
-        return _of_groups(model, whole, module)
+        return whole if module == "qkv" else _of_groups(model, whole, module)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
         return whole[-ffn:] if module == "expand" else whole[:ffn]

@@ -107,9 +107,8 @@ def refuse_unsupported(request: ProgramRequest) -> None:
 class DdpProgram:
     """A whole model on every rank; gradients are averaged in buckets under the last backward.
 
-    Gradients are views of the buckets and are zeroed, not freed, so that there is one copy of
-    them: by default PyTorch keeps buckets beside the gradients, 4 bytes a parameter more. Loss
-    scaling of fp16 is left out; it multiplies one number.
+    Gradients that are views of the buckets are zeroed, others freed, as by default. Loss scaling of
+    fp16 is left out; it multiplies one number.
 
     Args:
         request: What to build; its process group is that of all ranks.
@@ -122,13 +121,18 @@ class DdpProgram:
         stage = _whole_stage(request, 0, device)
         if request.job.transformer.tied_embeddings:
             tie_embeddings(stage)
+        if request.stack.broadcasts_buffers and request.job.transformer.positions == "rotary":
+            # Those of transformers have them as buffers; the layers here make their own.
+            width = request.job.transformer.head_dim // 2
+            for name in ("frequencies", "first_frequencies"):
+                stage.register_buffer(name, torch.zeros(width, device=device), persistent=False)
         bucket_bytes = request.stack.gradient_bucket_parameters * GRADIENT_BYTES
         self._model = DistributedDataParallel(
             stage,
             device_ids=[device] if device.type == "cuda" else None,
             # None keeps the first bucket of 1 MiB, which any number of our own would drop.
             bucket_cap_mb=None if bucket_bytes == 25 * MEBI else bucket_bytes / MEBI,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=request.stack.gradient_as_bucket_view,
             find_unused_parameters=request.plan.find_unused,
         )
         hook = _compression(request)
@@ -144,7 +148,7 @@ class DdpProgram:
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step and return the loss of each microbatch."""
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad(set_to_none=not self._request.stack.gradient_as_bucket_view)
         tokens, targets = _batch(self._request, self._layout, step)
         count = self._request.num_microbatches
         batches = list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
@@ -279,7 +283,10 @@ def _compression(
 
 def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
     parts = plain_parts(
-        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+        request.job.transformer,
+        vocab_size=request.vocab_size,
+        dropout=request.dropout,
+        fuses_qkv=request.fuses_qkv,
     )
     return build_stage(request, index, parts, device)
 

@@ -67,7 +67,7 @@ def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, Parallel
 def _layer_styles(layer: TransformerLayer, outside: Placement) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {}
     for block, column, row in (
-        ("attention", ("query", "key", "value"), "output"),
+        ("attention", ("qkv", "query", "key", "value"), "output"),
         ("mlp", ("gate", "expand"), "contract"),
     ):
         styles[block] = PrepareModuleInput(

@@ -275,7 +275,10 @@ class CopiedReplicas:
 def whole_stage(request: ProgramRequest) -> VirtualStage:
     """Return the whole model in fp32."""
     parts = plain_parts(
-        request.job.transformer, vocab_size=request.vocab_size, dropout=request.dropout
+        request.job.transformer,
+        vocab_size=request.vocab_size,
+        dropout=request.dropout,
+        fuses_qkv=request.fuses_qkv,
     )
     stage = build_stage(request, 0, parts, request.device)
     if request.job.transformer.tied_embeddings:

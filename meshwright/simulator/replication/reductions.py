@@ -1,0 +1,65 @@
+"""What is reduced in passes: units, buckets, or stretches of what each rank owns."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from meshwright.hwprofiles import Offload
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.replication.buckets import (
+    StagePart,
+    bucket_parts,
+    cut_at,
+    listed_buckets,
+    unit_parts,
+)
+from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
+
+
+def reduced_parts(
+    shape: BlockShape, stage: Stage, replication: Replication
+) -> tuple[StagePart, ...]:
+    """Return the parts of *stage* whose gradients are reduced in passes, in model order.
+
+    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
+    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
+    rank's gradients, if there are other replicas, are reduced as one after the last pass.
+    """
+    if replication.dp == 1 and replication.offload is Offload.NONE:
+        return ()
+    if replication.gathers_units:
+        return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
+    if replication.finds_unused:
+        return cut_at(stage, listed_buckets(shape, stage))
+    if replication.in_units or shape.stack.overlap_gradient_reduce:
+        return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
+    if replication.reduces_each_microbatch:
+        return (StagePart(stage, (stage_parameters(shape, stage),)),)
+    return ()
+
+
+def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:
+    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
+    if not replication.has_owners:
+        return units
+    counts = owned_parts([sum(unit.buckets) for unit in units], replication.span.num_ranks)
+    return tuple(
+        unit._replace(buckets=tuple(owned)) for unit, owned in zip(units, counts, strict=True)
+    )
+
+
+def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the parameters of each unit by owner: equal stretches of the model, in its order.
+
+    >>> owned_parts([6, 4, 2], 3)
+    [[4, 2], [2, 2], [2]]
+    """
+    share = -(-sum(counts) // num_owners)
+    parts: list[list[int]] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        cuts = [start, *range((start // share + 1) * share, end, share), end]
+        parts.append([right - left for left, right in pairwise(cuts)])
+        start = end
+    return parts
