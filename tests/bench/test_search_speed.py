@@ -23,9 +23,8 @@ JOBS = [
     ("megatron-1t", 16_384, 4096),
     ("megatron-1t", 98_304, 12_288),
 ]
-# Twice what a whole process of each took when its space was an eighth of today's; the first takes
-# 11 loops now, of which a busy machine makes 13, so that it has half as much again.
-MOST_LOOPS = [16.0, 9.0, 9.0]
+# Half as much again as a whole process of each takes on a busy machine: 8, 4 and 5 loops.
+MOST_LOOPS = [12.0, 6.0, 7.5]
 # The main job with two GPUs a sequence, on ever more GPUs: thousandfold, and much the same space.
 GPU_COUNTS = [768, 3072, 12_288, 49_152, 196_608, 786_432]
 # The high-water mark of the process itself; rusage would hold that of this one before the fork.
