@@ -364,8 +364,7 @@ def test_a_script_is_compared_with_a_plan(rows: int, status: int, tmp_path: Path
     batch = f"--global-batch {8 * rows} --micro-batch {rows} --out {plan}"
     assert main([*job.split(), *batch.split()]) == 0
     options = ("--rank", "3", "--plan", str(plan / "plan.json"))
-    in_buckets = DDP.replace("device_ids=", "gradient_as_bucket_view=True, device_ids=")
-    count = counted(tmp_path, in_buckets + LOOP, *options, status=status)
+    count = counted(tmp_path, DDP + LOOP, *options, status=status)
     assert count["world_size"] == 8
     assert calls_of(count) == [("dp", "all_reduce", 8, FP32 * WEIGHTS, 1)]
     assert count["comparison"]["agrees"] is (status == 0)

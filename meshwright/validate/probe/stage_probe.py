@@ -143,7 +143,9 @@ def predict_stage(saved: SavedPlan, rank: int) -> StagePrediction:
     job, plan, index = saved.job, saved.plan, pipeline_rank(saved.plan, rank)
     costs = CostModel(saved.cluster, saved.stack, plan.world_size)
     built = build_step(job, plan, costs)
-    memory = simulate(job, plan, saved.cluster, saved.stack, costs=costs).memory
+    # A stage that runs alone has no module around it that would keep gradients in buckets as well.
+    stack = saved.stack.model_copy(update={"gradient_as_bucket_view": True})
+    memory = simulate(job, plan, saved.cluster, stack).memory
     return StagePrediction(
         device=saved.cluster.device.name,
         passes_s=tuple(
