@@ -83,7 +83,7 @@ def derived(model: ModelSpec, stack: str, tp: int = 1) -> Measured:
     job = TrainingJob(
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
     )
-    attention = Attention.UNFUSED if profile.fused_qkv else Attention.FLASH
+    attention = Attention.UNFUSED if profile.megatron_layers else Attention.FLASH
     plan = ParallelPlan(
         tp=tp,
         sequence_parallel=tp > 1,

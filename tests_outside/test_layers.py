@@ -9,10 +9,11 @@ from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torchtitan.models.llama3.model import model as llama3
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from witnesses import megatron_job, torchtitan_job
+from witnesses import megatron_job
 from witnesses.boundary import modules_converted, objects_shared, values_answered
 
 from meshwright.hwprofiles import Kernels, Precision, Recompute, load_stack
@@ -74,15 +75,14 @@ def test_a_layer_of_megatrons_local_spec_is_byte_exact(name: str) -> None:
 def torchtitan_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
     """Return a layer of torchtitan's Llama."""
     width = model.hidden_size
-    module = torchtitan_job.model
-    layer = module.TransformerBlock(
+    layer = llama3.TransformerBlock(
         0,
-        module.TransformerModelArgs(
+        llama3.TransformerModelArgs(
             dim=width, n_heads=model.num_heads, n_kv_heads=model.num_kv_heads, max_seq_len=tokens
         ),
     )
     # It takes two thirds of the width that it is given.
-    layer.feed_forward = module.FeedForward(width, model.ffn_hidden_size * 3 // 2, 1, None)
+    layer.feed_forward = llama3.FeedForward(width, model.ffn_hidden_size * 3 // 2, 1, None)
     angles = torch.empty(tokens, model.head_dim // 2, dtype=torch.complex64)
     return lambda x: layer(x, angles, None)
 
