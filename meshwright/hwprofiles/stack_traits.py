@@ -1,7 +1,11 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
+import operator
+
+from pydantic import Field
+
 from meshwright.hwprofiles.base import Count, Flag, Profile
-from meshwright.hwprofiles.kinds import Kernels, Units
+from meshwright.hwprofiles.kinds import Kernels, LayerFact, Units
 
 
 class StackTraits(Profile):
@@ -40,6 +44,7 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
 
@@ -63,6 +68,7 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     @property
     def is_fully_sharded(self) -> bool:

@@ -35,7 +35,7 @@ from meshwright.planner.space import (
 from meshwright.simulator import CostModel, Phase
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh, Stage, join_stages
-from meshwright.simulator.ledger import leaves_sums, price, tied_table
+from meshwright.simulator.ledger import left_sums, price, tied_table
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import Replication, WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
@@ -127,7 +127,7 @@ class StepBounds:
         self._costs = costs
         self._times = ShapeTimes.empty(table)
         self._data_parallel = DataParallelCosts(costs)
-        self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
+        self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
@@ -215,8 +215,8 @@ class StepBounds:
         # Of a layout's other choices none moves these times: layouts that share them share a row.
         names = ("tp", "dp", "zero_stage", *SWITCHES)
         columns = [self._space.column(name)[group.indices] for name in names]
-        leaves_sums = self._leaves_sums[self._table.index[group.indices]]
-        first, member = distinct([*columns, leaves_sums])
+        left_sums_of = self._left_sums[self._table.index[group.indices]]
+        first, member = distinct([*columns, left_sums_of])
         kinds, shared_ps = [], []
         for index in group.indices[first].tolist():
             shape = self._table.shapes[self._table.index[index]]

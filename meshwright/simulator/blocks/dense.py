@@ -4,12 +4,17 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.spelling import heads_apart, spelling_of
 from meshwright.simulator.graph import (
+    Activation,
     Block,
     Dim,
+    Gradient,
     Heads,
     Linear,
     Placement,
+    Rotary,
+    RotaryFormula,
     Size,
     Tensor,
     activation,
@@ -26,12 +31,15 @@ from meshwright.simulator.graph import (
     row,
     scored,
     share,
+    view,
 )
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.model import TRANSFORMER_LAYER, BlockKind, ModelSpec
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
+
+PUT_TOGETHER = {RotaryFormula.NEOX, RotaryFormula.PHI3, RotaryFormula.GLM4}
 
 
 class Columns(NamedTuple):
@@ -52,6 +60,8 @@ class LayerDims(NamedTuple):
     batch: Dim
     hidden: Dim
     heads: Dim
+    groups: Dim
+    head: Dim
     queries: Dim
     keys: Dim
     values: Dim
@@ -74,7 +84,9 @@ class LayerDims(NamedTuple):
             batch=Dim("batch", columns.microbatch_size),
             hidden=Dim("hidden", model.hidden_size),
             heads=Dim("heads", model.num_heads),
-            queries=Dim("queries", model.hidden_size, width),
+            groups=Dim("key heads", model.num_kv_heads, 1),
+            head=Dim("head", width),
+            queries=Dim("queries", model.query_hidden_size, width),
             keys=Dim("keys", model.kv_hidden_size, width),
             values=Dim("values", model.kv_hidden_size, width),
             gate=Dim("mlp gate", model.ffn_hidden_size),
@@ -95,41 +107,83 @@ class LayerDims(NamedTuple):
         return block.tensor("layer input", *dims, at=self.outside, width=width)
 
 
-def layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return the tokens after a layer."""
-    model = shape.model
-    entered, centers = x, model.norm == "layernorm"
+def layer(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind = TRANSFORMER_LAYER
+) -> Tensor:
+    """Return the tokens after a layer of one kind."""
+    model, entered = shape.model, x
+    seen = model.seen_tokens(kind, shape.seq_len)
+    if model.parallel_mlp != "no":
+        return _side_by_side(block, x, shape, dims, seen)
     with block.part("layer"):
-        y = _attention(block, norm(block, x, "attention norm", centers=centers), shape, dims)
+        y = _normed(block, x, "attention norm", shape, "before")
+        y = _attention(block, y, shape, dims, seen)
+        y = _normed(block, y, "attention output norm", shape, "after")
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        y = _mlp(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
+        y = _mlp(block, _normed(block, x, "mlp norm", shape, "before"), shape, dims)
+        y = _normed(block, y, "mlp out norm", shape, "after")
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
         block.hold(entered, x)
         return out
 
 
-def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return self-attention of normalised tokens."""
-    model = shape.model
+def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, place: str) -> Tensor:
+    """Return *x* normalised, where the model has a norm in that *place*."""
+    if shape.model.norm_places not in {place, "both"}:
+        return x
+    if place == "before":
+        return normed(block, x, name, shape)
     with block.module(x):
-        is_unfused = shape.attention is Attention.UNFUSED
-        bias = Linear(bias=model.attention_bias, counts_bias=not is_unfused)
-        query, key, value = columns(block, x, dims.queries, dims.keys, dims.values, linear=bias)
-        if block.lowering.fuses_products and model.num_kv_heads < model.num_heads:
-            query = copy(block, query, "queries apart")  # a view of them is not one stretch
+        return normed(block, x, name, shape)
+
+
+def normed(block: Block, x: Tensor, name: str, shape: BlockShape) -> Tensor:
+    """Return *x* normalised as a model does it."""
+    centers = shape.model.norm == "layernorm"
+    return norm(block, x, name, centers=centers, formula=spelling_of(shape).norm)
+
+
+def _side_by_side(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+    """Return the tokens after a layer whose attention and MLP read the same ones."""
+    model, spelling = shape.model, spelling_of(shape)
+    with block.part("layer"):
+        first = second = normed(block, x, "attention norm", shape)
+        if model.parallel_mlp == "two norms" and spelling.norms_first:
+            second = normed(block, x, "mlp norm", shape)
+        attended = _attention(block, first, shape, dims, seen)
+        if model.parallel_mlp == "two norms" and not spelling.norms_first:
+            second = normed(block, x, "mlp norm", shape)
+        y = _mlp(block, second, shape, dims)
+        if spelling.norms_first:
+            slopes = [Gradient(each, hands_on=True) for each in (y, attended)]
+            both = y.like("both", base=y.storage)
+            block.add([y, attended], [both], slopes, block.traffic(y, y, attended))
+        else:
+            both = residual(block, attended, y, bias=False, drops=False)
+        out = residual(block, both, x, bias=False, drops=False)
+        named = (first, second) if spelling.norms_first else ()
+        block.hold(x, attended, y, *named)
+        return out
+
+
+def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+    """Return self-attention of normalised tokens, each to as many as it has *seen* at most."""
+    model, spelling = shape.model, spelling_of(shape)
+    is_unfused = shape.attention is Attention.UNFUSED
+    with block.module(x):
+        query, key, value = _projected(block, x, shape, dims)
         if model.positions == "rotary":
-            given = query, key
-            query, key = rotary(block, *given)
-            if block.lowering.is_eager:  # they have names until it returns
-                block.argument(*(given if block.lowering.is_local else ()), query, key)
-            key, query = (cast(block, x, f"{x.name} cast", block.width) for x in (key, query))
+            query, key = _turned(block, query, key, Rotary(model.rotary_dim, spelling.rotary))
         given = key, value
         if block.lowering.copies_operands and _leaves_gaps(model):
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
-        heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
+        heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
         attend = scored if is_unfused else flash
         with block.part("core"):
             context = attend(block, query, key, value, heads)
+        if model.positions == "rotary" and spelling.rotary in PUT_TOGETHER:
+            # What puts a head together lays all out head by head, and so does attention.
+            context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)
         block.hold(query, key, value, *given)
@@ -137,6 +191,51 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
         y = row(block, context, dims.hidden, "attention output", dims.outside, bias)
         block.hold(context)
         return y
+
+
+def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> list[Tensor]:
+    """Return queries, keys and values, the first two perhaps normalised."""
+    model, spelling = shape.model, spelling_of(shape)
+    parts = dims.queries, dims.keys, dims.values
+    counts_bias = shape.attention is not Attention.UNFUSED
+    bias = Linear(bias=model.attention_bias, counts_bias=counts_bias, fuses=spelling.fuses_qkv)
+    found = columns(block, x, *parts, linear=bias, packed=spelling.fuses_qkv)
+    if spelling.fuses_qkv:
+        found = heads_apart(block, found[0], spelling.packing, *parts)
+    query, key, value = found
+    if block.lowering.fuses_products and model.num_kv_heads < model.num_heads:
+        query = copy(block, query, "queries apart")  # a view of them is not one stretch
+    if model.qk_norm != "none":
+        query, key = _normed_heads(block, query, key, shape, dims)
+    return [query, key, value]
+
+
+def _turned(block: Block, query: Tensor, key: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
+    """Return queries and keys turned by their positions, in the block's format."""
+    given = query, key
+    query, key = rotary(block, *given, how=how)
+    if block.lowering.is_eager:  # they have names until it returns
+        block.argument(*(given if block.lowering.is_local else ()), query, key)
+    key, query = (cast(block, x, f"{x.name} cast", block.width) for x in (key, query))
+    return query, key
+
+
+def _normed_heads(
+    block: Block, query: Tensor, key: Tensor, shape: BlockShape, dims: LayerDims
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys normalised, each head of them or all heads together."""
+    found = []
+    for x, name, heads in ((query, "query norm", dims.heads), (key, "key norm", dims.groups)):
+        width = x.dims[-1]
+        with block.module(x):
+            if shape.model.qk_norm == "head":
+                by_heads = view(block, x, *x.dims[:-1], heads, dims.head, renamed=(width, heads))
+                y = normed(block, by_heads, name, shape)
+                y = view(block, y, *x.dims, renamed=(heads, width))
+            else:
+                y = normed(block, x, name, shape)
+        found.append(y)
+    return found[0], found[1]
 
 
 def _leaves_gaps(model: ModelSpec) -> bool:
@@ -151,14 +250,16 @@ def _leaves_gaps(model: ModelSpec) -> bool:
 
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the MLP of normalised tokens."""
-    model, bias = shape.model, Linear(bias=shape.model.mlp_bias)
+    model = shape.model
+    bias = Linear(bias=model.mlp_bias, fuses=spelling_of(shape).fuses_mlp)
     with block.module(x):
         widths = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
         apart = block.lowering.is_local  # a kernel of its own adds the bias
         inner = columns(block, x, *widths, linear=Linear() if apart else bias, packed=True)
         if apart and bias.bias:
             inner = [biased(block, each, "mlp in") for each in inner]
-        hidden = activation(block, *inner, parts=widths, last=dims.inner)
+        kind = Activation(model.activation)
+        hidden = activation(block, *inner, parts=widths, last=dims.inner, kind=kind)
         y = row(block, hidden, dims.hidden, "mlp out", dims.outside, bias)
         block.hold(hidden)
         return y

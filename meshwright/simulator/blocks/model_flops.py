@@ -1,10 +1,12 @@
 """FLOPs of a step by the usual convention: matrix products, full attention, no recomputation.
 
-Per token, forward: ``2 (2 h (h + g) + k h f)`` a layer for the linear products, ``4 s h`` for
-attention over all s keys (not halved for causality), ``2 h V`` for the head and ``2 h^2`` more
-for that of BERT, whose pooler (one token a sequence) is left out, both of scored positions only;
-backward is twice that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et
-al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+Per token, forward: ``2 (h (2 q + 2 g) + k h f)`` a layer for the linear products, with the widths q
+of queries (h, unless a head's width is given) and g of keys; for attention ``4 s q`` over all s
+keys (not halved for causality), or ``4 min(s, w) q`` in a layer with a window of w (a whole band);
+``2 h V`` for the head and ``2 h^2`` more for that of BERT, whose pooler (one token a sequence) is
+left out, both of scored positions only; backward is twice that.  For a GPT this is
+``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473, appendix;
+Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
 """
 
@@ -73,14 +75,15 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
 
 def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
     """Return the FLOPs of a step's forward passes."""
-    hidden = model.hidden_size
+    hidden, queries = model.hidden_size, model.query_hidden_size
     matrices = 3 if model.gated_mlp else 2
-    weights = 2 * hidden * (hidden + model.kv_hidden_size)
+    weights = 2 * hidden * (queries + model.kv_hidden_size)
     weights += matrices * hidden * model.ffn_hidden_size
-    layer = (2 * weights + 4 * job.seq_len * hidden) * job.tokens_per_step
+    seen = sum(count * model.seen_tokens(kind, job.seq_len) for kind, count in model.layer_runs)
+    layers = (2 * weights * model.num_layers + 4 * seen * queries) * job.tokens_per_step
     head_width = model.vocab_size + (hidden if model.mlm_head else 0)
     num_scored = ceil(job.tokens_per_step * model.scored_fraction)
-    return model.num_layers * layer + 2 * hidden * head_width * num_scored
+    return layers + 2 * hidden * head_width * num_scored
 
 
 def _listed_flops(model: ImageModel | ChainModel) -> int:

@@ -35,7 +35,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EMBEDDING, TRANSFORMER_LAYER, BlockKind, ModelSpec
+from meshwright.simulator.model import EMBEDDING, LAYERS, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
@@ -99,14 +99,7 @@ class PricedBlock(NamedTuple):
         products = _products(steps, merges=merges)
         calls = _collectives(self.found, steps, products)
         flash = [
-            FlashAttention(
-                "attention",
-                batch_heads=_number(step.work.scores) // self.shape.seq_len**2,
-                seq_len=self.shape.seq_len,
-                head_dim=self.shape.model.head_dim,
-                backward=phase is Phase.BACKWARD,
-                causal=self.shape.model.causal,
-            )
+            _flash(self.shape, self.kind, step.work, phase)
             for step in steps
             if isinstance(step.work, FusedAttention)
         ]
@@ -122,7 +115,7 @@ class PricedBlock(NamedTuple):
         stack, model = self.shape.stack, self.shape.model
         if self.kind == EMBEDDING:
             return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
-        if self.kind != TRANSFORMER_LAYER:
+        if self.kind not in LAYERS:
             mlm = MLM_KERNELS if model.mlm_head else 0
             return (
                 KernelLaunches("head", HEAD_KERNELS),
@@ -176,7 +169,7 @@ class PricedBlock(NamedTuple):
         if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
         weights = list(self.found.places)
-        if self.kind != TRANSFORMER_LAYER and not listed:
+        if self.kind not in LAYERS and not listed:
             weights = [each for each in weights if len(each.dims) > 1]
         count = sum(_number(each.numel) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
@@ -256,6 +249,22 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
     if phase is not Phase.BACKWARD:
         return one._replace(n=one.n + n)
     return one._replace(k=one.k + k) if number == 0 else one._replace(m=one.m + m)
+
+
+def _flash(
+    shape: BlockShape, kind: BlockKind, work: FusedAttention, phase: Phase
+) -> FlashAttention:
+    model, seq_len = shape.model, shape.seq_len
+    seen = model.seen_tokens(kind, seq_len)
+    return FlashAttention(
+        "attention",
+        batch_heads=_number(work.scores) // (seq_len * seen),
+        seq_len=seq_len,
+        head_dim=model.head_dim,
+        backward=phase is Phase.BACKWARD,
+        causal=model.causal,
+        window=seen if seen < seq_len else 0,
+    )
 
 
 def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:

@@ -97,14 +97,16 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
 
-    Per token a layer costs ``2 h (h + 2 g) + 2 h^2 + 4 h s + 2 h f k`` (QKV, projection,
-    attention over s keys, MLP with k = 2 or 3 matrices) and the head ``2 h V``.
+    Per token a layer costs ``2 h (q + 2 g) + 2 h q + 4 q s + 2 h f k`` (QKV, projection,
+    attention over s keys in the mean of all layers, MLP with k = 2 or 3 matrices) and the head
+    ``2 h V``.
     """
-    hidden = model.hidden_size
+    hidden, queries = model.hidden_size, model.query_hidden_size
+    seen = sum(count * model.seen_tokens(kind, seq_len) for kind, count in model.layer_runs)
     matrices = 3 if model.gated_mlp else 2
     layer = (
-        2 * hidden * (2 * hidden + 2 * model.kv_hidden_size)
-        + 4 * hidden * seq_len
+        2 * hidden * (2 * queries + 2 * model.kv_hidden_size)
+        + 4 * queries * seen / model.num_layers
         + 2 * matrices * hidden * model.ffn_hidden_size
     )
     return 2 * hidden * model.vocab_size / layer

@@ -7,7 +7,9 @@ from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageMo
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     HEAD,
+    LAYERS,
     TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
     BlockKind,
     BlockRun,
     cut_runs,
@@ -29,7 +31,9 @@ from meshwright.simulator.model.spec import ModelSpec, parse_model
 __all__ = [
     "EMBEDDING",
     "HEAD",
+    "LAYERS",
     "TRANSFORMER_LAYER",
+    "WINDOWED_LAYER",
     "AnyModel",
     "BlockKind",
     "BlockRun",

@@ -9,6 +9,8 @@ BlockKind = str
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 TRANSFORMER_LAYER: BlockKind = "layer"
+WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others
+LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER)
 
 
 class BlockRun(NamedTuple):

@@ -1,11 +1,10 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
-from collections.abc import Callable
 from math import prod
 
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
-from meshwright.simulator.model.kinds import EMBEDDING, HEAD, TRANSFORMER_LAYER, BlockKind
+from meshwright.simulator.model.kinds import EMBEDDING, HEAD, LAYERS, TRANSFORMER_LAYER, BlockKind
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
 
@@ -36,7 +35,11 @@ def parameter_tensors(
     vocab_size = model.vocab_size if vocab_size is None else vocab_size
     return (
         *_embedding_tensors(model, vocab_size),
-        *(each for kind in layer_kinds(model) for each in LAYER_TENSORS[kind](model)),
+        *(
+            tensor._replace(block=kind)
+            for kind in layer_kinds(model)
+            for tensor in _transformer_tensors(model)
+        ),
         *_head_tensors(model, vocab_size),
     )
 
@@ -99,7 +102,7 @@ def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[i
         return (_local_qkv_size(model, tp), *tensor.shape[1:])
     elif tensor.name.startswith("attention_output."):
         _check_divisible("num_heads", model.num_heads, tp)
-    elif tensor.block == TRANSFORMER_LAYER:
+    elif tensor.block in LAYERS:
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
     shape = list(tensor.shape)
     shape[tensor.tp_dim] = -(-shape[tensor.tp_dim] // tp)
@@ -158,34 +161,53 @@ def _transformer_tensors(model: ModelSpec) -> list[ParameterTensor]:
     return [*_attention_tensors(model), *_mlp_tensors(model)]
 
 
-LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
-    TRANSFORMER_LAYER: _transformer_tensors
-}
-
-
 def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    width = model.hidden_size
-    qkv_size = width + 2 * model.kv_hidden_size
-    tensors = _norm_tensors(model, "attention_norm", TRANSFORMER_LAYER)
+    width, query_size = model.hidden_size, model.query_hidden_size
+    qkv_size = query_size + 2 * model.kv_hidden_size
+    tensors = []
+    if model.norm_places != "after":
+        tensors += _norm_tensors(model, "attention_norm", TRANSFORMER_LAYER)
     tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), TRANSFORMER_LAYER, 0))
     if model.attention_bias:
         tensors.append(ParameterTensor("qkv.bias", (qkv_size,), TRANSFORMER_LAYER, 0))
-    tensors.append(ParameterTensor("attention_output.weight", (width, width), TRANSFORMER_LAYER, 1))
+    if model.qk_norm != "none":
+        tensors += _qk_norm_tensors(model)
+    shape = (width, query_size)
+    tensors.append(ParameterTensor("attention_output.weight", shape, TRANSFORMER_LAYER, 1))
     if model.output_bias:
         tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
+    if model.norm_places != "before":
+        tensors += _norm_tensors(model, "attention_output_norm", TRANSFORMER_LAYER)
     return tensors
+
+
+def _qk_norm_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    """Return the weights of the norms of queries and keys: of a head, or of all of them."""
+    widths = (model.head_dim,) * 2
+    if model.qk_norm == "width":
+        widths = model.query_hidden_size, model.kv_hidden_size
+    names = "query_norm", "key_norm"
+    return [
+        tensor
+        for name, width in zip(names, widths, strict=True)
+        for tensor in _norm_tensors(model, name, TRANSFORMER_LAYER, width)
+    ]
 
 
 def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
     width, ffn_size = model.hidden_size, model.ffn_hidden_size
     in_size = 2 * ffn_size if model.gated_mlp else ffn_size
-    tensors = _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
+    tensors = []
+    if model.norm_places != "after" and model.parallel_mlp != "one norm":
+        tensors += _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
     tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), TRANSFORMER_LAYER, 0))
     if model.mlp_bias:
         tensors.append(ParameterTensor("mlp_in.bias", (in_size,), TRANSFORMER_LAYER, 0))
     tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), TRANSFORMER_LAYER, 1))
     if model.mlp_bias:
         tensors.append(ParameterTensor("mlp_out.bias", (width,), TRANSFORMER_LAYER, None))
+    if model.norm_places != "before":
+        tensors += _norm_tensors(model, "mlp_out_norm", TRANSFORMER_LAYER)
     return tensors
 
 
@@ -218,9 +240,12 @@ def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
     ]
 
 
-def _norm_tensors(model: ModelSpec, name: str, block: BlockKind) -> list[ParameterTensor]:
+def _norm_tensors(
+    model: ModelSpec, name: str, block: BlockKind, width: int = 0
+) -> list[ParameterTensor]:
     parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-    return [ParameterTensor(f"{name}.{part}", (model.hidden_size,), block, None) for part in parts]
+    shape = (width or model.hidden_size,)
+    return [ParameterTensor(f"{name}.{part}", shape, block, None) for part in parts]
 
 
 def _local_qkv_size(model: ModelSpec, tp: int) -> int:

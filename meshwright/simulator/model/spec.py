@@ -1,20 +1,52 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from functools import cache
+from itertools import cycle, islice
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from meshwright.hwprofiles import LayerFact
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
-from meshwright.simulator.model.kinds import TRANSFORMER_LAYER, BlockRun
+from meshwright.simulator.model.kinds import (
+    TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
+    BlockKind,
+    BlockRun,
+    join_runs,
+)
 
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
 
 
+Spelling = Literal["llama", "gemma", "olmo2", "phi3", "glm4", "gpt_neox", "falcon", "falcon-groups"]
+FUSED_QKV = {"phi3", "gpt_neox", "falcon", "falcon-groups"}  # one product in transformers' code
+FUSED_MLP = {"phi3", "glm4"}
+PATTERN = r"^[WF]+$"
+KINDS_BY_LETTER = {"W": WINDOWED_LAYER, "F": TRANSFORMER_LAYER}
+
+
+def _rare(usual: object, **limits: Any) -> Any:  # noqa: ANN401  (a field of any type)
+    """Return a field that is written down and shown only where it is not as *usual*."""
+    return Field(default=usual, exclude_if=lambda value: value == usual, **limits)
+
+
+@cache
+def _mixed_runs(pattern: str, num_layers: int) -> tuple[BlockRun, ...]:
+    """Return the layers that *pattern*, repeated, tells.
+
+    >>> _mixed_runs("WWF", 4)[1:]
+    (BlockRun(kind='layer', num_blocks=1), BlockRun(kind='windowed layer', num_blocks=1))
+    """
+    letters = islice(cycle(pattern), num_layers)
+    return join_runs([BlockRun(KINDS_BY_LETTER[letter], 1) for letter in letters])
+
+
 class ModelSpec(Model):
-    """A dense transformer of one kind of layer; defaults describe a GPT-2 style decoder.
+    """A dense transformer; defaults describe a GPT-2 style decoder.
 
     An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
     BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
@@ -22,9 +54,14 @@ class ModelSpec(Model):
     ``scored_fraction`` is the share of positions that reach the head: 1 for a decoder, less where
     only masked ones are scored.
 
-    Omitted sizes follow the usual rules: ``num_kv_heads`` equals
-    ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
-    be given for a gated MLP), ``max_positions`` equals ``seq_len`` and
+    A token of a windowed layer sees itself and ``window - 1`` tokens before it; ``layer_pattern``,
+    repeated, says which layers are windowed (W) and which see all (F).  ``spelling`` is
+    the family whose code in transformers the layer has: whether products are fused there, and what
+    eager kernels keep.
+
+    Omitted sizes follow the usual rules: ``head_dim`` is ``hidden_size / num_heads``,
+    ``num_kv_heads`` equals ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it
+    must be given for a gated MLP), ``max_positions`` equals ``seq_len`` and
     ``title`` equals ``name``.
 
     >>> spec = ModelSpec(
@@ -58,22 +95,60 @@ class ModelSpec(Model):
     mlm_head: bool = False
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
+    head_dim: int = Field(default=0, ge=1, le=MAX_WIDTH)
+    qk_norm: Literal["none", "head", "width"] = _rare("none")
+    norm_places: Literal["before", "after", "both"] = _rare("before")
+    parallel_mlp: Literal["no", "one norm", "two norms"] = _rare("no")
+    activation: Literal["usual", "gelu", "squared relu"] = _rare("usual")
+    rotary_fraction: float = _rare(1.0, gt=0, le=1)
+    attention_softcap: float = _rare(0.0, ge=0)
+    logit_softcap: float = _rare(0.0, ge=0)
+    scaled_embeddings: bool = _rare(usual=False)
+    window: int = _rare(0, ge=0, le=MAX_TOKENS)
+    layer_pattern: str = _rare("F", pattern=PATTERN, max_length=MAX_LAYERS)
+    spelling: Spelling = _rare("llama")
     source: str = "not given"
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
-        return (BlockRun(TRANSFORMER_LAYER, self.num_layers),)
+        return _mixed_runs(self.layer_pattern, self.num_layers)
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+    def query_hidden_size(self) -> int:
+        """Width of the queries over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head's width positions turn."""
+        return round(self.head_dim * self.rotary_fraction)
 
     @property
     def kv_hidden_size(self) -> int:
         """Width of the keys, and of the values, over all their heads."""
         return self.num_kv_heads * self.head_dim
+
+    def seen_tokens(self, kind: BlockKind, seq_len: int) -> int:
+        """Return how many of *seq_len* tokens one attends to at most in a layer of a kind."""
+        return min(self.window, seq_len) if kind == WINDOWED_LAYER else seq_len
+
+    def layer_facts(self, seq_len: int) -> tuple[LayerFact, ...]:
+        """Return what is not as in GPT and Llama, for sequences of *seq_len* tokens."""
+        has = {
+            LayerFact.HEAD_DIM: self.query_hidden_size != self.hidden_size,
+            LayerFact.HEAD_NORM: self.qk_norm == "head",
+            LayerFact.WIDTH_NORM: self.qk_norm == "width",
+            LayerFact.NORM_PLACES: self.norm_places != "before",
+            LayerFact.PARALLEL_MLP: self.parallel_mlp != "no",
+            LayerFact.ACTIVATION: self.activation != "usual",
+            LayerFact.ROTARY_FRACTION: self.rotary_fraction < 1,
+            LayerFact.ATTENTION_SOFTCAP: self.attention_softcap > 0,
+            LayerFact.LOGIT_SOFTCAP: self.logit_softcap > 0,
+            LayerFact.SCALED_EMBEDDINGS: self.scaled_embeddings,
+            LayerFact.WINDOW: 0 < self.window < seq_len,
+        }
+        return tuple(fact for fact, holds in has.items() if holds)
 
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""
@@ -81,6 +156,8 @@ class ModelSpec(Model):
             size = getattr(self, name)
             if size % tp:
                 return f"{name}={size} is not divisible by tp={tp}"
+        if self.qk_norm == "width" and tp > 1:
+            return f"qk_norm=width is over all heads and is not split over tp={tp}; allowed: tp=1"
         # Ranks beyond the key-value heads hold copies of them, as many of each.
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
             return f"num_kv_heads={self.num_kv_heads} and tp={tp}: one must divide the other"
@@ -97,38 +174,86 @@ class ModelSpec(Model):
     @model_validator(mode="before")
     @classmethod
     def _fill_derived_sizes(cls, data: object) -> object:
-        if not isinstance(data, Mapping):
-            return data
-        derived = {
-            "num_kv_heads": data.get("num_heads"),
-            "max_positions": data.get("seq_len"),
-        }
-        hidden_size = data.get("hidden_size")
-        if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
-            derived["ffn_hidden_size"] = 4 * hidden_size
-        known = {key: value for key, value in derived.items() if value is not None}
-        return {**known, **data}
+        return {**_derived_sizes(data), **data} if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
-        if self.ffn_hidden_size == 0:
-            raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                f"nearest that does: {_nearest_divisor(self.hidden_size, self.num_heads)}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"nearest that does: {_nearest_divisor(self.num_heads, self.num_kv_heads)}"
-            )
-        if self.positions == "learned" and self.seq_len > self.max_positions:
-            raise ValueError(
-                f"seq_len={self.seq_len} exceeds max_positions={self.max_positions}, "
-                "the number of learned positions"
-            )
+        fault = _size_fault(self) or _layer_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_usual_width(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        document: dict[str, object] = write(self)
+        if self.query_hidden_size == self.hidden_size:
+            del document["head_dim"]
+        return document
+
+
+def _derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
+    """Return what the fields of a transformer are where they are left out."""
+    derived = {
+        "num_kv_heads": data.get("num_heads"),
+        "max_positions": data.get("seq_len"),
+        "layer_pattern": "W" if data.get("window") else None,
+    }
+    hidden_size, num_heads = data.get("hidden_size"), data.get("num_heads")
+    if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
+        derived["ffn_hidden_size"] = 4 * hidden_size
+    if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+        width, rest = divmod(hidden_size, num_heads)
+        derived["head_dim"] = None if rest else width
+    return {key: value for key, value in derived.items() if value is not None}
+
+
+def _size_fault(model: ModelSpec) -> str | None:
+    """Return which sizes do not go together, or None where all do."""
+    if model.ffn_hidden_size == 0:
+        return "ffn_hidden_size is missing; gated_mlp=true has no usual value for it"
+    if model.head_dim == 0:
+        return (
+            f"num_heads={model.num_heads} does not divide hidden_size={model.hidden_size}; "
+            f"nearest that does: {_nearest_divisor(model.hidden_size, model.num_heads)}"
+        )
+    if model.num_heads % model.num_kv_heads:
+        return (
+            f"num_kv_heads={model.num_kv_heads} does not divide num_heads={model.num_heads}; "
+            f"nearest that does: {_nearest_divisor(model.num_heads, model.num_kv_heads)}"
+        )
+    if model.positions == "learned" and model.seq_len > model.max_positions:
+        return (
+            f"seq_len={model.seq_len} exceeds max_positions={model.max_positions}, "
+            "the number of learned positions"
+        )
+    return None
+
+
+def _layer_fault(model: ModelSpec) -> str | None:
+    """Return which facts of a layer do not go together, or None where all do."""
+    has_window = "W" in model.layer_pattern
+    turned = model.head_dim * model.rotary_fraction
+    faults = {
+        f"window={model.window} and layer_pattern={model.layer_pattern!r} disagree: layers (W) "
+        "have a window of at least 1": has_window != (model.window > 0),
+        f"window={model.window} is of attention to earlier tokens; causal=false has none": (
+            has_window and not model.causal
+        ),
+        f"rotary_fraction={model.rotary_fraction} turns {turned:g} of head_dim={model.head_dim}; "
+        "it must be an even number, with positions='rotary'": (
+            model.rotary_fraction < 1 and (turned % 2 != 0 or model.positions != "rotary")
+        ),
+        f"parallel_mlp={model.parallel_mlp!r} goes with norm_places='before' alone": (
+            model.parallel_mlp != "no" and model.norm_places != "before"
+        ),
+        f"activation={model.activation!r} is of an MLP without a gate": (
+            model.gated_mlp and model.activation != "usual"
+        ),
+        f"spelling={model.spelling!r} is of a gated MLP": (
+            model.spelling in FUSED_MLP and not model.gated_mlp
+        ),
+    }
+    return next((fault for fault, holds in faults.items() if holds), None)
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:

@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, StackProfile, Units
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, spelling_of
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
@@ -174,9 +174,9 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
 
 def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
-    if name == "qkv":
+    if name == "qkv" and not spelling_of(shape).fuses_qkv:
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
-    if name == "mlp_in" and shape.model.gated_mlp:
+    if name == "mlp_in" and shape.model.gated_mlp and not spelling_of(shape).fuses_mlp:
         return (shape.local_ffn_width,) * 2
     return ()
 

@@ -7,7 +7,7 @@ from meshwright.hwprofiles import LossKernel, Offload, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import SentBytes, StateBytes, kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.model import EMBEDDING, HEAD, layer_kinds
 from meshwright.simulator.replication import (
     EndUnits,
     Replication,
@@ -62,7 +62,8 @@ class PassBytes:
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
         """Return the bytes of *shape*."""
-        adding, kept, sent = (table.memory(shape, TRANSFORMER_LAYER, each) for each in ENDINGS)
+        kind = layer_kinds(shape.model)[0]  # a window changes neither parameters nor bytes
+        adding, kept, sent = (table.memory(shape, kind, each) for each in ENDINGS)
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
@@ -176,7 +177,8 @@ class UnitBytes:
         ends = stage.has_embedding or (stage.has_head and not head.weights)
         is_copied = reduce_bytes != state.gathered_parameter
         made_later = positions if shape.stack.units is Units.ROOT else 0
-        layer = _unit(shape.parameters[TRANSFORMER_LAYER], replication, parameter, kept)
+        kind = layer_kinds(shape.model)[0]
+        layer = _unit(shape.parameters[kind], replication, parameter, kept)
         return cls(
             layer=layer,
             kept_layer=layer.weights * keeps_last_layer(shape, stage),
