@@ -1,7 +1,15 @@
 """What all tests share: Hypothesis measures no time."""
 
+import gc
+
 from hypothesis import settings
 
 # A machine that others use stalls for longer than the 200 ms that an example may take by default.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what stands for good, torch and thousands of tests, out of every look for garbage."""
+    gc.collect()
+    gc.freeze()

@@ -1,5 +1,6 @@
 """One suite over the registry: what every pipeline schedule must do, and what is known of it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -86,6 +87,18 @@ def test_passes_in_flight_are_what_the_action_list_keeps_waiting(schedule: Sched
         for pp_rank, actions in enumerate(ranks):
             expected = most_waiting(actions)
             assert schedule.in_flight(pp_rank, pp, num_microbatches, vpp) == expected
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_passes_around_the_last_virtual_stage_are_those_of_the_action_list(
+    schedule: Schedule,
+) -> None:
+    for pp, num_microbatches, vpp in sizes(schedule, 5, 14):
+        for pp_rank, actions in enumerate(schedule.actions(pp, num_microbatches, vpp)):
+            own = [at for at, each in enumerate(actions) if each.virtual_stage == vpp - 1]
+            counts = Counter(each[:2] for each in actions[own[0] : own[-1] + 1])
+            passes = [(counts[Phase.FORWARD, v], counts[Phase.BACKWARD, v]) for v in range(vpp)]
+            assert schedule.around_last(pp_rank, pp, num_microbatches, vpp) == passes
 
 
 @pytest.mark.parametrize("schedule", EVERY)

@@ -12,110 +12,102 @@ Then come the shared embedding, the gradient norm for which all ranks meet, and 
 over tensor-parallel ranks come before or after what is reduced last.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
-from meshwright.planner.footprint import PipelineGroup, pipeline_groups
+from meshwright.planner.bounds.ways import Counts, Ways, WayTable, end_blocks
 from meshwright.planner.space import (
     BASIC,
     SWITCHES,
     Column,
-    Role,
+    Pipeline,
     ShapeTable,
     ShapeTimes,
     Space,
-    block_counts,
     distinct,
 )
-from meshwright.simulator import CostModel, Phase
+from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, Stage, join_stages
+from meshwright.simulator.layout import Mesh
 from meshwright.simulator.ledger import left_sums, price, tied_table
-from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import Replication, WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
 
 
+class _Sharing(NamedTuple):
+    """How the replicas of some layouts share states: those of one pipeline, degrees, switches."""
+
+    pipeline: int
+    shape: BlockShape
+    replication: Replication
+    wire: WireBytes
+    shared_ps: int
+    """The all-reduce of a tied table."""
+
+
 class _Replicas(NamedTuple):
-    """The data-parallel sides that a pipeline's layouts have, and which one each has.
+    """Data-parallel times of layouts in one role, and blocks reduced first of two stages."""
 
-    ``shared_embedding`` is the all-reduce of a tied table in each layout.
+    times: DataParallelTimes
+    shared_ps: Column
+    first_end: Counts
+    last_end: Counts
+
+
+class _Layouts(NamedTuple):
+    """Layouts with their times as columns.
+
+    ``forward`` and ``backward`` are the times of passes through a block of each kind, ``occupied``
+    and ``travelled`` those of what such a block sends: ``[layouts, kinds]``.
     """
 
-    kinds: list[tuple[BlockShape, Replication, WireBytes]]
-    member: Column
-    shared_embedding: Column
-
-
-_NO_REPLICAS = _Replicas([], *np.zeros((2, 1), np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupColumns:
-    """Layouts with the same pipeline, their times as columns.
-
-    ``blocks`` are those of passes through a block of each of ``kinds``; ``occupied`` and
-    ``travelled`` those of what such a block sends; ``passes`` keeps those through a stage.
-    """
-
-    pp: int
-    vpp: int
-    stages: tuple[Stage, ...]
-    kinds: tuple[BlockKind, ...]
-    blocking: bool
+    pipeline: Column
     num_microbatches: Column
-    blocks: NDArray[np.int64]
+    forward: NDArray[np.int64]
+    backward: NDArray[np.int64]
     occupied: NDArray[np.int64]
     travelled: NDArray[np.int64]
+    sharing: Column
+
+    def of(self, rows: Column) -> "_Layouts":
+        """Return the layouts at *rows*."""
+        return _Layouts(*(each[rows] for each in self))
+
+
+class _Ranks(NamedTuple):
+    """Layouts in one role each: of its last rank."""
+
+    layouts: _Layouts
+    ways: Ways
+    num_ranks: Column
+    """Ranks of the layout's pipeline."""
+    in_flight: Column
+    around_forward: Counts
+    """Passes through blocks from the first to the last pass of its last stage."""
+    around_backward: Counts
     replicas: _Replicas
-    passes: dict[Stage, tuple[Column, Column]] = field(default_factory=dict)
 
-    def forward(self, stage: Stage) -> Column:
-        """Return the time of one forward pass through *stage*."""
-        return self._times(stage)[0]
+    def forward(self, blocks: Counts) -> Column:
+        """Return the time of forward passes through *blocks*."""
+        return _time(self.layouts.forward, blocks)
 
-    def backward(self, stage: Stage) -> Column:
-        """Return the time of one backward pass through *stage*."""
-        return self._times(stage)[1]
+    def backward(self, blocks: Counts) -> Column:
+        """Return the time of backward passes through them."""
+        return _time(self.layouts.backward, blocks)
 
-    def _times(self, stage: Stage) -> tuple[Column, Column]:
-        if stage not in self.passes:
-            counts = np.array(block_counts(self.kinds, [stage]), np.int64)
-            self.passes[stage] = self.blocks[:, 0::2] @ counts, self.blocks[:, 1::2] @ counts
-        return self.passes[stage]
+    def travel(self, senders: Counts) -> Column:
+        """Return the time of messages that follow each other."""
+        return _time(self.layouts.travelled, senders)
 
-    def ahead(self, role: Role) -> tuple[Stage, ...]:
-        """Return the stages ahead of the first one of the role's last rank."""
-        return self.stages[: role.last]
-
-    def behind(self, role: Role) -> tuple[Stage, ...]:
-        """Return the stages behind the last one of the role's last rank."""
-        return self.stages[len(self.stages) - self.pp + role.last + 1 :]
-
-    def travel(self, senders: Sequence[Stage]) -> Column:
-        """Return the time of a message from each of *senders* to the stage behind it, or back."""
-        return self._sent(self.travelled, senders)
-
-    def occupy(self, senders: Sequence[Stage]) -> Column:
-        """Return the time that such messages keep their senders, where sending blocks."""
-        return self._sent(self.occupied, senders) * np.int64(self.blocking)
-
-    def _sent(self, times: NDArray[np.int64], senders: Sequence[Stage]) -> Column:
-        counts = [0] * len(self.kinds)
-        for stage in senders:
-            counts[self.kinds.index(stage.blocks[-1].kind)] += 1
-        return np.asarray(times @ np.array(counts, np.int64), np.int64)
-
-    def sent_last(self, role: Role) -> Column:
-        """Return the time a rank's last message keeps it, where sending blocks."""
-        return self.occupy(self.ahead(role)[-1:])
+    def occupy(self, senders: Counts) -> Column:
+        """Return the time that messages keep their senders, where sending blocks."""
+        return _time(self.layouts.occupied, senders)
 
 
 class StepBounds:
@@ -128,6 +120,7 @@ class StepBounds:
         self._times = ShapeTimes.empty(table)
         self._data_parallel = DataParallelCosts(costs)
         self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
+        self._ways = WayTable.of(space.pipelines)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
@@ -140,252 +133,264 @@ class StepBounds:
 
     def lower_bounds_ps(self, indices: NDArray[np.int64], *, is_rough: bool = False) -> Column:
         """Return a lower bound of the step time of each layout among *indices*."""
-        bounds = np.zeros(len(self._space), np.int64)
-        self._times.price(self._table, np.unique(self._table.index[indices]), self._costs)
-        for group in pipeline_groups(self._space, indices):
-            columns = self._columns(group, is_rough=is_rough)
-            bounds[group.indices] = self._group_bounds(group, columns)
-        return _with_overhead(bounds[indices], overhead_per_million(self._costs.stack))
+        if not len(indices):
+            return np.zeros(0, np.int64)
+        shapes = self._table.index[indices]
+        self._times.price(self._table, shapes[distinct([shapes])[0]], self._costs)
+        nothing: tuple[list[_Sharing], Column] = [], np.zeros(len(indices), np.int64)
+        sharing, member = nothing if is_rough else self._sharing(indices)
+        bounds = self._bounds(self._layouts(indices, member), sharing)
+        return _with_overhead(bounds, overhead_per_million(self._costs.stack))
 
-    def _columns(self, group: PipelineGroup, *, is_rough: bool) -> _GroupColumns:
-        times, shapes = self._times, self._table.index[group.indices]
+    def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> _Layouts:
+        times, shapes = self._times, self._table.index[indices]
         # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
         # leave their node; below, some do not, and the lesser of both times holds for all.
-        per_stage = self._space.column("tp") * self._space.column("dp")
-        is_far = per_stage[group.indices, None] >= self._costs.cluster.devices_per_node
-        messages = times.messages[shapes]
-        return _GroupColumns(
-            pp=group.pp,
-            vpp=len(group.roles[0].stages),
-            stages=group.stages,
-            kinds=self._table.kinds,
-            blocking=not self._costs.stack.overlap_p2p,
-            num_microbatches=self._countable(group, times.blocks[shapes]),
-            blocks=times.blocks[shapes],
-            occupied=np.where(is_far, messages[:, :, 0], messages[:, :, 2]),
+        per_stage = self._space.column("tp")[indices] * self._space.column("dp")[indices]
+        is_far = per_stage[:, None] >= self._costs.cluster.devices_per_node
+        messages, blocks = times.messages[shapes], times.blocks[shapes]
+        forward, backward = blocks[:, 0::2], blocks[:, 1::2]
+        pipeline = self._space.pipeline_numbers[indices]
+        # Microbatches are cut where their work would overflow 64 bits (50 days): fewer take less
+        # time, so the bound stays one.
+        whole = self._ways.ways.whole[self._ways.starts[pipeline]]
+        most = LONGEST_PS // np.maximum(_time(forward, whole) + _time(backward, whole), 1)
+        count = np.minimum(
+            self._space.num_microbatches[indices],
+            np.maximum(most, self._space.column("pp")[indices]),
+        )
+        occupied = np.where(is_far, messages[:, :, 0], messages[:, :, 2])
+        return _Layouts(
+            pipeline=pipeline,
+            num_microbatches=count,
+            forward=forward,
+            backward=backward,
+            occupied=occupied * np.int64(not self._costs.stack.overlap_p2p),
             travelled=np.where(is_far, messages[:, :, 1], messages[:, :, 3]),
-            replicas=_NO_REPLICAS if is_rough else self._replicas(group),
+            sharing=sharing,
         )
 
-    def _countable(self, group: PipelineGroup, blocks: NDArray[np.int64]) -> Column:
-        """Return microbatches, cut where their work would overflow 64 bits (50 days).
-
-        Fewer microbatches take less time, so the bound stays one.
-        """
-        whole = np.repeat(block_counts(self._table.kinds, group.stages), 2)
-        most = LONGEST_PS // np.maximum(blocks @ whole, 1)
-        count = self._space.num_microbatches[group.indices]
-        return np.asarray(np.minimum(count, np.maximum(most, group.pp)), np.int64)
-
-    def _group_bounds(self, group: PipelineGroup, columns: _GroupColumns) -> Column:
-        data_parallel_by_role = [
-            self._data_parallel_columns(columns.replicas, role) for role in group.roles
-        ]
-        first, first_data_parallel = group.roles[0], data_parallel_by_role[0]
-        # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
-        delay = _gather_delay(columns, first, first_data_parallel)
-        total = np.zeros(len(group.indices), np.int64)
-        norm, update = (np.zeros(len(group.indices), np.int64) for _ in range(2))
-        for role, data_parallel in zip(group.roles, data_parallel_by_role, strict=True):
-            in_flight = self._in_flight(group, role, columns.num_microbatches)
-            end = _rank_end(columns, role, data_parallel, delay, in_flight)
-            # The first rank's own work may be short; its last pass waits for this rank's gradient.
-            at_first = end + _way_back(columns, role)
-            at_first = _largest(at_first, *_way_back_of_later_stages(columns, role, delay))
-            total = _largest(
-                total,
-                _reduced(columns, role, data_parallel, end - columns.sent_last(role)),
-                _reductions_alone(columns, role, data_parallel, delay),
-                _port_alone(columns, role, data_parallel),
-                _reduced(columns, first, first_data_parallel, at_first),
-            )
-            norm = np.maximum(norm, data_parallel.norm)
-            update = np.maximum(update, data_parallel.update)
-        # All ranks meet between reductions and updates: the longest of each may be added, even of
-        # different ranks.
-        return np.asarray(total + norm + update, np.int64)
-
-    def _in_flight(self, group: PipelineGroup, role: Role, num_microbatches: Column) -> Column:
-        numbers, member = np.unique(num_microbatches, return_inverse=True)
-        vpp = len(role.stages)
-        passes = [group.schedule.in_flight(role.last, group.pp, m, vpp) for m in numbers.tolist()]
-        return np.array(passes, np.int64)[member.reshape(-1)]
-
-    def _replicas(self, group: PipelineGroup) -> _Replicas:
+    def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[_Sharing], Column]:
+        """Return how replicas share states, and which way each of *indices* does."""
         # Of a layout's other choices none moves these times: layouts that share them share a row.
         names = ("tp", "dp", "zero_stage", *SWITCHES)
-        columns = [self._space.column(name)[group.indices] for name in names]
-        left_sums_of = self._left_sums[self._table.index[group.indices]]
-        first, member = distinct([*columns, left_sums_of])
-        kinds, shared_ps = [], []
-        for index in group.indices[first].tolist():
-            shape = self._table.shapes[self._table.index[index]]
-            plan = self._space.plan_without_stages(index)
-            mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-            wire = WireBytes.of(self._space.stack, self._space.job.precision, plan)
-            kinds.append((shape, replication_of(plan, self._costs.stack, mesh), wire))
-            tied = tied_table(shape, wire, mesh, plan.num_shards)
-            shared_ps.append(price(self._costs, tied).time_ps)
-        return _Replicas(kinds, member, np.array(shared_ps, np.int64)[member])
+        columns = [self._space.column(name)[indices] for name in names]
+        leaves = self._left_sums[self._table.index[indices]]
+        first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
+        return [self._shared(index) for index in indices[first].tolist()], member
 
-    def _data_parallel_columns(self, replicas: _Replicas, role: Role) -> DataParallelTimes:
-        if replicas is _NO_REPLICAS:
-            return DataParallelTimes()
-        rows = [
-            self._data_parallel.times(shape, role, replication, wire)
-            for shape, replication, wire in replicas.kinds
+    def _shared(self, index: int) -> _Sharing:
+        shape = self._table.shapes[self._table.index[index]]
+        plan = self._space.plan_without_stages(index)
+        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
+        wire = WireBytes.of(self._space.stack, self._space.job.precision, plan)
+        return _Sharing(
+            int(self._space.pipeline_numbers[index]),
+            shape,
+            replication_of(plan, self._costs.stack, mesh),
+            wire,
+            price(self._costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps,
+        )
+
+    def _bounds(self, layouts: _Layouts, sharing: list[_Sharing]) -> Column:
+        first = self._ranks(layouts, sharing, 0)
+        # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
+        delay = _gather_delay(first)
+        total, at_first, norm, update = np.zeros((4, len(delay)), np.int64)
+        num_roles = self._ways.num_roles[layouts.pipeline]
+        for place in range(int(num_roles.max())):
+            rows = np.flatnonzero(num_roles > place)
+            ranks = self._ranks(layouts.of(rows), sharing, place) if place else first
+            end = _rank_end(ranks, delay[rows])
+            # The first rank's own work may be short; its last pass waits for this rank's gradient.
+            at_first[rows] = _largest(
+                at_first[rows],
+                end + _way_back(ranks),
+                _way_through_last_stage(ranks, delay[rows]),
+                _way_through_middle_stages(ranks, self._ways.pipelines, place, delay[rows]),
+            )
+            times = ranks.replicas.times
+            total[rows] = _largest(
+                total[rows],
+                _reduced(ranks, end - ranks.occupy(ranks.ways.sent_last)),
+                _reductions_alone(ranks, delay[rows]),
+                _port_alone(ranks),
+            )
+            norm[rows] = np.maximum(norm[rows], times.norm)
+            update[rows] = np.maximum(update[rows], times.update)
+        # All ranks meet between reductions and updates: the longest of each may be added, even of
+        # different ranks.
+        return _largest(total, _reduced(first, at_first)) + norm + update
+
+    def _ranks(self, layouts: _Layouts, sharing: list[_Sharing], place: int) -> _Ranks:
+        """Return *layouts* in the role at *place* of their pipelines."""
+        pipelines, table = self._ways.pipelines, self._ways
+        first, member = distinct([layouts.pipeline, layouts.num_microbatches])
+        numbers, counts = layouts.pipeline[first], layouts.num_microbatches[first]
+        passes = [
+            pipelines[number].passes(pipelines[number].roles[place], count)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
         ]
-        return DataParallelTimes(*np.array(rows, np.int64)[replicas.member].T)
+        in_flight, *around = np.array(passes, np.int64)[member].T
+        middle = len(around) // 2
+        return _Ranks(
+            layouts=layouts,
+            ways=table.ways.of(table.starts[layouts.pipeline] + place),
+            num_ranks=np.array([each.pp for each in pipelines], np.int64)[layouts.pipeline],
+            in_flight=in_flight,
+            around_forward=np.stack(around[:middle], axis=1),
+            around_backward=np.stack(around[middle:], axis=1),
+            replicas=self._replicas(sharing, place, layouts.sharing),
+        )
+
+    def _replicas(self, sharing: list[_Sharing], place: int, member: Column) -> _Replicas:
+        """Return the data-parallel side of layouts in the role at *place* of their pipelines."""
+        none = [0] * len(self._table.kinds)
+        rows: list[tuple[DataParallelTimes, int, list[int], list[int]]] = []
+        for each in sharing:
+            pipeline = self._ways.pipelines[each.pipeline]
+            if place >= len(pipeline.roles):
+                rows.append((DataParallelTimes(), 0, none, none))
+                continue
+            role = pipeline.roles[place]
+            times = self._data_parallel.times(each.shape, role, each.replication, each.wire)
+            first = end_blocks(pipeline, role.stages[0], times.first_virtual_stage_blocks)
+            last = end_blocks(pipeline, role.stages[-1], times.last_virtual_stage_blocks)
+            rows.append((times, each.shared_ps, first, last))
+        columns = zip(*(rows or [(DataParallelTimes(), 0, none, none)]), strict=True)
+        times_of, *others = (np.array(each, np.int64)[member] for each in columns)
+        return _Replicas(DataParallelTimes(*times_of.T), *others)
 
 
-def _rank_end(
-    columns: _GroupColumns,
-    role: Role,
-    data_parallel: DataParallelTimes,
-    delay: Column,
-    in_flight: Column,
-) -> Column:
+def _time(times: NDArray[np.int64], counts: Counts) -> Column:
+    """Return the sum of the *times* of so many blocks of each kind."""
+    return np.asarray(np.einsum("lk,lk->l", times, counts), np.int64)
+
+
+def _rank_end(ranks: _Ranks, delay: Column) -> Column:
     """Return the least time at which the role's last rank has done and sent everything."""
-    count = columns.num_microbatches
-    forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
-    backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
+    ways, times, count = ranks.ways, ranks.replicas.times, ranks.layouts.num_microbatches
+    forward, backward = ranks.forward(ways.own), ranks.backward(ways.own)
     # A message that blocks is work of its sender; one that does not is only part of the way.
-    sent_forward = columns.occupy([stage for stage in role.stages if not stage.has_head])
-    # A gradient is as large as the activation that came from the stage before.
-    own = range(role.last, len(columns.stages), columns.pp)
-    sent_backward = columns.occupy([columns.stages[index - 1] for index in own if index > 0])
-    arrives = delay + _arrival(columns, role)
-    waits = data_parallel.forward_wait + data_parallel.backward_wait
-    work = arrives + count * (forward + backward + waits + sent_forward + sent_backward)
+    sent_forward, sent_backward = map(ranks.occupy, (ways.sent_forward, ways.sent_backward))
+    waits = times.forward_wait + times.backward_wait
+    work = count * (forward + backward + waits + sent_forward + sent_backward)
     # What a gradient passes before it reaches the rank's last stage: the stages behind that.
-    behind = columns.behind(role)
-    there = columns.forward(join_stages(columns.stages)) + columns.travel(columns.stages[:-1])
-    back = columns.backward(join_stages(behind)) + columns.travel(
-        columns.stages[-1 - len(behind) : -1]
-    )
-    returns = delay + there + back
+    there = ranks.forward(ways.whole) + ranks.travel(ways.sent_whole)
+    back = ranks.backward(ways.behind) + ranks.travel(ways.sent_behind)
     # Until then the schedule lets a rank run no more than *in_flight* forward passes, none longer
     # than that of its longest stage: all others are still to come, and so are all backward passes.
-    longest = np.maximum.reduce([columns.forward(stage) for stage in role.stages])
-    left = np.maximum(count * forward - in_flight * longest, 0)
-    fill = returns + left + count * (backward + data_parallel.backward_wait + sent_backward)
-    return _largest(work, fill)
+    longest = _largest(*map(ranks.forward, np.moveaxis(ways.longest, 1, 0)))
+    left = np.maximum(count * forward - ranks.in_flight * longest, 0)
+    fill = there + back + left + count * (backward + times.backward_wait + sent_backward)
+    return delay + _largest(_arrival(ranks) + work, fill)
 
 
-def _way_back_of_later_stages(
-    columns: _GroupColumns, role: Role, delay: Column
-) -> Iterator[Column]:
-    """Yield the least times at which the first rank has what the role's later virtual stages gave.
+def _way_through_last_stage(ranks: _Ranks, delay: Column) -> Column:
+    """Return the least time at which the first rank has what the rank's last stage gave, or 0.
 
-    With fewer microbatches than ranks a rank idles between its virtual stages: all passes of a
-    stage and of those behind it on the rank wait for the first activation, and the last of them is
-    a backward pass, whose gradient goes back to the model's first stage.
-
-    Args:
-        columns: Layouts of a pipeline.
-        role: Whose last rank.
-        delay: By how much gathers put off the first forward pass.
+    All passes of a virtual stage wait for the first activation to reach it, and the last of them is
+    a backward pass, whose gradient goes back to the model's first stage.  What the rank runs in the
+    meantime is what the schedule has between the passes of its last stage.
     """
-    if (columns.num_microbatches >= columns.pp).all():
-        return
-    places = range(role.last, len(columns.stages), columns.pp)
-    for number, place in enumerate(places[1:], 1):
-        ahead, later = columns.stages[:place], join_stages(role.stages[number:])
-        passes = columns.forward(later) + columns.backward(later)
-        way = columns.forward(join_stages(ahead)) + columns.backward(join_stages(ahead))
-        way = way + 2 * columns.travel(ahead)
-        yield np.asarray(delay + way + columns.num_microbatches * passes, np.int64)
+    ways = ranks.ways
+    arrives = delay + ranks.forward(ways.to_last) + ranks.travel(ways.sent_to_last)
+    gathered = ranks.replicas.times.gather_every - ranks.forward(ways.last)
+    passes = ranks.forward(ranks.around_forward) + ranks.backward(ranks.around_backward)
+    back = ranks.backward(ways.to_last) + ranks.travel(ways.sent_to_last)
+    end = np.maximum(arrives, gathered) + passes + back
+    return np.asarray(np.where(ways.is_interleaved, end, 0), np.int64)
 
 
-def _arrival(columns: _GroupColumns, role: Role) -> Column:
+def _way_through_middle_stages(
+    ranks: _Ranks, pipelines: Sequence[Pipeline], place: int, delay: Column
+) -> Column:
+    """Return the same of stages before the last one, and behind the first, or 0.
+
+    With fewer microbatches than ranks a rank idles between its virtual stages: there a chain
+    through one of these may be longer, with all passes of the stage and of those behind it on the
+    rank.
+    """
+    layouts, longest = ranks.layouts, np.zeros(len(delay), np.int64)
+    idles = np.flatnonzero(ranks.ways.is_interleaved & (layouts.num_microbatches < ranks.num_ranks))
+    for number in sorted({*layouts.pipeline[idles].tolist()}):
+        rows = idles[layouts.pipeline[idles] == number]
+        pipeline = pipelines[number]
+        role = pipeline.roles[place]
+        places = np.array(pipeline.places(role))[1:-1]
+        if not len(places):
+            continue
+        ahead = pipeline.through[places].T
+        sent = pipeline.senders.cumsum(axis=0)[places - 1].T
+        later = pipeline.own_blocks(role)[::-1].cumsum(axis=0)[::-1][1:-1].T
+        passes = layouts.forward[rows] + layouts.backward[rows]
+        way = passes @ ahead + 2 * layouts.travelled[rows] @ sent
+        own = layouts.num_microbatches[rows, None] * (passes @ later)
+        longest[rows] = delay[rows] + (way + own).max(axis=1)
+    return longest
+
+
+def _arrival(ranks: _Ranks) -> Column:
     """Return the time of a microbatch's way to the role's last rank."""
-    ahead = columns.ahead(role)
-    return np.asarray(columns.forward(join_stages(ahead)) + columns.travel(ahead), np.int64)
+    return ranks.forward(ranks.ways.ahead) + ranks.travel(ranks.ways.sent_ahead)
 
 
-def _way_back(columns: _GroupColumns, role: Role) -> Column:
+def _way_back(ranks: _Ranks) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
-    ahead = columns.ahead(role)
-    back = columns.backward(join_stages(ahead)) + columns.travel(ahead)
-    return np.asarray(back - columns.sent_last(role), np.int64)
+    ways = ranks.ways
+    back = ranks.backward(ways.ahead) + ranks.travel(ways.sent_ahead)
+    return back - ranks.occupy(ways.sent_last)
 
 
-def _end_time(
-    columns: _GroupColumns, stage: Stage, num_blocks: Column | int, phase: Phase
-) -> Column:
-    """Return the time of the last *num_blocks* blocks of *stage*."""
-    total = np.zeros(1, np.int64)
-    for number in np.unique(num_blocks).tolist():
-        part = stage.part(stage.num_blocks - number, stage.num_blocks)
-        of_part = columns.forward(part) if phase is Phase.FORWARD else columns.backward(part)
-        total = np.where(num_blocks == number, of_part, total)
-    return np.asarray(total, np.int64)
-
-
-def _first_reduced(
-    columns: _GroupColumns, stage: Stage, data_parallel: DataParallelTimes, phase: Phase
-) -> Column:
-    """Return the time of the part of a rank's first virtual stage that is reduced first."""
-    return _end_time(columns, stage, data_parallel.first_virtual_stage_blocks, phase)
-
-
-def _gather_delay(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
+def _gather_delay(ranks: _Ranks) -> Column:
     """Return by how much parameter gathers put off the end of the very first forward pass."""
     # Gathers run one after the other under the pass: the last part waits for all of them, and the
     # first part for the first one.
-    stage = role.stages[0]
-    final = _first_reduced(columns, stage, data_parallel, Phase.FORWARD)
-    late = data_parallel.gather_all + final - columns.forward(stage)
-    return np.asarray(np.maximum(data_parallel.gather_first, late), np.int64)
+    replicas = ranks.replicas
+    final = ranks.forward(replicas.first_end)
+    late = replicas.times.gather_all + final - ranks.forward(ranks.ways.first)
+    return np.asarray(np.maximum(replicas.times.gather_first, late), np.int64)
 
 
-def _reduced(
-    columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes, end: Column
-) -> Column:
+def _reduced(ranks: _Ranks, end: Column) -> Column:
     """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
     # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
     # before the pass has completed the first, and they go one after the other.
-    stage = role.stages[0]
-    ready = _first_reduced(columns, stage, data_parallel, Phase.BACKWARD)
-    queued = end - columns.backward(stage) + ready + data_parallel.first_virtual_stage
-    is_end = role.first == 0 or role.last == columns.pp - 1
-    shared = columns.replicas.shared_embedding * np.int64(is_end)
-    reduced = np.maximum(end + data_parallel.exposed, queued) + data_parallel.sums_last
-    return np.asarray(reduced + shared, np.int64)
+    replicas, times = ranks.replicas, ranks.replicas.times
+    ready = ranks.backward(replicas.first_end)
+    queued = end - ranks.backward(ranks.ways.first) + ready + times.first_virtual_stage
+    shared = replicas.shared_ps * ranks.ways.is_end
+    return _largest(end + times.exposed, queued) + times.sums_last + shared
 
 
-def _reductions_alone(
-    columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes, delay: Column
-) -> Column:
+def _reductions_alone(ranks: _Ranks, delay: Column) -> Column:
     """Return the least time at which a rank has sent all its buckets.
 
     The first is ready in the last microbatch's pass through the last virtual stage, which
     follows all forward passes and, interleaved, all but p of the backward passes of each
     stage, with p - 1 of its own among them.
     """
-    group = columns.pp if columns.vpp > 1 else 1  # microbatches that go through a stage in a row
-    num_blocks = data_parallel.last_virtual_stage_blocks
-    count, final = columns.num_microbatches, role.stages[-1]
-    forward = sum((columns.forward(stage) for stage in role.stages), start=np.int64(0))
-    backward = sum((columns.backward(stage) for stage in role.stages), start=np.int64(0))
+    ways, times, count = ranks.ways, ranks.replicas.times, ranks.layouts.num_microbatches
+    # Microbatches that go through a stage in a row.
+    group = np.where(ways.is_interleaved, ranks.num_ranks, 1)
     ready = (
         delay
-        + _arrival(columns, role)
-        + count * forward
-        + (count - group) * backward
-        + (group - 1) * columns.backward(final)
-        + _end_time(columns, final, num_blocks, Phase.BACKWARD)
+        + _arrival(ranks)
+        + count * ranks.forward(ways.own)
+        + (count - group) * ranks.backward(ways.own)
+        + (group - 1) * ranks.backward(ways.last)
+        + ranks.backward(ranks.replicas.last_end)
     )
-    return np.asarray(ready + data_parallel.every_virtual_stage + data_parallel.sums_last, np.int64)
+    return np.asarray(ready + times.every_virtual_stage + times.sums_last, np.int64)
 
 
-def _port_alone(columns: _GroupColumns, role: Role, data_parallel: DataParallelTimes) -> Column:
+def _port_alone(ranks: _Ranks) -> Column:
     """Return the least time at which collectives that every pass needs have left the port."""
     # None of them can start before the first microbatch is at the rank; a port sends one at a time.
-    arrives = _arrival(columns, role)
-    port = columns.num_microbatches * data_parallel.port_each + data_parallel.port_last
-    return np.asarray(arrives + port, np.int64)
+    times = ranks.replicas.times
+    port = ranks.layouts.num_microbatches * times.port_each + times.port_last
+    return np.asarray(_arrival(ranks) + port, np.int64)
 
 
 def _largest(*columns: Column) -> Column:

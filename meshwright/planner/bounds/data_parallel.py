@@ -47,6 +47,7 @@ class DataParallelTimes(NamedTuple):
         last_virtual_stage_blocks: The same of the last virtual stage.
         gather_first: First parameter gather of the first virtual stage.
         gather_all: All of that stage.
+        gather_every: All of every virtual stage.
         norm: Sums of the gradient norm.
         update: Optimizer, and the gather after it where nothing hides it.
         forward_wait: What each microbatch's forward passes wait for parameters at least.
@@ -63,6 +64,7 @@ class DataParallelTimes(NamedTuple):
     last_virtual_stage_blocks: int = 0
     gather_first: int = 0
     gather_all: int = 0
+    gather_every: int = 0
     norm: int = 0
     update: int = 0
     forward_wait: int = 0
@@ -134,7 +136,7 @@ class DataParallelCosts:
             for stage in dict.fromkeys(role.stages)
         }
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
-        gathers = self._gathers(parts[role.stages[0]], replication, wire)
+        gathers = {stage: self._gathers(parts[stage], replication, wire) for stage in parts}
         reductions = [[0]]
         if self._stack.overlap_gradient_reduce and replication.dp > 1:
             known = {
@@ -151,8 +153,9 @@ class DataParallelCosts:
             every_virtual_stage=sum(map(sum, reductions)),
             first_virtual_stage_blocks=first.num_blocks,
             last_virtual_stage_blocks=last.num_blocks,
-            gather_first=gathers[0],
-            gather_all=sum(gathers),
+            gather_first=gathers[role.stages[0]][0],
+            gather_all=sum(gathers[role.stages[0]]),
+            gather_every=sum(sum(gathers[stage]) for stage in role.stages),
             update=update,
         )
 

@@ -12,18 +12,17 @@ from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
     Column,
+    Pipeline,
     Role,
     ShapeTable,
     Space,
     block_counts,
     distinct,
     fullest_moments,
-    pipeline_roles,
     representative_microbatches,
 )
-from meshwright.simulator import RUNTIMES, Phase, Schedule
 from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import PLAN_FIELDS, Axis, Stage, model_stages
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
     Overheads,
@@ -40,29 +39,19 @@ from meshwright.simulator.replication import (
 
 
 class PipelineGroup(NamedTuple):
-    """Layouts with the same pipeline: degree, schedule and virtual stages in model order."""
+    """Layouts with the same pipeline."""
 
     indices: NDArray[np.int64]
-    pp: int
-    schedule: Schedule
-    stages: tuple[Stage, ...]
-    roles: list[Role]
+    pipeline: Pipeline
 
 
 def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[PipelineGroup]:
     """Yield the layouts among *indices* by pipeline, in a fixed order."""
-    names = ("pp", "num_virtual_stages", "schedule", "stages")
-    keys = [space.column(name)[indices] for name in names]
-    first, member = distinct(keys)
-    schedules = tuple(RUNTIMES[space.stack.pipeline_runtime].values())
-    ends = np.cumsum(np.bincount(member, minlength=len(first)))
-    by_group = np.split(indices[np.argsort(member, kind="stable")], ends[:-1])
-    for (pp, vpp, schedule, code), chosen in zip(
-        np.stack(keys, axis=1)[first].tolist(), by_group, strict=bool(len(first))
-    ):
-        layers = space.layers(pp, vpp, PLAN_FIELDS["stages"].value(code))
-        stages = model_stages(space.job.model, layers)
-        yield PipelineGroup(chosen, pp, schedules[schedule], stages, pipeline_roles(stages, pp))
+    member = space.pipeline_numbers[indices]
+    counts = np.bincount(member, minlength=len(space.pipelines))
+    by_group = np.split(indices[np.argsort(member, kind="stable")], np.cumsum(counts)[:-1])
+    for number in np.flatnonzero(counts).tolist():
+        yield PipelineGroup(by_group[number], space.pipelines[number])
 
 
 class ParameterCounts:
@@ -144,6 +133,7 @@ class Footprint:
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
         self._space = space
         self._table = table
+        self._known: dict[tuple[int, ...], Kind] = {}
         blocks.prepare(table.shapes)
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
@@ -159,16 +149,34 @@ class Footprint:
         for group in pipeline_groups(self._space, indices):
             if self._sizes is not None:
                 shapes = self._table.index[group.indices]
-                peaks[group.indices] = _group_peaks(self._space, group, shapes, self._sizes)
+                peaks[group.indices] = _group_peaks(
+                    self._space, group, shapes, self._kinds(group), self._sizes
+                )
                 continue
             assert self._units is not None
-            kinds, member = _kinds(self._space, group.indices)
+            kinds, member = self._kinds(group)
             for number, kind in enumerate(kinds):
                 chosen = group.indices[member == number]
                 peaks[chosen] = self._units.of_layouts(
-                    chosen, group.roles, group.pp, group.schedule, kind
+                    chosen, group.pipeline.roles, group.pipeline.pp, group.pipeline.schedule, kind
                 )
         return peaks[indices]
+
+    def _kinds(self, group: PipelineGroup) -> tuple[list[Kind], Column]:
+        """Return the ways in which a group's layouts share states, and which one each has."""
+        space, indices = self._space, group.indices
+        has_replicas = space.column("dp")[indices] > 1
+        zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
+        columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
+        first, member = distinct(columns)
+        keys = np.stack(columns, axis=1)[first].tolist()
+        kinds = []
+        for index, key in zip(indices[first].tolist(), keys, strict=True):
+            known = (group.pipeline.pp, *key)
+            if known not in self._known:
+                self._known[known] = Kind.of(space, index, has_replicas=bool(key[0]))
+            kinds.append(self._known[known])
+        return kinds, member
 
 
 def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
@@ -189,19 +197,15 @@ def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
     return BlockBytes[Column](*rows.T)
 
 
-def _kinds(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
-    """Return the ways in which layouts with one pipeline share states, and which one each has."""
-    has_replicas = space.column("dp")[indices] > 1
-    zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
-    columns = [has_replicas.astype(np.int64), zero_stages, space.sharing[indices]]
-    first, member = distinct(columns)
-    pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
-    return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
-
-
-def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Sizes) -> Column:
+def _group_peaks(
+    space: Space,
+    group: PipelineGroup,
+    shapes: Column,
+    sharing: tuple[list[Kind], Column],
+    sizes: _Sizes,
+) -> Column:
     """Return the peaks of layouts with one pipeline."""
-    kinds, member = _kinds(space, group.indices)
+    kinds, member = sharing
     num_shards = space.num_shards[group.indices]
     is_split = np.array([kind.replication.shards for kind in kinds])[member] > 1
     of_weights, of_gradients, of_optimizer = np.where(is_split, num_shards[:, None], 1).T
@@ -210,7 +214,7 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
     microbatches = space.num_microbatches[group.indices]
     first, family = distinct([shapes, microbatches, member])
     peaks = np.zeros(len(group.indices), np.int64)
-    for role in group.roles:
+    for role in group.pipeline.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
         # The optimizer's share is what it updates, with what that needs for a moment.
         updated = -(-parameters // of_optimizer)
@@ -221,9 +225,9 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
         )
-        candidates = _candidates(group, role, microbatches[first], sizes.kinds)
-        devices = space.num_gpus // group.pp
-        workspaces = _workspaces(role, kinds, np.unique(shapes), devices, sizes)
+        candidates = _candidates(group.pipeline, role, microbatches[first])
+        devices = space.num_gpus // group.pipeline.pp
+        workspaces = _workspaces(role, kinds, shapes[distinct([shapes])[0]], devices, sizes)
         kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes[first]])
         phases, stages = candidates[:, :, -2], candidates[:, :, -1]
         needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
@@ -247,24 +251,11 @@ def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
     return np.asarray(parameters * widths * is_cast, np.int64)
 
 
-def _candidates(
-    group: PipelineGroup, role: Role, microbatches: Column, kinds: tuple[BlockKind, ...]
-) -> NDArray[np.int64]:
-    """Return the moments among which each layout's peak is, as `PeakCandidate` in numbers."""
-    representative = representative_microbatches(role, group.pp, microbatches)
-    numbers, member = np.unique(representative, return_inverse=True)
-    stages, phases = list(dict.fromkeys(role.stages)), list(Phase)
-    moments = [
-        [
-            (*moment.passes, phases.index(moment.phase), stages.index(moment.stage))
-            for moment in fullest_moments(group.schedule, role, group.pp, number, kinds)
-        ]
-        for number in numbers.tolist()
-    ]
-    # Repeated where there are fewer, so that all layouts have as many.
-    longest = max(map(len, moments))
-    rows = [each + each[:1] * (longest - len(each)) for each in moments]
-    return np.array(rows, np.int64)[member.reshape(-1)]
+def _candidates(pipeline: Pipeline, role: Role, microbatches: Column) -> NDArray[np.int64]:
+    """Return the moments among which each layout's peak is, as `fullest_moments` has them."""
+    representative = representative_microbatches(role, pipeline.pp, microbatches)
+    first, member = distinct([representative])
+    return fullest_moments(pipeline, role, representative[first])[member]
 
 
 def _workspaces(
@@ -294,9 +285,9 @@ def device_bytes_column(
         live: Bytes of tensors.
         indices: Whose they are; by default of all.
     """
-    axes = np.stack([space.column(axis) for axis in Axis], axis=1)
-    axes = axes if indices is None else axes[indices]
-    degrees, member = np.unique(axes, axis=0, return_inverse=True)
+    chosen = slice(None) if indices is None else indices
+    axes = [space.column(axis)[chosen] for axis in Axis]
+    first, member = distinct(axes)
     is_tied = space.job.model.tied_embeddings
     each = [
         Overheads.of(
@@ -304,9 +295,9 @@ def device_bytes_column(
             space.stack,
             num_communicators(dict(zip(Axis, row, strict=True)), is_tied=is_tied),
         )
-        for row in degrees.tolist()
+        for row in np.stack(axes, axis=1)[first].tolist()
     ]
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
     allocated = live + workspace_bytes(cluster.device, space.stack)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
-    return np.asarray(allocated + rounding + outside[member.reshape(-1)], np.int64)
+    return np.asarray(allocated + rounding + outside[member], np.int64)

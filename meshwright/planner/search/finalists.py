@@ -22,7 +22,7 @@ from meshwright.simulator import (
 )
 
 # So many layouts, and then twice as many, get sharp bounds at a time.
-FIRST_BOUNDS = 16
+FIRST_BOUNDS = 4
 
 Progress = Callable[[str, int, int], None]
 

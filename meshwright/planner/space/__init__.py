@@ -1,16 +1,14 @@
 """The space of layouts as columns: what divides, what is ruled out, what is alike."""
 
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
-from meshwright.planner.space.roles import (
+from meshwright.planner.space.moments import (
     PERIODS,
-    PeakCandidate,
-    Role,
     fullest_moments,
-    pipeline_roles,
     representative_microbatches,
 )
+from meshwright.planner.space.pipelines import Pipeline, Role, block_counts, pipeline_roles
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
-from meshwright.planner.space.shapes import ShapeTable, ShapeTimes, block_counts
+from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
     BASIC,
     Space,
@@ -26,7 +24,7 @@ __all__ = [
     "SWITCHES",
     "Candidates",
     "Column",
-    "PeakCandidate",
+    "Pipeline",
     "Role",
     "ShapeTable",
     "ShapeTimes",

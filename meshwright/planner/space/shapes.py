@@ -1,41 +1,18 @@
 """The few block shapes that a space has, with their times as columns."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.space.pipelines import ENDS, block_kinds
 from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import PLAN_FIELDS, Stage, sums_microbatches, syncs_by_default
-from meshwright.simulator.model import (
-    EMBEDDING,
-    HEAD,
-    AnyModel,
-    BlockKind,
-    layer_kinds,
-    rank_parameters,
-)
+from meshwright.simulator.layout import PLAN_FIELDS, sums_microbatches, syncs_by_default
+from meshwright.simulator.model import BlockKind, rank_parameters
 from meshwright.simulator.step import message_between
-
-ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
-
-
-def block_kinds(model: AnyModel) -> tuple[BlockKind, ...]:
-    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends."""
-    return (*layer_kinds(model), *ENDS)
-
-
-def block_counts(kinds: Sequence[BlockKind], stages: Iterable[Stage]) -> list[int]:
-    """Return how many blocks of each of *kinds* are in *stages*."""
-    counts = dict.fromkeys(kinds, 0)
-    for stage in stages:
-        for kind, count in stage.blocks:
-            counts[kind] += count
-    return list(counts.values())
 
 
 @dataclass(frozen=True, slots=True)

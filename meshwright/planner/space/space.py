@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
+from meshwright.planner.space.pipelines import Pipeline, block_kinds
 from meshwright.planner.space.switches import (
     SWITCHES,
     Column,
@@ -46,6 +47,7 @@ from meshwright.simulator.layout import (
     divides,
     known_values,
     model_refusal,
+    model_stages,
     stack_gaps,
     syncs_by_default,
 )
@@ -99,6 +101,29 @@ class Space:
         return distinct([has_sets, *others])[1]
 
     @cached_property
+    def _pipeline_columns(self) -> tuple[Column, Column]:
+        names = ("pp", "num_virtual_stages", "schedule", "stages")
+        return distinct([self.column(name) for name in names])
+
+    @property
+    def pipeline_numbers(self) -> Column:
+        """The place in `pipelines` of each layout's."""
+        return self._pipeline_columns[1]
+
+    @cached_property
+    def pipelines(self) -> list[Pipeline]:
+        """The pipelines that layouts have."""
+        kinds = block_kinds(self.job.model)
+        plans = map(self.plan, self._pipeline_columns[0].tolist())
+        runtime = RUNTIMES[self.stack.pipeline_runtime]
+        return [
+            Pipeline(
+                plan.pp, runtime[plan.schedule], model_stages(self.job.model, plan.stages), kinds
+            )
+            for plan in plans
+        ]
+
+    @cached_property
     def family(self) -> Column:
         """Number of each layout's family: those that differ in switches alone are of one."""
         return distinct([self.column(name) for name in BASIC])[1]
@@ -126,10 +151,6 @@ class Space:
             waste = 8 * waste + np.array(bytes_of, np.int64)[self.column(name)]
         order = np.lexsort((waste, self.family))
         return order[np.unique(self.family[order], return_index=True)[1]]
-
-    def layers(self, pp: int, num_virtual_stages: int, rule: object) -> tuple[int, ...]:
-        """Return the layers of each virtual stage by a *rule* for stages."""
-        return _layers(self.job, pp * num_virtual_stages, rule)
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""

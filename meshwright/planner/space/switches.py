@@ -28,6 +28,7 @@ Wanted: TypeAlias = dict[str, tuple[object, ...]]
 
 SWITCHES = tuple(each.name for each in SEARCHED_FIELDS if not each.declaration.is_basic)
 MOST_KEY = 2**62
+MOST_PLACES = 8
 
 
 class Place(NamedTuple):
@@ -156,5 +157,13 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
     key = np.zeros(len(columns[0]), np.int64)
     for column, size in zip(columns, sizes, strict=True):
         key = key * size + column
-    _, first, member = np.unique(key, return_index=True, return_inverse=True)
-    return first, member.reshape(-1)
+    if prod(sizes) > MOST_PLACES * (len(key) + 1):
+        _, first, member = np.unique(key, return_index=True, return_inverse=True)
+        return first, member.reshape(-1)
+    # A place for each key there could be takes less time than sorting.
+    places = np.full(prod(sizes), -1)
+    places[key[::-1]] = np.arange(len(key))[::-1]
+    found = np.flatnonzero(places >= 0)
+    first = places[found]
+    places[found] = np.arange(len(found))
+    return first, places[key]

@@ -45,6 +45,8 @@ class Schedule:
         rank_actions: ``(pp_rank, pp, num_microbatches, vpp) -> `` the list of one rank.
         in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the most virtual-stage passes of
             a rank that wait for their backward at one time.
+        around_last: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward and the backward
+            passes of each virtual stage of a rank, from the first to the last one of the last.
         bubble_fraction: ``(pp, num_microbatches, vpp) -> `` idle share for equal stages and
             free communication.
         refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
@@ -58,6 +60,7 @@ class Schedule:
     actions: Callable[[int, int, int], ActionLists]
     rank_actions: Callable[[int, int, int, int], list[Action]]
     in_flight: Callable[[int, int, int, int], int]
+    around_last: Callable[[int, int, int, int], list[tuple[int, int]]]
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
     interleaves: bool = False
@@ -69,6 +72,11 @@ def refuse_virtual_stages(_pp: int, _num_microbatches: int, vpp: int) -> str | N
     if vpp == 1:
         return None
     return f"vpp={vpp} needs a schedule with virtual stages, such as interleaved"
+
+
+def all_passes(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[tuple[int, int]]:
+    """Return the forward and the backward passes of a rank that holds one stage."""
+    return [(num_microbatches, num_microbatches)]
 
 
 def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:

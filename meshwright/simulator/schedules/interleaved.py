@@ -5,6 +5,7 @@ and so in the numbers of microbatches that they take.
 """
 
 from collections.abc import Callable, Iterable
+from operator import sub
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
@@ -90,6 +91,12 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)
         return min(num_microbatches * vpp, warmup + 1)
 
+    def around_last(
+        pp_rank: int, pp: int, num_microbatches: int, vpp: int
+    ) -> list[tuple[int, int]]:
+        group = group_of(pp, num_microbatches)
+        return _around_last(group, _warmup(pp_rank, pp, group, vpp), num_microbatches, vpp)
+
     def refusal(pp: int, num_microbatches: int, vpp: int) -> str | None:
         if vpp < 2 or pp < 2:
             return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
@@ -105,6 +112,7 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         actions=actions,
         rank_actions=rank_actions,
         in_flight=in_flight,
+        around_last=around_last,
         bubble_fraction=plain_bubble_fraction,
         refusal=refusal,
         interleaves=True,
@@ -125,6 +133,24 @@ def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], 
         for _, virtual_stage, microbatch in forward
     ]
     return forward, backward
+
+
+def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> list[tuple[int, int]]:
+    before = (vpp - 1) * min(group, num_microbatches)
+    # The last group comes back through the last virtual stage before it does through others.
+    backward = num_microbatches * vpp - (vpp - 1) * ((num_microbatches - 1) % group + 1)
+    forward = min(num_microbatches * vpp, warmup + backward)
+
+    def among(first: int) -> list[int]:
+        """Return how many of the *first* passes go through each virtual stage."""
+        rounds, rest = divmod(first, group * vpp)
+        size = min(group, num_microbatches - rounds * group)
+        done = rounds * group
+        stages, part = divmod(rest, size) if rest else (0, 0)
+        return [*[done + size] * stages, done + part, *[done] * vpp][:vpp]
+
+    forward_passes = map(sub, among(forward), among(before))
+    return list(zip(forward_passes, reversed(among(backward)), strict=True))
 
 
 def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:

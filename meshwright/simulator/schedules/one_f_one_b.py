@@ -6,6 +6,7 @@ from meshwright.simulator.schedules.actions import (
     Action,
     ActionLists,
     Schedule,
+    all_passes,
     alternate,
     plain_bubble_fraction,
     refuse_virtual_stages,
@@ -46,6 +47,7 @@ ONE_F_ONE_B = Schedule(
     actions=one_f_one_b,
     rank_actions=_rank_actions,
     in_flight=_in_flight,
+    around_last=all_passes,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
 )

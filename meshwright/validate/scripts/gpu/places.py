@@ -7,9 +7,8 @@ from types import FrameType
 
 import torch
 
-import meshwright
-
-_OURS = str(Path(meshwright.__file__).parent)
+_PACKAGE = f"{__name__.partition('.')[0]}."
+_OURS = str(Path(__file__).parents[3])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib"))
 
@@ -24,7 +23,9 @@ def script_place() -> str:
     inner = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", _TORCH, _OURS)):
+        # By name as well: an installed copy may run beside the checkout whose tests are collected.
+        is_ours = frame.f_globals.get("__name__", "").startswith(_PACKAGE)
+        if not (is_ours or file.startswith(("<", _TORCH, _OURS))):
             place = f"{_short(file)}:{frame.f_lineno}"
             if not file.startswith(_LIBRARIES):
                 return f"{place} ({inner})" if inner else place

@@ -1,0 +1,109 @@
+"""The ways of microbatches and gradients through pipelines, as counts of blocks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.space import Column, Pipeline, Role, block_counts
+from meshwright.simulator.layout import Stage
+
+Counts = NDArray[np.int64]
+
+
+class Ways(NamedTuple):
+    """Blocks of each kind on the ways to and from the last rank of roles, one row a role.
+
+    Those whose names begin with ``sent`` count the blocks whose output or gradient is a message.
+
+    Args:
+        own: Of all the rank's virtual stages.
+        first: Of the first of them.
+        last: Of the last one.
+        longest: Of each stage that differs, some repeated: ``[roles, stages, kinds]``.
+        ahead: Ahead of the first one.
+        to_last: Ahead of the last one.
+        behind: Behind the last one.
+        whole: Of the whole pipeline.
+        sent_ahead: Messages on the way to the first stage.
+        sent_to_last: To the last one.
+        sent_behind: From the last one to the end of the pipeline.
+        sent_whole: Through the whole pipeline.
+        sent_forward: What the rank sends in a microbatch's forward passes.
+        sent_backward: In its backward passes.
+        sent_last: In the last of these.
+        is_end: Whether the role is at an end of the pipeline.
+        is_interleaved: Whether its ranks hold several stages.
+    """
+
+    own: Counts
+    first: Counts
+    last: Counts
+    longest: Counts
+    ahead: Counts
+    to_last: Counts
+    behind: Counts
+    whole: Counts
+    sent_ahead: Counts
+    sent_to_last: Counts
+    sent_behind: Counts
+    sent_whole: Counts
+    sent_forward: Counts
+    sent_backward: Counts
+    sent_last: Counts
+    is_end: Counts
+    is_interleaved: Counts
+
+    def of(self, rows: Column) -> "Ways":
+        """Return the ways of *rows*, which may repeat."""
+        return Ways(*(each[rows] for each in self))
+
+
+class WayTable(NamedTuple):
+    """The ways of every role of some pipelines, and where those of each pipeline are."""
+
+    pipelines: Sequence[Pipeline]
+    ways: Ways
+    starts: Column
+    num_roles: Column
+
+    @classmethod
+    def of(cls, pipelines: Sequence[Pipeline]) -> "WayTable":
+        """Return the ways of *pipelines*."""
+        most = max((len(set(role.stages)) for each in pipelines for role in each.roles), default=1)
+        rows = [_ways(each, role, most) for each in pipelines for role in each.roles]
+        num_roles = np.array([len(each.roles) for each in pipelines], np.int64)
+        ways = Ways(*(np.array(each) for each in zip(*rows, strict=True)))
+        return cls(pipelines, ways, np.cumsum(num_roles) - num_roles, num_roles)
+
+
+def _ways(pipeline: Pipeline, role: Role, num_longest: int) -> tuple[object, ...]:
+    own, stages = pipeline.own_blocks(role), list(dict.fromkeys(role.stages))
+    senders, places, last = pipeline.senders, pipeline.places(role), pipeline.last
+    distinct = own[[role.stages.index(stage) for stage in stages]]
+    return (
+        own.sum(axis=0),
+        own[0],
+        own[-1],
+        np.resize(distinct, (num_longest, distinct.shape[1])),
+        pipeline.between(0, role.last),
+        pipeline.between(0, places[-1]),
+        pipeline.between(places[-1] + 1, last + 1),
+        pipeline.between(0, last + 1),
+        senders[: role.last].sum(axis=0),
+        senders[: places[-1]].sum(axis=0),
+        senders[places[-1] : last].sum(axis=0),
+        senders[:last].sum(axis=0),
+        senders[[place for place in places if place < last]].sum(axis=0),
+        senders[[place - 1 for place in places if place > 0]].sum(axis=0),
+        senders[max(role.last - 1, 0) : role.last].sum(axis=0),
+        role.first == 0 or role.last == pipeline.pp - 1,
+        len(role.stages) > 1,
+    )
+
+
+def end_blocks(pipeline: Pipeline, stage: Stage, num_blocks: int) -> list[int]:
+    """Return how many of each kind are among the last *num_blocks* blocks of *stage*."""
+    part = stage.part(stage.num_blocks - num_blocks, stage.num_blocks)
+    return block_counts(pipeline.kinds, [part])

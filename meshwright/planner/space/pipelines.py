@@ -1,0 +1,122 @@
+"""Pipelines of a space: their stages, what is ahead of each, and ranks that hold alike."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulator import Schedule
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockKind, layer_kinds
+
+ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
+
+
+def block_kinds(model: AnyModel) -> tuple[BlockKind, ...]:
+    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends."""
+    return (*layer_kinds(model), *ENDS)
+
+
+def block_counts(kinds: Sequence[BlockKind], stages: Iterable[Stage]) -> list[int]:
+    """Return how many blocks of each of *kinds* are in *stages*."""
+    counts = dict.fromkeys(kinds, 0)
+    for stage in stages:
+        for kind, count in stage.blocks:
+            counts[kind] += count
+    return list(counts.values())
+
+
+class Role(NamedTuple):
+    """Ranks with the same virtual stages: the first and the last of them."""
+
+    stages: tuple[Stage, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What layouts with the same degree, schedule and virtual stages in model order share.
+
+    Args:
+        pp: Ranks.
+        schedule: What they run.
+        stages: Virtual stages in model order.
+        kinds: Kinds of blocks in the order of columns.
+    """
+
+    pp: int
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    kinds: tuple[BlockKind, ...]
+
+    _passes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """The place of the last stage."""
+        return len(self.stages) - 1
+
+    def places(self, role: Role) -> range:
+        """Return where the stages of the role's last rank are."""
+        return range(role.last, len(self.stages), self.pp)
+
+    @cached_property
+    def roles(self) -> list[Role]:
+        """The roles of its ranks."""
+        return pipeline_roles(self.stages, self.pp)
+
+    @cached_property
+    def through(self) -> NDArray[np.int64]:
+        """Blocks of each kind that are ahead of each place, and behind the last one."""
+        return np.concatenate([np.zeros_like(self._each[:1]), self._each.cumsum(axis=0)])
+
+    @cached_property
+    def _each(self) -> NDArray[np.int64]:
+        known = {stage: block_counts(self.kinds, [stage]) for stage in {*self.stages}}
+        return np.array([known[stage] for stage in self.stages], np.int64)
+
+    def between(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return the blocks of each kind from stage *first* to before stage *end*."""
+        return np.asarray(self.through[end] - self.through[first], np.int64)
+
+    def passes(self, role: Role, num_microbatches: int) -> tuple[int, ...]:
+        """Return what the schedule says of a role's last rank.
+
+        Its passes in flight; then, from the first to the last pass of its last stage, those through
+        blocks of each kind, forward and backward (`Schedule.around_last`).
+        """
+        key = role.last, num_microbatches
+        if key not in self._passes:
+            size = role.last, self.pp, num_microbatches, len(role.stages)
+            around = np.array(self.schedule.around_last(*size)).T @ self.own_blocks(role)
+            self._passes[key] = self.schedule.in_flight(*size), *around.ravel().tolist()
+        return self._passes[key]
+
+    def own_blocks(self, role: Role) -> NDArray[np.int64]:
+        """Return the blocks of each kind in each virtual stage of the role's last rank."""
+        return self._each[role.last :: self.pp]
+
+    @cached_property
+    def senders(self) -> NDArray[np.int64]:
+        """1 in the column of the kind of block that sends what each stage gives."""
+        kinds = [self.kinds.index(stage.blocks[-1].kind) for stage in self.stages]
+        return np.eye(len(self.kinds), dtype=np.int64)[kinds]
+
+
+def pipeline_roles(stages: Sequence[Stage], pp: int) -> list[Role]:
+    """Return the roles of a pipeline with the virtual *stages*, in rank order.
+
+    >>> from meshwright.simulator import load_model
+    >>> from meshwright.simulator.layout import model_stages
+    >>> stages = model_stages(load_model("gpt2"), (3, 3, 3, 3))
+    >>> [(role.first, role.last) for role in pipeline_roles(stages, 4)]
+    [(0, 0), (1, 2), (3, 3)]
+    """
+    members: dict[tuple[Stage, ...], list[int]] = {}
+    for rank in range(pp):
+        members.setdefault(tuple(stages[rank::pp]), []).append(rank)
+    return [Role(rank_stages, ranks[0], ranks[-1]) for rank_stages, ranks in members.items()]
