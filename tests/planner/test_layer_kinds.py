@@ -28,7 +28,7 @@ from meshwright.simulator.account import message_traffic
 from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable
 from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.model import BlockRun, ParameterTensor
-from meshwright.simulator.model.parameters import LAYER_TENSORS
+from meshwright.simulator.model.tensors import LAYER_TENSORS
 
 CLUSTER = load_cluster("dgx-a100")
 
