@@ -84,9 +84,11 @@ def spelling_of(shape: BlockShape) -> Spelling:
         turned = RotaryFormula.TABLE if is_qwen3 and is_eager else RotaryFormula.LLAMA
         return Spelling(rotary=turned, fuses_mlp=stack.megatron_layers)
     found = SPELLINGS[model.spelling]
+    if not fuses_qkv(shape):
+        found = found._replace(packing=Packing.NONE)
     if is_eager:
         return found
-    packing = Packing.NONE if found.packing is Packing.NONE else Packing.CHUNKS
+    packing = Packing.CHUNKS if found.fuses_qkv else Packing.NONE
     return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
 
 

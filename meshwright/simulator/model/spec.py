@@ -25,7 +25,7 @@ MAX_TOKENS = 134_217_728
 
 
 Spelling = Literal["llama", "gemma", "olmo2", "phi3", "glm4", "gpt_neox", "falcon", "falcon-groups"]
-FUSED_QKV = {"phi3", "gpt_neox", "falcon", "falcon-groups"}  # one product in transformers' code
+FUSED_QKV = ("phi3", "gpt_neox", "falcon", "falcon-groups")  # one product in transformers' code
 FUSED_MLP = {"phi3", "glm4"}
 PATTERN = r"^[WF]+$"
 DENSE_FACTS = (  # not known beside experts or latent attention
@@ -200,12 +200,13 @@ class ModelSpec(Model):
     @model_serializer(mode="wrap")
     def _without_usual_width(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         document: dict[str, object] = write(self)
-        if self._has_usual_heads:
+        if self.has_usual_heads:
             del document["head_dim"]
         return document
 
     @property
-    def _has_usual_heads(self) -> bool:
+    def has_usual_heads(self) -> bool:
+        """Whether heads together are as wide as the tokens, or have widths of latent attention."""
         return self.latent is not None or self.query_hidden_size == self.hidden_size
 
 
@@ -222,10 +223,8 @@ def _derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
         derived["ffn_hidden_size"] = 4 * hidden_size
     if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
         width, rest = divmod(hidden_size, num_heads)
-        is_width = (
-            not rest or data.get("latent") is not None
-        )  # whose heads have widths of their own
-        derived["head_dim"] = width if is_width else None
+        # Heads of latent attention have widths of their own.
+        derived["head_dim"] = None if rest and data.get("latent") is None else width
     derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
     return {key: value for key, value in derived.items() if value is not None}
 
@@ -258,7 +257,7 @@ def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
     return {
         LayerFact.ROUTED_EXPERTS: model.experts is not None,
         LayerFact.LATENT_ATTENTION: model.latent is not None,
-        LayerFact.HEAD_DIM: not model._has_usual_heads,
+        LayerFact.HEAD_DIM: not model.has_usual_heads,
         LayerFact.HEAD_NORM: model.qk_norm == "head",
         LayerFact.WIDTH_NORM: model.qk_norm == "width",
         LayerFact.NORM_PLACES: model.norm_places != "before",
@@ -328,14 +327,15 @@ def _part_fault(model: ModelSpec) -> str | None:
     """Return what neither experts nor latent attention were published with, or None."""
     if model.experts is None and model.latent is None:
         return None
-    needed: dict[str, object] = {"dropout": False}
-    needed |= {name: ModelSpec.model_fields[name].default for name in DENSE_FACTS}
+    needed: dict[str, object] = {}
     if model.experts is not None:
         needed |= {"gated_mlp": True, "mlp_bias": False}
     if model.latent is not None:
         needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
         needed |= {"attention_bias": False, "output_bias": False}
         needed |= {"head_dim": model.hidden_size // model.num_heads}
+    needed |= {"dropout": False}
+    needed |= {name: ModelSpec.model_fields[name].default for name in DENSE_FACTS}
     part = "latent" if model.latent is not None else "experts"
     for name, value in needed.items():
         if getattr(model, name) != value:
