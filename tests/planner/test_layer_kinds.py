@@ -25,7 +25,7 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account import message_traffic
-from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable
+from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.model import BlockRun, ParameterTensor
 from meshwright.simulator.model.tensors import LAYER_TENSORS
@@ -99,10 +99,10 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             recompute=known.recompute * count,
         )
 
-    def kept(table: BlockTable, shape: BlockShape, kind: str) -> BlockMemory:
+    def kept(table: BlockTable, shape: BlockShape, kind: str, *ending: Ending) -> BlockMemory:
         if kind not in MADE:
-            return memory(table, shape, kind)
-        made, known = MADE[kind], memory(table, shape, "layer")
+            return memory(table, shape, kind, *ending)
+        made, known = MADE[kind], memory(table, shape, "layer", *ending)
         return known._replace(
             saved=made.layers * known.saved,
             # Its first layer's gradients come when the other layers have freed theirs.
