@@ -97,26 +97,34 @@ class ParameterCounts:
 class PassWorkspaces:
     """What passes through a stage need beside what they keep, a column over shapes a stage."""
 
-    def __init__(self, blocks: dict[BlockKind, BlockBytes[Column]]) -> None:
+    def __init__(
+        self, blocks: dict[BlockKind, BlockBytes[Column]], *, holds_messages: bool
+    ) -> None:
         self._blocks = blocks
+        self._holds_messages = holds_messages
         self._known: dict[Stage, NDArray[np.int64]] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
         """Return the bytes of forward and backward, one column a shape."""
         if stage not in self._known:
-            self._known[stage] = np.stack(pass_workspace_bytes(self._blocks, stage, np.maximum))
+            pair = pass_workspace_bytes(
+                self._blocks, stage, np.maximum, holds_gradient=self._holds_messages
+            )
+            self._known[stage] = np.stack(pair)
         return self._known[stage]
 
 
 class _Sizes(NamedTuple):
     """Everything that a layout's bytes are read from.
 
-    ``saved`` and ``buffers`` have a column for each kind.
+    ``saved`` and ``buffers`` have a column for each kind, ``messages`` two: of what it receives,
+    then of what it sends.
     """
 
     kinds: tuple[BlockKind, ...]
     saved: NDArray[np.int64]
     buffers: NDArray[np.int64]
+    messages: NDArray[np.int64]
     counts: ParameterCounts
     passes: PassWorkspaces
     replicas: ReplicaWorkspaces
@@ -146,7 +154,11 @@ class Footprint:
         self._table = table
         blocks.prepare(table.shapes)
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
-        self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
+        self._sizes = (
+            None
+            if space.stack.is_fully_sharded
+            else _sizes(table, blocks, holds_messages=space.stack.holds_messages)
+        )
 
     @property
     def is_slow(self) -> bool:
@@ -171,15 +183,18 @@ class Footprint:
         return peaks[indices]
 
 
-def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
+def _sizes(table: ShapeTable, blocks: BlockTable, *, holds_messages: bool) -> _Sizes:
     known = [block_bytes(blocks, shape) for shape in table.shapes]
     columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
+    of_kinds = [columns[kind] for kind in table.kinds]
+    messages = [*(each.received for each in of_kinds), *(each.sent for each in of_kinds)]
     return _Sizes(
         table.kinds,
-        np.stack([columns[kind].saved for kind in table.kinds], axis=1),
-        np.stack([columns[kind].buffer for kind in table.kinds], axis=1),
+        np.stack([each.saved for each in of_kinds], axis=1),
+        np.stack([each.buffer for each in of_kinds], axis=1),
+        np.stack(messages, axis=1),
         ParameterCounts(table),
-        PassWorkspaces(columns),
+        PassWorkspaces(columns, holds_messages=holds_messages),
         ReplicaWorkspaces(table, known),
     )
 
@@ -221,14 +236,18 @@ def _group_peaks(space: Space, group: PipelineGroup, shapes: Column, sizes: _Siz
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
         )
-        candidates = _candidates(group, role, microbatches[first], sizes.kinds)
+        holds = space.stack.holds_messages and group.pp > 1
+        candidates = _candidates(
+            group, role, microbatches[first], sizes.kinds, holds_messages=holds
+        )
         devices = space.num_gpus // group.pp
         workspaces = _workspaces(role, kinds, np.unique(shapes), devices, sizes)
-        kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes[first]])
+        kept = _kept(candidates[:, :, :-2], sizes, shapes[first])
         phases, stages = candidates[:, :, -2], candidates[:, :, -1]
         needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = np.maximum(updated * state.update_temporary, _cast_last(kinds, member, parameters))
+        at_end += _held_between_steps(sizes, role)[shapes] * holds
         peaks = np.maximum(peaks, static + np.maximum(at_end, (kept + needed).max(axis=1)[family]))
     return np.asarray(peaks, np.int64)
 
@@ -240,6 +259,19 @@ def _shared_buffers(sizes: _Sizes, role: Role) -> Column:
     return np.asarray(sizes.buffers[:, own].max(axis=1), np.int64)
 
 
+def _kept(counts: NDArray[np.int64], sizes: _Sizes, used: Column) -> NDArray[np.int64]:
+    """Return what is kept and held in moments of layouts of the shapes that *used* indexes."""
+    columns = np.concatenate([sizes.saved[used], sizes.messages[used]], axis=1)
+    return np.asarray(np.einsum("lmb,lb->lm", counts, columns[:, : counts.shape[2]]), np.int64)
+
+
+def _held_between_steps(sizes: _Sizes, role: Role) -> Column:
+    """Return what modules hold of messages when all activations are gone, one row a shape."""
+    firsts = [stage.blocks[0].kind for stage in role.stages if not stage.has_embedding]
+    weights = np.array([2 * firsts.count(kind) for kind in sizes.kinds], np.int64)
+    return np.asarray(sizes.messages[:, : len(sizes.kinds)] @ weights, np.int64)
+
+
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
     """Return what holds gradients that are cast after the last pass, of each layout."""
     is_cast = np.array([kind.casts_last for kind in kinds])[member]
@@ -248,16 +280,23 @@ def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
 
 
 def _candidates(
-    group: PipelineGroup, role: Role, microbatches: Column, kinds: tuple[BlockKind, ...]
+    group: PipelineGroup,
+    role: Role,
+    microbatches: Column,
+    kinds: tuple[BlockKind, ...],
+    *,
+    holds_messages: bool,
 ) -> NDArray[np.int64]:
     """Return the moments among which each layout's peak is, as `PeakCandidate` in numbers."""
-    representative = representative_microbatches(role, group.pp, microbatches)
+    representative = representative_microbatches(group.schedule, role, group.pp, microbatches)
     numbers, member = np.unique(representative, return_inverse=True)
     stages, phases = list(dict.fromkeys(role.stages)), list(Phase)
     moments = [
         [
             (*moment.passes, phases.index(moment.phase), stages.index(moment.stage))
-            for moment in fullest_moments(group.schedule, role, group.pp, number, kinds)
+            for moment in fullest_moments(
+                group.schedule, role, group.pp, number, kinds, holds_messages=holds_messages
+            )
         ]
         for number in numbers.tolist()
     ]

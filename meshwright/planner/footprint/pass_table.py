@@ -109,7 +109,7 @@ def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
     schedule, pp, pp_rank, count, kinds, _ = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
     states = pass_states(actions, len(kinds), reshards=order.reshards)
-    sent = sum(sum(stage.kept_units.sent) for stage in memory.virtual_stages if stage.kept_units)
+    sent = sum(map(sum, memory.sent))
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
     for index, levels in enumerate(kept_levels(memory, actions, states)):
         growth = 0
@@ -168,7 +168,7 @@ def _sizes(stage: VirtualStageMemory) -> tuple[int, ...]:
         stage.after_backward_bytes,
         kept.ahead_bytes,
         *kept.reduction,
-        *kept.sent,
+        *stage.sent,
     )
 
 
@@ -199,6 +199,6 @@ def _symbolic_virtual_stage(symbols: Sequence[int]) -> VirtualStageMemory:
             ahead=PassPeaks(*moments[6:]),
             ahead_bytes=ahead,
             reduction=PassPeak(reduction_bytes, reduced_bytes),
-            sent=SentBytes(output, gradient),
         ),
+        sent=SentBytes(output, gradient),
     )

@@ -99,8 +99,10 @@ class UnitPeaks:
         if rank.pp == 1:
             return _plainly(memory, rank)
         ends = [rank.role.first]
-        kept = [(stage.saved_bytes, stage.kept_units) for stage in memory.virtual_stages]
-        if any(units is None or saved < sum(units.sent) for saved, units in kept):
+        if any(
+            each.kept_units is None or each.saved_bytes < sum(each.sent)
+            for each in memory.virtual_stages
+        ):
             ends.append(rank.role.last)
         moving = [
             self._table(rank, end, reshards=memory.reshards).most_moving(

@@ -6,6 +6,11 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.held_messages import (
+    PipelinePlace,
+    held_between_steps,
+    held_messages,
+)
 from meshwright.simulator.memory.overheads import (
     Overheads,
     num_communicators,
@@ -51,6 +56,7 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
+    "PipelinePlace",
     "RanAction",
     "RankMemory",
     "SentBytes",
@@ -60,6 +66,8 @@ __all__ = [
     "block_bytes",
     "fuller_peak",
     "fullest_moments",
+    "held_between_steps",
+    "held_messages",
     "kept_levels",
     "kept_logits_bytes",
     "kept_output_bytes",

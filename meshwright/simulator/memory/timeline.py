@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
+from meshwright.simulator.memory.held_messages import held_between_steps, held_messages
 from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_levels, pass_states
 from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
@@ -142,11 +144,20 @@ def _plain_levels(
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
     saved = memory.message_buffers_bytes
-    for keeps, during, frees, after, _ in _passes(memory, actions):
+    passes = zip(_passes(memory, actions), _held(memory, actions), strict=False)
+    for (keeps, during, frees, after, _), (held, left) in passes:
         saved += keeps
-        full = during._replace(activations=saved)
+        full = during._replace(activations=saved + held)
         saved -= frees
-        yield full, after._replace(activations=saved)
+        yield full, after._replace(activations=saved + left)
+
+
+def _held(memory: RankMemory, actions: Sequence[Action]) -> Iterable[tuple[int, int]]:
+    """Return what a runtime holds of messages in each action, and when the next one has begun."""
+    if memory.held_at is None:
+        return repeat((0, 0))
+    held = held_messages(actions, memory.sent, memory.held_at)
+    return pairwise(chain(held, (held_between_steps(memory.sent),)))
 
 
 def _fullest_levels(
@@ -160,16 +171,17 @@ def _fullest_levels(
         yield from enumerate(pass_levels(memory, actions))
         return
     saved = memory.message_buffers_bytes
-    most: dict[int, tuple[int, int, _Pass]] = {}
-    for position, one in enumerate(_passes(memory, actions)):
+    most: dict[int, tuple[int, int, _Pass, int]] = {}
+    passes = zip(_passes(memory, actions), _held(memory, actions), strict=False)
+    for position, (one, (held, left)) in enumerate(passes):
         saved += one[0]
-        number = id(one)
-        if number not in most or saved > most[number][0]:
-            most[number] = saved, position, one
+        number, live = id(one), saved + held
         saved -= one[2]
-    for saved, position, one in sorted(most.values(), key=lambda found: found[1]):
-        during = one.during._replace(activations=saved)
-        yield position, (during, one.after._replace(activations=saved - one.frees))
+        if number not in most or live > most[number][0]:
+            most[number] = live, position, one, saved + left
+    for live, position, one, after in sorted(most.values(), key=lambda found: found[1]):
+        during = one.during._replace(activations=live)
+        yield position, (during, one.after._replace(activations=after))
 
 
 def update_level(memory: RankMemory) -> LiveBytes:
@@ -177,7 +189,8 @@ def update_level(memory: RankMemory) -> LiveBytes:
     kept = (stage.kept_units for stage in memory.virtual_stages)
     reduced = sum(units.reduction.absent_bytes for units in kept if units is not None)
     reduced += sum(stage.reduced_gradients_bytes for stage in memory.virtual_stages)
-    return LiveBytes(memory.message_buffers_bytes, memory.update_temporary_bytes, reduced)
+    left = 0 if memory.held_at is None else held_between_steps(memory.sent)
+    return LiveBytes(memory.message_buffers_bytes + left, memory.update_temporary_bytes, reduced)
 
 
 def memory_timeline(

@@ -16,6 +16,7 @@ from meshwright.simulator.schedules.lookahead import (
     refetched,
 )
 from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B, PYTORCH_ONE_F_ONE_B
+from meshwright.simulator.schedules.receives import Pass, passes_and_receives
 
 __all__ = [
     "MOST_GATHERED",
@@ -24,12 +25,14 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "ActionLists",
+    "Pass",
     "Phase",
     "Refetches",
     "Schedule",
     "count_refetches",
     "get_schedule",
     "next_virtual_stages",
+    "passes_and_receives",
     "refetched",
 ]
 

@@ -96,12 +96,13 @@ def _virtual_stage_memory(
         kept_units=_kept_units(stage_pass, saved, is_alone=is_alone)
         if replication.keeps_units
         else None,
+        sent=passes.messages(stage),
     )
 
 
 def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> KeptUnits:
     """Return what a pipeline's runtime keeps of a virtual stage between its passes."""
-    passes, stage, replication, units = stage_pass
+    _, _, replication, units = stage_pass
     is_sharded = replication.span.num_ranks > 1
     whole = stage_pass.moments(whole=True)
     # Before a pass saves or makes anything, units are copied out of their buffers, one by one: the
@@ -117,5 +118,4 @@ def _kept_units(stage_pass: StagePass, saved_bytes: int, *, is_alone: bool) -> K
         ahead=PassPeaks(*map(fuller_peak, whole, copied)),
         ahead_bytes=stage_pass.gathered_bytes if is_sharded else 0,
         reduction=reduction(stage_pass, is_alone=is_alone),
-        sent=passes.messages(stage),
     )
