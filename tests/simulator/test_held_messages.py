@@ -1,4 +1,4 @@
-"""What Megatron-Core's schedules hold of messages, against what its own program was seen to hold."""
+"""What Megatron-Core's schedules hold of messages, against what its own program held."""
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.memory import PipelinePlace, SentBytes, held_messages
