@@ -38,16 +38,21 @@ class Backward:
         arrivals: Numbers of events after which a weight's gradient is there, and what it was made
             of is gone.
         places: Where the gradient of each weight lies, as a pass makes it.
+        arriving: The gradient of what the block returns.
+        summed_into_arriving: Number of events before which nothing is added to it in place.
     """
 
     tape: Tape
     weight_gradients: WeightGradients
     arrivals: list[int] = field(default_factory=list)
     places: dict[Tensor, Placement] = field(default_factory=dict)
+    arriving: Tensor = field(init=False)
+    summed_into_arriving: int | None = None
     _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
     _summed: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
     _redistributed: frozenset[Tensor] = field(init=False)
+    _adds_to_arriving: bool = False
 
     def __post_init__(self) -> None:
         places = (op for op in self.tape.block.operators if op.kind is Kind.PLACE)
@@ -61,6 +66,7 @@ class Backward:
         """
         output = self.tape.block.operators[-1].outputs[0]
         token = output.like(f"{output.name} gradient") if arriving is None else arriving
+        self.arriving = token
         self.tape.storages.hold(token)
         self._arrive(output, Arrived(token, output.at))
         for node in reversed(self.tape.order.nodes):
@@ -87,6 +93,8 @@ class Backward:
         storages.drop((*tape.saved.pop(node[0].node, []), *done, *scratch))
         storages.touch(*self._sums)
         storages.drop((*(op.outputs[0] for op in again), *self._summed))
+        if self._adds_to_arriving and self.summed_into_arriving is None:
+            self.summed_into_arriving = len(storages.events)
         self._summed.clear()
         self._sums.clear()
         if any(len(each.of.dims) > 1 for each, _ in weights):
@@ -153,6 +161,7 @@ class Backward:
         """
         if of in self._arrived:
             self._summed.append(arrived.token)
+            self._adds_to_arriving |= self._arrived[of].token is self.arriving
             if of in self._redistributed and not self.tape.block.lowering.fuses_places:
                 self._sums.append(arrived.token.like("sum of gradients"))
         else:

@@ -6,6 +6,13 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.held_messages import (
+    HeldMessages,
+    PassColumns,
+    PipelinePlace,
+    held_between_steps,
+    held_messages,
+)
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
     Overheads,
@@ -48,12 +55,15 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "FULLNESS",
     "BlockBytes",
+    "HeldMessages",
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",
     "Overheads",
+    "PassColumns",
     "PassPeak",
     "PassPeaks",
+    "PipelinePlace",
     "RanAction",
     "RankMemory",
     "SentBytes",
@@ -62,6 +72,8 @@ __all__ = [
     "VirtualStageMemory",
     "block_bytes",
     "fullest_moments",
+    "held_between_steps",
+    "held_messages",
     "kept_levels",
     "kept_logits_bytes",
     "kept_output_bytes",
