@@ -237,6 +237,21 @@ def dispatched(tp: int) -> Iterator[None]:
         yield
 
 
+def balance(dispatcher: token_dispatcher.MoEAlltoAllTokenDispatcher, num: int, tp: int) -> None:
+    """Answer what *dispatcher* asks of rows that have no data: *num* experts get as many each."""
+    order = SimpleNamespace(tolist=lambda: list(range(tp * num)))
+    dispatcher.sort_input_by_local_experts = order
+    dispatcher.restore_output_by_local_experts = order
+    preprocess = dispatcher.preprocess
+
+    def balanced(routing_map: Tensor) -> object:
+        preprocess(routing_map)
+        dispatcher.output_splits_tp = None  # all ranks send equally many
+        return SimpleNamespace(tolist=lambda: [ROWS // num] * num)
+
+    dispatcher.preprocess = balanced
+
+
 def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
     """Return a layer of Megatron-Core's local spec on one of *tp* ranks."""
     parallel_state.destroy_model_parallel()
@@ -263,18 +278,8 @@ def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
         normalization="RMSNorm" if model.norm == "rmsnorm" else None,
     )
     layer = TransformerLayer(config, spec.submodules, layer_number=1)
-    dispatcher, num = layer.mlp.token_dispatcher, experts.num_experts
-    order = SimpleNamespace(tolist=lambda: list(range(tp * num)))
-    dispatcher.sort_input_by_local_experts = order
-    dispatcher.restore_output_by_local_experts = order
-    preprocess = dispatcher.preprocess
-
-    def balanced(routing_map: Tensor) -> object:
-        preprocess(routing_map)
-        dispatcher.output_splits_tp = None  # all ranks send equally many
-        return SimpleNamespace(tolist=lambda: [ROWS // num] * num)
-
-    dispatcher.preprocess = balanced
+    dispatcher = layer.mlp.token_dispatcher
+    balance(dispatcher, experts.num_experts, tp)
     turned = torch.empty(TOKENS, 1, 1, SPEC.head_dim)
 
     def run(x: Tensor) -> Tensor:
