@@ -7,7 +7,7 @@ Torch is imported late: whoever only reads results does not wait for it.
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -225,14 +225,13 @@ def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
     Raises:
         PlanError: If the plan has no such rank, or no stages.
     """
-    plan, job = saved.plan, saved.job
     if saved.stack.strategy is not Strategy.MESH:
         raise PlanError(
             f"stack {saved.stack.name} has no stages to probe; allowed: one of strategy "
             f"{Strategy.MESH}"
         )
-    if not 0 <= rank < plan.world_size:
-        raise PlanError(f"rank={rank} is out of range; allowed: 0 to {plan.world_size - 1}")
+    if not 0 <= rank < saved.plan.world_size:
+        raise PlanError(f"rank={rank} is out of range; allowed: 0 to {saved.plan.world_size - 1}")
     return capped(saved, (rank,))
 
 
