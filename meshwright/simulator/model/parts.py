@@ -15,10 +15,10 @@ class Experts(Fields):
     ``hidden_size`` is the width of one expert, ``shared_hidden_size`` that of all shared ones
     together, through which every token goes; with ``shared_gate`` a product with one output weighs
     what they make.  With ``casts_shares`` transformers weighs what experts make in the format of
-    tokens, as it does of Qwen's, and else in fp32.  ``routing_bias`` is a number an expert that routing learns without a gradient
-    (DeepSeek-V3, arXiv 2412.19437, 2.1.2).  A token's experts come from ``groups_per_token`` of
-    ``num_groups`` groups.  The first ``first_dense_layers`` have an MLP; of the others each
-    ``layer_step``-th, counted from the model's first, has experts.
+    tokens, as it does of Qwen's, and else in fp32.  ``routing_bias`` is a number an expert that
+    routing learns without a gradient (DeepSeek-V3, arXiv 2412.19437, 2.1.2).  A token's experts
+    come from ``groups_per_token`` of ``num_groups`` groups.  The first ``first_dense_layers`` have
+    an MLP; of the others each ``layer_step``-th, counted from the model's first, has experts.
 
     >>> Experts(num_experts=8, experts_per_token=2, hidden_size=14336).shared_hidden_size
     0
