@@ -43,7 +43,7 @@ ALLOWED: dict[str, str] = {
     "planner": "changes search space",
     "planner.options": "",
     "planner.plots": "search",
-    "planner.reports": "changes plots search",
+    "planner.reports": "changes options plots search",
     "planner.matmul": "options plots reports",
     "planner.cli": "changes matmul options reports search space",
     "validate.calibration.rows": "",
