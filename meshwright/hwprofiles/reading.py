@@ -14,7 +14,7 @@ import stat
 import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -105,23 +105,23 @@ class FileKind:
             raise self.error(f"{file}: {mistake}")
         return document
 
-    def read_table(self, path: Path) -> tuple[Sequence[str], list[Line]]:
-        """Return the columns of a CSV file and its lines; raises as `read_text`."""
-        return self.parse_table(self.read_text(path).splitlines(), shown_path(path))
-
-    def parse_table(self, lines: Sequence[str], file: str) -> tuple[Sequence[str], list[Line]]:
+    def parse_table(self, text: str, file: str) -> tuple[Sequence[str], Iterator[Line]]:
         """Return the columns of a CSV text of *file* and its lines; raises as `read_text`."""
-        reader = csv.DictReader(lines, strict=True)
+        reader = csv.DictReader(text.splitlines(), strict=True)
         try:
-            columns, found = reader.fieldnames or (), []
-            for cells in reader:
-                if None in cells or None in cells.values():
-                    count = f"{len(columns)} cells, as its columns are"
-                    raise self.error(f"{file}: line {reader.line_num}: allowed: {count}")
-                found.append(Line(reader.line_num, cells))
+            return reader.fieldnames or (), self._lines(reader, file)
         except csv.Error as error:
             raise self.error(f"{file}: line {reader.line_num}: {error}") from None
-        return columns, found
+
+    def _lines(self, reader: "csv.DictReader[str]", file: str) -> Iterator[Line]:
+        try:
+            for cells in reader:
+                if None in cells or None in cells.values():
+                    count = len(reader.fieldnames or ())
+                    raise self.error(f"{file}: line {reader.line_num}: allowed: {count} cells")
+                yield Line(reader.line_num, cells)
+        except csv.Error as error:
+            raise self.error(f"{file}: line {reader.line_num}: {error}") from None
 
     def _content(self, path: Path) -> bytes:
         file = shown_path(path)

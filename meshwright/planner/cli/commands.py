@@ -186,14 +186,13 @@ def show(
     width: int,
 ) -> None:
     """Write the document where ``--json`` says, and the report unless standard output is taken."""
-    from meshwright.planner.reports import json_text, new_file
+    from meshwright.planner.reports import json_text, write_whole
 
     if target == "-":
         write_text(sys.stdout, json_text(document))
         return
     if target is not None:
-        with new_file(Path(target)) as path:
-            path.write_text(json_text(document), encoding="utf-8", newline="\n")
+        write_whole(Path(target), json_text(document))
     print_report(report(), width)
 
 

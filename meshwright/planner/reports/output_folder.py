@@ -104,6 +104,12 @@ def new_file(path: Path) -> Iterator[Path]:
         written.replace(path)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write *text* to a file, all of it or nothing; raises as `new_file`."""
+    with new_file(path) as draft:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to write into; it takes the place of *path* when the block ends well.

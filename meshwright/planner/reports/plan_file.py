@@ -31,10 +31,17 @@ from meshwright.simulator import (
     ParameterServer,
     PlanError,
     TrainingJob,
+    check_plan,
     list_models,
     load_model,
 )
-from meshwright.simulator.layout import MAX_ZERO_STAGE, PLAN_FIELDS, SERVER_FIELDS, PlanField
+from meshwright.simulator.layout import (
+    MAX_ZERO_STAGE,
+    PLAN_FIELDS,
+    SERVER_FIELDS,
+    PlanField,
+    with_stages,
+)
 from meshwright.simulator.model import AnyModel, parse_any_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -174,6 +181,18 @@ def read_plan(path: Path) -> SavedPlan:
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)
+
+
+def read_runnable_plan(path: Path) -> SavedPlan:
+    """Return what the plan file at *path* holds, to be run as it stands.
+
+    Raises:
+        PlanError: As `read_plan`, or if the plan can never run: before anything is built of it.
+    """
+    saved = read_plan(path)
+    job, stack = saved.job, saved.stack
+    check_plan(job, with_stages(job, saved.plan, stack), saved.cluster, stack)
+    return saved
 
 
 def _reference(item: T, known: Sequence[str], load: Callable[[str], T]) -> Json:

@@ -30,12 +30,12 @@ DISAGREES = 1
 
 def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
     """Compare what a plan is predicted to do with what its ranks do."""
-    from meshwright.planner.reports import read_plan
+    from meshwright.planner.reports import read_runnable_plan
 
     mode = mode_of(options, output)
     if options.plan is None:
         raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
-    saved = read_plan(Path(options.plan))
+    saved = read_runnable_plan(Path(options.plan))
     folder = check_outputs(output)
     _check_program(saved)
     if mode is Mode.PROBE:
