@@ -13,8 +13,8 @@ from meshwright.planner.reports.output_folder import (
     check_folder,
     new_file,
     new_folder,
-    write_whole,
     output_path,
+    write_whole,
 )
 from meshwright.planner.reports.plan_file import (
     Json,
