@@ -211,13 +211,13 @@ def _read(path: Path, rank: int, kind: type[R]) -> R | None:
         PlanError: If it is of another rank, or as `read_record`.
     """
     try:
-        json.loads(RESULT_FILE.read_text(path))
-    except json.JSONDecodeError:
-        return None
+        text = RESULT_FILE.read_text(path).strip()
     except PlanError:
         if not path.exists():
             return None
         raise
+    if not text or (text.startswith("{") and not text.endswith("}")):
+        return None
     record = read_record(path, kind)
     if record.rank != rank:
         raise PlanError(f"{shown_path(path)}: rank: {record.rank} is another one; allowed: {rank}")
