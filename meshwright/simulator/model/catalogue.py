@@ -6,11 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.hwprofiles import FileKind, nearest_names, shown_path
-from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model.described import shorten
+from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.huggingface import read_config
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
-from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -47,7 +46,7 @@ def load_model(name_or_path: str) -> AnyModel:
         config = MODEL_FILE.read_json(path)
         if not isinstance(config, dict):
             raise PlanError(f"{shown_path(path)} must hold a JSON object, not {shorten(config)}")
-        return read_config(config, path=path)
+        return parse_model(read_config(config, path=path), origin=shown_path(path))
     models = read_models(path)
     if len(models) > 1:
         raise PlanError(
