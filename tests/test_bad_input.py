@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from words_said import said_once
 
 from meshwright import main
 
@@ -22,7 +23,7 @@ def run(words: list[str]) -> tuple[int, str, str]:
     """Return exit status, standard output and standard error of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(words)
+        status = main(said_once(words))
     return status, out.getvalue(), err.getvalue()
 
 
@@ -142,7 +143,8 @@ MISTAKES = {
     "no memory": ([*STEP, "--memory-limit", "0 GiB"], ["--memory-limit", "more than 0"]),
     "tokens": ([*STEP, "--tokens", "nan"], ["--tokens", "'nan'"]),
     "endless tokens": ([*STEP, "--tokens", "1e999"], ["--tokens inf", "1e+18"]),
-    "price without unit": ([*STEP, "--tokens", "1e9", "--price", "2"], ["USD/GPU-hour"]),
+    "price": ([*STEP, "--tokens", "1e9", "--price", "2 EUR"], ["'EUR'", "USD/GPU-hour"]),
+    "short form of a whole number": ([*STEP, "--seq-len", "8K"], ["'8K'", "whole number"]),
     "price alone": ([*STEP, "--price", "2 USD/GPU-hour"], ["--tokens"]),
     "missing folder": ([*STEP, "--json", "no/such/result.json"], ["--json", "no/such"]),
     "json folder": ([*STEP, "--json", "."], ["--json", "folder"]),
@@ -387,3 +389,20 @@ def test_any_plan_file_ends_in_an_answer_or_in_one_line(
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("plan.json").write_text(json.dumps(edited(*place, value)))
         check_contract(["simulate", "--plan", "plan.json"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpus", "8"],
+        ["--gpus=8"],
+        ["--tp", "1", "--tp=2"],
+        ["--sequence-parallel", "--no-sequence-parallel"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_is_given_twice_is_refused(words: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main([*STEP, *words]) == 2
+    option = words[0].partition("=")[0]
+    assert err.getvalue() == f"error: {option} is given more than once; allowed: once\n"

@@ -70,7 +70,7 @@ class Trials:
         self.num_passes += num_passes
         self.num_trials += 1
         if self.progress is not None:
-            self.progress("simulating changes", self.num_trials, self.num_trials + 1)
+            self.progress("simulating changes", self.num_trials, 0)
         return Change.of(before, after, fields), after.memory.fits
 
     def all_of(self, wanted: Iterable[Fields]) -> Iterator[tuple[Change, bool]]:

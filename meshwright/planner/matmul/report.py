@@ -17,7 +17,14 @@ from meshwright.planner.matmul.study import (
     shape_text,
 )
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent, product_text
-from meshwright.planner.reports import Json, facts_table, format_count, json_text, new_folder
+from meshwright.planner.reports import (
+    Json,
+    facts_table,
+    format_count,
+    json_text,
+    names_in,
+    new_folder,
+)
 from meshwright.simulator.matmul import Boxing, Chain, LocalRun, Signature
 
 
@@ -302,8 +309,8 @@ def _number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def write_matmul(study: MatmulStudy, folder: Path) -> None:
-    """Write result.json and the picture of the split, matmul.png."""
+def write_matmul(study: MatmulStudy, folder: Path) -> tuple[str, ...]:
+    """Write result.json and the picture of the split, matmul.png; return names."""
     from meshwright.planner.matmul.picture import plot_matmul_split  # noqa: PLC0415  (slow to import)
     from meshwright.planner.plots import save_figure  # noqa: PLC0415
 
@@ -311,3 +318,4 @@ def write_matmul(study: MatmulStudy, folder: Path) -> None:
         document = json_text(matmul_document(study))
         (files / "result.json").write_text(document, encoding="utf-8", newline="\n")
         save_figure(plot_matmul_split(study), files / "matmul.png")
+        return names_in(files)

@@ -11,6 +11,7 @@ from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import (
     check_file,
     check_folder,
+    names_in,
     new_file,
     new_folder,
     output_path,
@@ -47,6 +48,7 @@ __all__ = [
     "job_fields",
     "json_text",
     "models_table",
+    "names_in",
     "new_file",
     "new_folder",
     "output_path",
