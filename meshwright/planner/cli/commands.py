@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FileOptions,
         Given,
         JobOptions,
+        JsonOptions,
         MatmulOptions,
         MoneyOptions,
         NameOptions,
@@ -179,11 +180,18 @@ def check_outputs(output: "OutputOptions") -> Path | None:
     Raises:
         PlanError: If they cannot.
     """
-    from meshwright.planner.reports import check_file, check_folder
+    from meshwright.planner.reports import check_folder
+
+    check_json(output)
+    return None if output.out is None else check_folder(output.out, force=output.force)
+
+
+def check_json(output: "JsonOptions") -> None:
+    """Raise PlanError when the file of ``--json`` cannot be written."""
+    from meshwright.planner.reports import check_file
 
     if output.json is not None and output.json != "-":
         check_file("--json", output.json)
-    return None if output.out is None else check_folder(output.out, force=output.force)
 
 
 def show(
@@ -204,7 +212,7 @@ def show(
     print_report(report(), width)
 
 
-def say_written(output: "OutputOptions", names: Sequence[str] = (), *files: str | None) -> None:
+def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | None) -> None:
     """Say what was written, unless standard output is taken.
 
     Args:
@@ -213,11 +221,12 @@ def say_written(output: "OutputOptions", names: Sequence[str] = (), *files: str 
         files: Others.
     """
     from meshwright.hwprofiles import shown_path
+    from meshwright.planner.options import OutputOptions
 
     if output.json == "-":
         return
     lines = [shown_path(Path(each)) for each in (output.json, *files) if each is not None]
-    if output.out is not None:
+    if isinstance(output, OutputOptions) and output.out is not None:
         lines.append(": ".join(filter(None, (shown_path(Path(output.out)), " ".join(names)))))
     for line in lines:
         write_text(sys.stdout, f"written  {line}\n")

@@ -62,6 +62,16 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WordOptions:
+    """Plans, or one model, to set beside each other."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLAN...|MODEL", help="Several plan.json, or a model as in search."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
     """How many plans a search reports."""
 
@@ -83,13 +93,19 @@ class MoneyOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputOptions:
-    """Where results go besides the terminal."""
+class JsonOptions:
+    """Where the document goes."""
 
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE|-", help="Write the result as JSON; - for standard output."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions(JsonOptions):
+    """Where results go besides the terminal."""
+
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write plan, result, CSV and PNG files.")
     ] = None
@@ -97,13 +113,19 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileOptions:
-    """The plan file that a simulation starts from, and the trace it leaves."""
+class PlanOptions:
+    """The plan file that a simulation starts from."""
 
     plan: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A plan.json; other options override what it says."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOptions(PlanOptions):
+    """The plan file that a simulation starts from, and the trace it leaves."""
+
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
     ] = None

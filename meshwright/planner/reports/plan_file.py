@@ -5,6 +5,7 @@ in full, so that the plan file stands alone.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,6 +148,24 @@ def plan_document(saved: SavedPlan) -> dict[str, Json]:
         "job": job_fields(saved.job),
         "plan": plan_fields(saved.plan),
     }
+
+
+def is_plan_file(text: str) -> bool:
+    """Return whether a word names a plan file, and no model.
+
+    >>> is_plan_file("gpt2"), is_plan_file("out/plan-2.json")
+    (False, True)
+    """
+    path = Path(text)
+    if path.suffix != ".json":
+        return False
+    if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
+        return True
+    try:
+        with path.open(encoding="utf-8") as file:
+            return f'"{FORMAT}"' in file.read(MAX_FILE_BYTES)
+    except (OSError, ValueError):
+        return False
 
 
 def read_plan(path: Path) -> SavedPlan:

@@ -61,14 +61,9 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     _check_request(cluster, num_gpus, top)
-    asked = limits or SpaceLimits()
+    asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = _with_kernels(job, asked, cluster, stack)
-    tell = progress or (lambda _what, _done, _total: None)
-    tell("laying out the space", 0, 0)
-    if stack.strategy is Strategy.MESH:
-        field = _mesh_field(job, cluster, stack, num_gpus, limits, tell)
-    else:
-        field = strategy_field(job, cluster, stack, num_gpus, limits)
+    field = _field(job, cluster, stack, num_gpus, limits, tell)
     runs = field.runs
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
@@ -125,7 +120,7 @@ def _finalists(field: Field, candidates: Candidates) -> tuple[Finalists, dict[st
     return Finalists(indices, field.bounds(indices), field.runs), rejections
 
 
-def _mesh_field(
+def _field(
     job: TrainingJob,
     cluster: Cluster,
     stack: StackProfile,
@@ -133,7 +128,10 @@ def _mesh_field(
     limits: SpaceLimits,
     tell: Progress,
 ) -> Field:
-    """Return the layouts of a mesh of ranks: exact memory and bounds without a run."""
+    """Return the layouts; those of a mesh of ranks with exact memory and bounds without a run."""
+    tell("laying out the space", 0, 0)
+    if stack.strategy is not Strategy.MESH:
+        return strategy_field(job, cluster, stack, num_gpus, limits)
     space = enumerate_space(job, stack, num_gpus, limits)
     tell(f"sizing the memory of {len(space):,} layouts", 0, 0)
     table = ShapeTable.of(space)
