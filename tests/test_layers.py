@@ -43,7 +43,7 @@ ALLOWED: dict[str, str] = {
     "planner": "changes search space",
     "planner.options": "",
     "planner.plots": "search",
-    "planner.reports": "changes plots search",
+    "planner.reports": "changes plots search space",
     "planner.matmul": "options plots reports",
     "planner.compare": "plots reports",
     "planner.explain": "changes compare reports search",

@@ -59,14 +59,16 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
 def comparison_report(comparison: Comparison) -> RenderableType:
     """Return the report of a comparison: the layouts, where the time goes, and the memory."""
     steps, names = comparison.steps, comparison.names
-    shortest_s = max(step.step_time_s for step in steps)
-    unit, scale = ("s", 1.0) if shortest_s >= 1 else ("ms", MILLI)
+    longest_s = max(step.step_time_s for step in steps)
+    unit, scale = ("s", 1.0) if longest_s >= 1 else ("ms", MILLI)
     first = Column(head="", cells=names, is_word=True, is_first=True)
     times = comparison.rows(time_terms) | {"step": tuple(step.step_ps for step in steps)}
     sizes = comparison.rows(memory_terms)
     sizes |= {"device": tuple(step.memory.device_bytes for step in steps)}
     return Group(
-        ColumnTable([first, *_setting_columns(steps), *_layout_columns(steps), *_results(steps)]),
+        ColumnTable(
+            [first, *_setting_columns(comparison), *_layout_columns(steps), *_results(steps)]
+        ),
         Text(),
         terms_table(f"time, {unit}", names, times, PS_PER_S * scale),
         Text(),
@@ -97,8 +99,9 @@ def terms_table(
     return ColumnTable(columns)
 
 
-def _setting_columns(steps: Sequence[StepResult]) -> Iterator[Column]:
-    """Yield what is trained, on what and with what, where steps differ in it."""
+def _setting_columns(comparison: Comparison) -> Iterator[Column]:
+    """Yield what is trained, on what and with what, where steps differ in it but by their names."""
+    steps = comparison.steps
     facts = {
         "model": [step.job.model.name for step in steps],
         "cluster": [step.cluster.name for step in steps],
@@ -108,7 +111,7 @@ def _setting_columns(steps: Sequence[StepResult]) -> Iterator[Column]:
         "precision": [str(step.job.precision) for step in steps],
     }
     for head, cells in facts.items():
-        if len(set(cells)) > 1:
+        if len(set(cells)) > 1 and cells != list(comparison.names):
             yield Column(head=head, cells=cells, is_word=head != "GPUs", is_layout=True)
 
 

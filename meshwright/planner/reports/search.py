@@ -22,6 +22,7 @@ from meshwright.planner.reports.step import (
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, SearchResult
+from meshwright.planner.space import waste_hints
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -60,7 +61,8 @@ def search_report(result: SearchResult, budget: Budget | None = None) -> Rendera
         parts += [Text(), Text(shown), _frontier_table(result)]
     if result.plans:
         parts += warning_lines(_first(result).warnings)
-    return Group(*parts)
+    hints = waste_hints(result.job, result.cluster, result.num_gpus)
+    return Group(*parts, *(Text(f"hint: {each}") for each in hints))
 
 
 def proof_text(result: SearchResult) -> str:
