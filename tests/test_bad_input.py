@@ -79,8 +79,11 @@ MISTAKES = {
     ),
     "heads": ([*STEP, "--tp", "8"], ["num_heads=12", "tp=8"]),
     "heads of a search": ([*SEARCH, "--tp", "8"], ["num_heads=12", "tp=8"]),
-    "batch over replicas": ([*STEP, "--global-batch", "12"], ["12", "dp=8"]),
-    "batch over pins": ([*SEARCH, "--global-batch", "12", "--dp", "8"], ["12", "dp=8"]),
+    "batch over replicas": ([*STEP, "--global-batch", "12"], ["12", "dp=8", "nearest: 8 or 16"]),
+    "batch over pins": (
+        [*SEARCH, "--global-batch", "12", "--dp", "8"],
+        ["12", "dp=8", "nearest: 8 or 16"],
+    ),
     "microbatches": ([*STEP, "--micro-batch", "3"], ["microbatch_size=3"]),
     "stages": (["simulate", *JOB, "--gpus", "16", "--pp", "16"], ["16 stages", "12 layers"]),
     "stages of a search": (["search", *JOB, "--gpus", "16", "--pp", "16"], ["16 stages", "12"]),

@@ -108,3 +108,15 @@ def test_the_shell_completes_commands_and_options(line: str, offered: str) -> No
         PROGRAM, env=os.environ | told, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [offered]
+
+
+def test_numbers_that_idle_devices_are_met_with_the_nearest_good_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["search", *JOB[:3], "--top", "1", "--max-pp", "1", "--max-micro-batch", "1"]
+    assert main([*words, "--gpus", "12", "--global-batch", "97"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "hint: 12 GPUs leave 4 of the last node's 8 idle; nearest: 8 or 16 hint: a" in said
+    assert "allows dp up to 1; nearest: 96 (dp up to 12) or 108 (dp up to 12)" in said
+    assert main([*words, "--gpus", "16", "--global-batch", "96"]) == 0
+    assert "hint" not in capsys.readouterr().out

@@ -138,10 +138,12 @@ def _value_text(step: StepResult, field: PlanField) -> str:
 
 
 def _results(steps: Sequence[StepResult]) -> list[Column]:
-    fits = ["yes" if step.memory.fits else "no" for step in steps]
     samples = dict.fromkeys(step.job.model.sample for step in steps)
     columns = step_columns(steps, f"{'|'.join(samples)}/s/GPU")
-    return [*columns, Column(head="fits", cells=fits, is_word=True)]
+    fits = ["yes" if step.memory.fits else "NO" for step in steps]
+    if "NO" in fits:
+        columns.append(Column(head="fits", cells=fits, is_word=True, is_first=True))
+    return columns
 
 
 def _less(terms: Terms, others: Terms) -> dict[str, int]:
