@@ -133,15 +133,19 @@ class Footprint:
     def peak_bytes(self, indices: NDArray[np.int64], progress: Progress | None = None) -> Column:
         """Return the live bytes of the fullest rank of each layout at its fullest moment."""
         peaks = np.zeros(len(self._space), np.int64)
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress(f"sizing the memory of {len(indices):,} layouts", done, total)
+
         if self._units is not None:
-            self._units.add_to(peaks, indices)
+            self._units.add_to(peaks, indices, tell)
         elif self._sizes is not None:
             kinds, number = kinds_of(self._space, indices)
             sharing = np.zeros(len(self._space), np.int64)
             sharing[indices] = number
             for done, group in enumerate(groups := list(pipeline_groups(self._space, indices))):
-                if progress is not None:
-                    progress(f"sizing the memory of {len(indices):,} layouts", done, len(groups))
+                tell(done, len(groups))
                 first, member = distinct([sharing[group.indices]])
                 own = [kinds[each] for each in sharing[group.indices][first].tolist()]
                 shapes = self._table.index[group.indices]

@@ -71,11 +71,11 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     tell(f"bounding the time of {len(runs.space):,} layouts", 0, 0)
     finalists, rejections = _finalists(field, candidates)
     proof, ranking = _rank(finalists, top, tell)
-    tell("drawing the frontier", 0, 0)
     frontier = find_frontier(
         finalists,
         proof.indices[0] if proof.is_proven else None,
         max_passes=runs.num_passes + FRONTIER_PASSES,
+        tell=tell,
     )
     return SearchResult(
         job=job,
