@@ -76,6 +76,8 @@ __all__ = [
 COMMANDS = (
     "search",
     "simulate",
+    "explain",
+    "compare",
     "matmul",
     "validate",
     "count",
@@ -176,7 +178,7 @@ def _command(name: str) -> Callable[..., int]:
             return as_command(cli.run_count, *records, ends_in_words=True)
         return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
     from meshwright.planner import options
-    from meshwright.planner.cli import commands
+    from meshwright.planner.cli import commands, explanations
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
@@ -187,6 +189,14 @@ def _command(name: str) -> Callable[..., int]:
             (job, layout, limits, options.RankingOptions, money, output),
         ),
         "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+        "explain": (
+            explanations.run_explain,
+            (job, layout, replication, options.PlanOptions, options.JsonOptions),
+        ),
+        "compare": (
+            explanations.run_compare,
+            (options.WordOptions, options.SHARED_JOB, layout, limits, output),
+        ),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
         "clusters": (commands.run_clusters, (options.ProfileOptions,)),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from words_said import said_once
 
 from fuzzing.cases import Case
 from fuzzing.run import fuzz, outcome
@@ -21,7 +22,7 @@ def run(words: list[str]) -> tuple[int, str, str]:
     """Return exit status, standard output and standard error of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(words)
+        status = main(said_once(words))
     return status, out.getvalue(), err.getvalue()
 
 
@@ -77,8 +78,11 @@ MISTAKES = {
     ),
     "heads": ([*STEP, "--tp", "8"], ["num_heads=12", "tp=8"]),
     "heads of a search": ([*SEARCH, "--tp", "8"], ["num_heads=12", "tp=8"]),
-    "batch over replicas": ([*STEP, "--global-batch", "12"], ["12", "dp=8"]),
-    "batch over pins": ([*SEARCH, "--global-batch", "12", "--dp", "8"], ["12", "dp=8"]),
+    "batch over replicas": ([*STEP, "--global-batch", "12"], ["12", "dp=8", "nearest: 8 or 16"]),
+    "batch over pins": (
+        [*SEARCH, "--global-batch", "12", "--dp", "8"],
+        ["12", "dp=8", "nearest: 8 or 16"],
+    ),
     "microbatches": ([*STEP, "--micro-batch", "3"], ["microbatch_size=3"]),
     "stages": (["simulate", *JOB, "--gpus", "16", "--pp", "16"], ["16 stages", "12 layers"]),
     "stages of a search": (["search", *JOB, "--gpus", "16", "--pp", "16"], ["16 stages", "12"]),
@@ -141,7 +145,8 @@ MISTAKES = {
     "no memory": ([*STEP, "--memory-limit", "0 GiB"], ["--memory-limit", "more than 0"]),
     "tokens": ([*STEP, "--tokens", "nan"], ["--tokens", "'nan'"]),
     "endless tokens": ([*STEP, "--tokens", "1e999"], ["--tokens inf", "1e+18"]),
-    "price without unit": ([*STEP, "--tokens", "1e9", "--price", "2"], ["USD/GPU-hour"]),
+    "price": ([*STEP, "--tokens", "1e9", "--price", "2 EUR"], ["'EUR'", "USD/GPU-hour"]),
+    "short form of a whole number": ([*STEP, "--seq-len", "8K"], ["'8K'", "whole number"]),
     "price alone": ([*STEP, "--price", "2 USD/GPU-hour"], ["--tokens"]),
     "missing folder": ([*STEP, "--json", "no/such/result.json"], ["--json", "no/such"]),
     "json folder": ([*STEP, "--json", "."], ["--json", "folder"]),
@@ -302,3 +307,20 @@ def test_a_fuzzed_command_that_breaks_its_contract_is_found(
     assert "status 70" in str(outcome(Case(STEP, {})))
     monkeypatch.setattr("meshwright.simulator.simulate", lambda *_, **__: 1 / 0)
     assert "ZeroDivisionError" in str(outcome(Case(STEP, {})))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpus", "8"],
+        ["--gpus=8"],
+        ["--tp", "1", "--tp=2"],
+        ["--sequence-parallel", "--no-sequence-parallel"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_is_given_twice_is_refused(words: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main([*STEP, *words]) == 2
+    option = words[0].partition("=")[0]
+    assert err.getvalue() == f"error: {option} is given more than once; allowed: once\n"

@@ -136,6 +136,11 @@ def new_folder(path: Path) -> Iterator[Path]:
             file.replace(path / file.name)
 
 
+def names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder, to tell what was written."""
+    return tuple(sorted(each.name for each in folder.iterdir()))
+
+
 @contextmanager
 def _scratch_folder(path: Path) -> Iterator[Path]:
     """Yield a folder beside *path*, on the same file system, and remove it at the end."""

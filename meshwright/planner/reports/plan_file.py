@@ -4,6 +4,7 @@ Built-in models, clusters and stacks are named; what a user's own file described
 in full, so that the plan file stands alone.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,6 +155,23 @@ def plan_document(saved: SavedPlan) -> dict[str, Json]:
         "job": job_fields(saved.job),
         "plan": plan_fields(saved.plan),
     }
+
+
+def is_plan_file(text: str) -> bool:
+    """Return whether a word names a plan file, and no model.
+
+    >>> is_plan_file("gpt2"), is_plan_file("out/plan-2.json")
+    (False, True)
+    """
+    path = Path(text)
+    if path.suffix != ".json":
+        return False
+    if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
+        return True
+    try:
+        return f'"{FORMAT}"' in PLAN_FILE.read_text(path)
+    except PlanError:
+        return False
 
 
 def read_plan(path: Path) -> SavedPlan:

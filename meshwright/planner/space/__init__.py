@@ -15,6 +15,7 @@ from meshwright.planner.space.space import (
     enumerate_space,
 )
 from meshwright.planner.space.switches import SWITCHES, Column, distinct
+from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
     "BASIC",
@@ -38,4 +39,5 @@ __all__ = [
     "lacks",
     "pipeline_roles",
     "representative_microbatches",
+    "waste_hints",
 ]

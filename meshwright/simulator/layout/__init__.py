@@ -1,6 +1,6 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
-from meshwright.simulator.layout.axes import AXES, Axis, divides
+from meshwright.simulator.layout.axes import AXES, Axis, divides, near_multiples
 from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -97,6 +97,7 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "near_multiples",
     "offered_formats",
     "pair_span",
     "parse_stages",

@@ -9,7 +9,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cli import STEP_WIDTH, check_outputs, print_report, progress_bar, show
+from meshwright.planner.cli import (
+    STEP_WIDTH,
+    check_outputs,
+    print_report,
+    progress_bar,
+    say_written,
+    show,
+)
 from meshwright.simulator import PlanError
 from meshwright.validate.cli.options import (
     DEFAULT_STEPS,
@@ -212,6 +219,7 @@ def _probe(
     if folder is not None:
         write_probe(result, folder)
     show(output.json, probe_document(result), lambda: probe_report(result), STEP_WIDTH)
+    say_written(output)
     return 0 if result.agrees else DISAGREES
 
 
@@ -227,6 +235,7 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
         write_validation(validation, folder)
     document, report = validation_document(validation), validation_report(validation)
     show(output.json, document, lambda: report, STEP_WIDTH)
+    say_written(output)
     return 0 if validation.agrees else DISAGREES
 
 
