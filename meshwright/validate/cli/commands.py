@@ -69,8 +69,8 @@ def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
     most = num_members(saved) - 1
     if options.rank is not None and not 0 <= options.rank <= most:
         raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
-    few = capped(saved)
-    ranks = usual_members(few) if options.rank is None else (options.rank,)
+    ranks = usual_members(saved) if options.rank is None else (options.rank,)
+    few = capped(saved, ranks)
     measurements = {}
     with progress_bar() as progress:
         if progress is not None:
