@@ -81,6 +81,8 @@ COMMANDS = (
     "validate",
     "count",
     "calibrate",
+    "export",
+    "import",
     "models",
     "clusters",
     "stacks",
@@ -186,7 +188,7 @@ def _command(name: str) -> Callable[..., int]:
             return as_command(cli.run_count, *records, ends_in_words=True)
         return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
     from meshwright.planner import options
-    from meshwright.planner.cli import commands
+    from meshwright.planner.cli import commands, handover
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
@@ -197,6 +199,8 @@ def _command(name: str) -> Callable[..., int]:
             (job, layout, limits, options.RankingOptions, money, output),
         ),
         "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+        "export": (handover.run_export, (options.ExportOptions,)),
+        "import": (handover.run_import, (options.ImportOptions, layout, replication)),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
         "clusters": (commands.run_clusters, (options.ProfileOptions,)),

@@ -9,7 +9,9 @@ from meshwright.planner.options.plan_options import (
 )
 from meshwright.planner.options.records import (
     MAX_GPUS,
+    ExportOptions,
     FileOptions,
+    ImportOptions,
     JobOptions,
     MatmulOptions,
     MoneyOptions,
@@ -35,8 +37,10 @@ __all__ = [
     "LIMITS",
     "MAX_GPUS",
     "REPLICATION",
+    "ExportOptions",
     "FileOptions",
     "Given",
+    "ImportOptions",
     "JobOptions",
     "MatmulOptions",
     "MoneyOptions",
