@@ -1,6 +1,5 @@
 """Plans as the configurations of frameworks that train, and back."""
 
-from meshwright.planner.export.facts import settled
 from meshwright.planner.export.launch import (
     PORT,
     Launch,
@@ -14,6 +13,7 @@ from meshwright.planner.export.registry import (
     export_plan,
     get_framework,
     read_framework_file,
+    settled,
 )
 from meshwright.planner.export.table import STACK_FACT, Facts
 

@@ -174,13 +174,31 @@ class Words:
         """
 
         def write(facts: Facts) -> Keys:
-            value = self.known(field, facts, lines)
-            line = lines[value]
+            line = lines[self.known(field, facts, lines)]
             if line is not None:
-                facts.notes.append(f"your script: {field}={_word(value)} is {line}")
+                facts.notes.append(f"your script: {line}")
             return {}
 
         return Row(fields=(field,), keys=(), write=write, read=lambda *_: {})
+
+    def told(self, fields: tuple[str, ...], line: Callable[[Facts], str | None]) -> Row:
+        """Return the row of what the user's own script says; *line* is how, None for nothing."""
+
+        def write(facts: Facts) -> Keys:
+            text = line(facts)
+            if text is not None:
+                facts.notes.append(f"your script: {text}")
+            return {}
+
+        return Row(fields=fields, keys=(), write=write, read=lambda *_: {})
+
+    def one_stage(self) -> tuple[Row, ...]:
+        """Return the rows of a framework whose files know no pipelines."""
+        return (
+            self.only("pp", 1),
+            self.only("num_virtual_stages", 1),
+            self.told(("stages", "schedule"), lambda _: None),
+        )
 
     def held(self, key: str, values: tuple[object, ...]) -> Row:
         """Return the row of a key that no plan speaks of, and that may have these values alone."""
@@ -267,7 +285,8 @@ def read_keys(
                 f"{suggestion(key, known)}"
             )
     values = dict(facts.values)
-    for row in rows:
+    # Keys of no plan are refused first; what a framework does in any case depends on the others.
+    for row in sorted(rows, key=lambda row: 0 if not row.fields else 1 if row.keys else 2):
         so_far = Facts(values, facts.model, facts.stack)
         values |= row.read(keys, so_far)
     return values

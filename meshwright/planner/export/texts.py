@@ -78,6 +78,19 @@ def read_json(text: str) -> Keys:
     return flat(document)
 
 
+def json_keys(keys: Keys) -> str:
+    """Return *keys* as JSON, a table for each section.
+
+    >>> print(json_keys({"a.b": 1}), end="")
+    {
+      "a": {
+        "b": 1
+      }
+    }
+    """
+    return json.dumps(nested(keys), indent=2) + "\n"
+
+
 def yaml_text(keys: Keys) -> str:
     """Return *keys* as YAML, a block for each section.
 
@@ -201,6 +214,7 @@ def read_flags(words: list[str]) -> Keys:
             if name in found:
                 raise PlanError(f"--{name} appears twice")
             found[name] = _number(value) if sign else True
+            name = "" if sign else name
         elif name and found[name] is True:
             found[name] = _number(word)
         elif name:

@@ -48,6 +48,18 @@ REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 PP = "parallelism.pipeline_parallel"
+# What no plan speaks of, and what changes a layout.
+HELD: Mapping[str, object] = {
+    "training.dtype": "float32",
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.expert_parallel_degree": 1,
+    "parallelism.expert_tensor_parallel_degree": 1,
+    "parallelism.disable_loss_parallel": False,
+    "parallelism.enable_async_tensor_parallel": False,
+    f"{PP}_first_stage_less_layers": 1,
+    f"{PP}_last_stage_less_layers": 1,
+    f"{PP}_schedule_csv": "",
+}
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
@@ -86,22 +98,7 @@ def table(version: str) -> tuple[Row, ...]:
         words.rule("sync_each_microbatch", lambda facts: facts.number("pp") == 1),
         *(_toml_rows() if version == TOML else _command_rows()),
         _compile(),
-        *_held_rows(),
-    )
-
-
-def _held_rows() -> tuple[Row, ...]:
-    words = WORDS
-    return (
-        words.held("training.dtype", ("float32",)),
-        words.held("parallelism.context_parallel_degree", (1,)),
-        words.held("parallelism.expert_parallel_degree", (1,)),
-        words.held("parallelism.expert_tensor_parallel_degree", (1,)),
-        words.held("parallelism.disable_loss_parallel", (False,)),
-        words.held("parallelism.enable_async_tensor_parallel", (False,)),
-        words.held(f"{PP}_first_stage_less_layers", (1,)),
-        words.held(f"{PP}_last_stage_less_layers", (1,)),
-        words.held(f"{PP}_schedule_csv", ("",)),
+        *(words.held(key, (value,)) for key, value in HELD.items()),
     )
 
 
