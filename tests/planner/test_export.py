@@ -38,6 +38,14 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
+    "megatron-bridge": [
+        ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], ["--gpus", "64"]),
+        ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel"], ["--gpus", "64"]),
+        ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),
+        ([*LLAMA, "--gpus", "16", "--pp", "2", "--stages", "15,17"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "16", "--recompute", "full", "--micro-batch", "2"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
+    ],
     "deepspeed": [
         ([*SPEED, "--zero", "0", "--precision", "fp16"], SPED),
         ([*SPEED, "--zero", "1", "--micro-batch", "4"], SPED),

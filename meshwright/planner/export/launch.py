@@ -67,7 +67,7 @@ def nodes_of(world_size: int, per_node: int) -> tuple[int, int]:
 
 def job_name(text: str) -> str:
     """Return a name of letters that no scheduler misreads; directives know no quotes."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:70]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:69]
 
 
 def slurm_script(launch: Launch) -> str:

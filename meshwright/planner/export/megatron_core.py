@@ -55,7 +55,7 @@ def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tupl
         words.rule("schedule", _schedule),
         words.rule("reduce_precision", lambda facts: facts.get("gradient_precision")),
         words.rule("sync_each_microbatch", lambda _: False),
-        words.rule("dp_shard", lambda facts: facts.number("dp")),
+        words.rule("dp_shard", lambda facts: facts.get("dp")),
         words.rule("reshard_after_forward", lambda _: None),
         words.only("offload", Offload.NONE),
         words.held(key("context_parallel_size"), (1,)),

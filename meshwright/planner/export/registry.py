@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Strategy, shown, suggestion
-from meshwright.planner.export import accelerate, deepspeed, megatron_lm, torchtitan
+from meshwright.planner.export import (
+    accelerate,
+    deepspeed,
+    megatron_bridge,
+    megatron_lm,
+    torchrun,
+    torchtitan,
+)
 from meshwright.planner.export.framework import Export, Framework
 from meshwright.planner.export.launch import Launch, hand_script, job_name, nodes_of, slurm_script
 from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
@@ -20,7 +27,8 @@ from meshwright.simulator.layout import (
 )
 
 FRAMEWORKS: Mapping[str, Framework] = {
-    each.FRAMEWORK.name: each.FRAMEWORK for each in (megatron_lm, torchtitan, deepspeed, accelerate)
+    each.FRAMEWORK.name: each.FRAMEWORK
+    for each in (megatron_lm, megatron_bridge, torchtitan, deepspeed, accelerate, torchrun)
 }
 BATCH_SCRIPT = "run.sbatch"
 # Fields of which a plan says None where it does what its stack does.
