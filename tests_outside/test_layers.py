@@ -10,6 +10,8 @@ from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchtitan.models.llama3.model import model as llama3
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.models.qwen3.model.model import TransformerBlock
 from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -17,9 +19,10 @@ from witnesses import megatron_job
 from witnesses.boundary import modules_converted, objects_shared, values_answered
 
 from meshwright.hwprofiles import Kernels, Precision, Recompute, load_stack
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
-from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec
+from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec, parse_model
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.outside import load_outside_plans
 from meshwright.validate.programs.megatron import default_dtype
@@ -36,11 +39,33 @@ def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]
     return as_measured(found), Memory.of(found).buffer
 
 
+HEADS = {"head_dim": 128, "qk_norm": "head"}
+HALVES = {"rotary_fraction": 0.5}
+SQUARED = {"activation": "squared relu"}
+
+
+def with_facts(saved: SavedPlan, facts: dict[str, object]) -> SavedPlan:
+    """Return a plan whose model has some facts more."""
+    model = parse_model({**saved.job.transformer.model_dump(), **facts}, origin="plan")
+    return replace(saved, job=replace(saved.job, model=model))
+
+
 @pytest.mark.parametrize(
-    "name", ["megatron zero 0", "megatron tp", "megatron tp sp", "megatron llama interleaved"]
+    ("name", "facts"),
+    [
+        ("megatron zero 0", {}),
+        ("megatron zero 0", SQUARED),
+        ("megatron tp", {}),
+        ("megatron tp", HEADS),
+        ("megatron tp sp", {}),
+        ("megatron tp sp", HEADS),
+        ("megatron llama interleaved", {}),
+        ("megatron llama interleaved", HEADS),
+        ("megatron llama interleaved", HALVES),
+    ],
 )
-def test_a_layer_of_megatrons_local_spec_is_byte_exact(name: str) -> None:
-    saved = PLANS[name].saved()
+def test_a_layer_of_megatrons_local_spec_is_byte_exact(name: str, facts: dict[str, object]) -> None:
+    saved = with_facts(PLANS[name].saved(), facts)
     model, plan = saved.job.transformer, saved.plan
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
     with (
@@ -87,6 +112,20 @@ def torchtitan_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor
     return lambda x: layer(x, angles, None)
 
 
+def torchtitan_qwen3(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
+    """Return a layer of torchtitan's Qwen3."""
+    sizes = Qwen3ModelArgs(
+        dim=model.hidden_size,
+        n_heads=model.num_heads,
+        n_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        hidden_dim=model.ffn_hidden_size,
+    )
+    table = torch.empty(tokens, 2 * model.head_dim, dtype=torch.float32)
+    layer = TransformerBlock(0, sizes)
+    return lambda x: layer(x, table, None)
+
+
 def transformers_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
     """Return a layer of transformers' Llama; its gradients are added where it is under autocast."""
     config = LlamaConfig(
@@ -105,17 +144,20 @@ def transformers_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tens
 
 
 @pytest.mark.parametrize(
-    ("make", "stack"),
+    ("make", "stack", "facts"),
     [
-        (torchtitan_layer, "torchtitan"),
-        (transformers_layer, "fsdp"),
-        (transformers_layer, "ddp"),
+        (torchtitan_layer, "torchtitan", {}),
+        (torchtitan_qwen3, "torchtitan", HEADS),
+        (transformers_layer, "fsdp", {}),
+        (transformers_layer, "ddp", {}),
     ],
 )
 def test_a_layer_of_pytorchs_operators_is_byte_exact(
-    make: Callable[[ModelSpec, int], Callable[[Tensor], Tensor]], stack: str
+    make: Callable[[ModelSpec, int], Callable[[Tensor], Tensor]],
+    stack: str,
+    facts: dict[str, object],
 ) -> None:
-    saved = PLANS["ddp llama"].saved()
+    saved = with_facts(PLANS["ddp llama"].saved(), facts)
     model, tokens = saved.job.transformer, saved.job.seq_len
     profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
     plan = replace(saved.plan, microbatch_size=NUM_SEQUENCES)

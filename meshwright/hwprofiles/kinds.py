@@ -173,3 +173,24 @@ class Strategy(StrEnum):
     MESH = "mesh"
     DATAPARALLEL = "dataparallel"
     PARAMETER_SERVER = "parameter-server"
+
+
+class LayerFact(StrEnum):
+    """What layers and ends of a transformer may have beyond those of GPT and Llama.
+
+    Each is a field of a model, with a value where it has several.
+    """
+
+    ROUTED_EXPERTS = "experts"
+    LATENT_ATTENTION = "latent"
+    HEAD_DIM = "head_dim"
+    HEAD_NORM = "qk_norm=head"
+    WIDTH_NORM = "qk_norm=width"
+    NORM_PLACES = "norm_places"
+    PARALLEL_MLP = "parallel_mlp"
+    ACTIVATION = "activation"
+    ROTARY_FRACTION = "rotary_fraction"
+    ATTENTION_SOFTCAP = "attention_softcap"
+    LOGIT_SOFTCAP = "logit_softcap"
+    SCALED_EMBEDDINGS = "scaled_embeddings"
+    WINDOW = "window"

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.hwprofiles.base import Count, Flag, Profile
-from meshwright.hwprofiles.kinds import Kernels, Units
+from meshwright.hwprofiles.kinds import Kernels, LayerFact, Units
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -57,9 +57,8 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
-        routed_experts: Its layers may have routed experts in the place of the MLP.
-        latent_attention: Its layers may have multi-head latent attention.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -86,8 +85,7 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
-    routed_experts: Flag = Field(default=False, exclude_if=operator.not_)
-    latent_attention: Flag = Field(default=False, exclude_if=operator.not_)
+    layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:
         """Return whether queries, keys and values are one product, if they are *in_model*."""

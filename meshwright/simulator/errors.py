@@ -11,3 +11,9 @@ class TooManyTasksError(PlanError):
 
 class DeadlockError(RuntimeError):
     """A simulated step that stopped early because actions wait for each other."""
+
+
+def shorten(value: object) -> str:
+    """Return a value as it is shown in an error: one line of at most 60 characters."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

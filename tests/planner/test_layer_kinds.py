@@ -25,17 +25,10 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account import message_traffic
-from meshwright.simulator.blocks import (
-    ADDED,
-    BlockMemory,
-    BlockOperators,
-    BlockShape,
-    BlockTable,
-    Ending,
-)
+from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable, Ending
 from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.model import BlockRun, ParameterTensor
-from meshwright.simulator.model.parameters import LAYER_TENSORS
+from meshwright.simulator.model.tensors import LAYER_TENSORS
 
 CLUSTER = load_cluster("dgx-a100")
 
@@ -106,12 +99,10 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             recompute=known.recompute * count,
         )
 
-    def kept(
-        table: BlockTable, shape: BlockShape, kind: str, ending: Ending = ADDED
-    ) -> BlockMemory:
+    def kept(table: BlockTable, shape: BlockShape, kind: str, *ending: Ending) -> BlockMemory:
         if kind not in MADE:
-            return memory(table, shape, kind, ending)
-        made, known = MADE[kind], memory(table, shape, "layer", ending)
+            return memory(table, shape, kind, *ending)
+        made, known = MADE[kind], memory(table, shape, "layer", *ending)
         return known._replace(
             saved=made.layers * known.saved,
             # Its first layer's gradients come when the other layers have freed theirs.

@@ -24,8 +24,10 @@ def stack_for(cluster: Cluster) -> StackProfile:
     return load_stack(MODERN if "te-cudnn" in cluster.device.flash else OLD)
 
 
-def run(model: ModelSpec, cluster: Cluster, *, tp: int, dp: int) -> StepResult:
-    stack = stack_for(cluster)
+def run(
+    model: ModelSpec, cluster: Cluster, *, tp: int, dp: int, stack: StackProfile | None = None
+) -> StepResult:
+    stack = stack or stack_for(cluster)
     has_bf16 = Precision.BF16 in cluster.device.peak_flops_per_s
     job = TrainingJob(
         model=model,
@@ -66,11 +68,13 @@ def test_a_second_node_costs_time_but_adds_throughput(name: str) -> None:
 
 @pytest.mark.parametrize("name", list_models())
 def test_every_model_trains_on_dgx_a100(name: str) -> None:
-    model = load_model(name)
+    model, stack = load_model(name), load_stack(MODERN)
     is_latent = isinstance(model, ModelSpec) and model.latent is not None
     degrees = (1,) if is_latent else (8, 4, 2, 1)
     tp = next(each for each in degrees if model.split_refusal(each) is None)
-    result = run(model, load_cluster("dgx-a100"), tp=tp, dp=8 // tp)
+    if isinstance(model, ModelSpec) and {*model.layer_facts(model.seq_len)} - {*stack.layer_facts}:
+        tp, stack = 1, load_stack("fsdp")
+    result = run(model, load_cluster("dgx-a100"), tp=tp, dp=8 // tp, stack=stack)
     assert 0 < result.mfu_fraction <= result.hfu_fraction < 1
 
 

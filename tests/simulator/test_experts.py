@@ -116,12 +116,12 @@ def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
 @pytest.mark.parametrize(
     ("name", "stack", "changes", "message"),
     [
-        ("mixtral-8x7b", "ddp", {}, "mixtral-8x7b has routed experts, which stack ddp is not"),
+        ("mixtral-8x7b", "ddp", {}, "experts of mixtral-8x7b is not offered by stack ddp; "),
         ("mixtral-8x7b", "torchtitan", {"tp": 2, "dp": 2}, "tp=2 is not offered"),
         ("mixtral-8x7b", "torchtitan", {"dp": 16}, "dp=16 is not offered by stack torchtitan for"),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         ("deepseek-v3", "torchtitan", {}, "stack torchtitan shards layers of one kind; deepseek"),
-        ("deepseek-v3", "fsdp", {}, "deepseek-v3 has latent attention, which stack fsdp is not"),
+        ("deepseek-v3", "fsdp", {}, "latent of deepseek-v3 is not offered by stack fsdp; "),
         ("kimi-k2", "megatron-core", {"tp": 2, "sequence_parallel": True}, "tp=2 is not offered"),
     ],
 )

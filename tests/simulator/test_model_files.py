@@ -195,6 +195,57 @@ QWEN2_CONFIG: dict[str, object] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_CONFIG: dict[str, object] = {
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 64,
+    "model_type": "qwen3",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rope_scaling": {"original_max_position_embeddings": 4096, "rope_type": "yarn"},
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# What the released file says; the rest is left to the configuration class.
+GEMMA3_CONFIG: dict[str, object] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "model_type": "gemma3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+NEOX_CONFIG: dict[str, object] = {
+    "hidden_act": "gelu_fast",
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 44,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50432,
+}
 BERT_CONFIG: dict[str, object] = {
     "attention_probs_dropout_prob": 0.1,
     "hidden_act": "gelu",
@@ -246,7 +297,7 @@ def test_data_folder_holds_the_built_in_models_each_once() -> None:
     [
         (GPT2_CONFIG, "gpt2"), (BLOOM_CONFIG, "bloom-176b"), (LLAMA_CONFIG, "llama3-8b"),
         (OPT_CONFIG, "opt-125m"), (MISTRAL_CONFIG, "mistral-7b"), (QWEN2_CONFIG, "qwen2-0.5b"),
-        (BERT_CONFIG, "bert-large"),
+        (BERT_CONFIG, "bert-large"), (QWEN3_CONFIG, "qwen3-32b"), (GEMMA3_CONFIG, "gemma3-27b"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -277,6 +328,15 @@ def test_opt_positions_start_at_two_and_biases_switch_off_together(tmp_path: Pat
 def test_qwen2_may_list_the_kind_of_each_layer(tmp_path: Path) -> None:
     kinds = {"layer_types": ["full_attention"] * 24}
     assert load_config(tmp_path, {**QWEN2_CONFIG, **kinds}).num_layers == 24
+
+
+def test_windows_and_widths_of_heads_are_read(tmp_path: Path) -> None:
+    chosen = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 22}
+    model = load_config(tmp_path, {**QWEN2_CONFIG, **chosen})
+    assert (model.window, model.layer_runs) == (512, (("layer", 22), ("windowed layer", 2)))
+    assert load_config(tmp_path, MISTRAL_CONFIG).layer_runs == (("windowed layer", 32),)
+    wide = load_config(tmp_path, {**LLAMA_CONFIG, "head_dim": 256})
+    assert (wide.head_dim, wide.query_hidden_size, wide.hidden_size) == (256, 8192, 4096)
 
 
 def test_dropout_is_read_from_the_config(tmp_path: Path) -> None:
@@ -315,6 +375,7 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (LLAMA_CONFIG, {"model_type": "mamba"},
          "model_type='mamba' is not supported; supported: bert, bloom, deepseek_v2, "),
         (MIXTRAL_CONFIG, {"num_experts_per_tok": 9}, "experts_per_token=9 are more than the 8"),
+        (MIXTRAL_CONFIG, {"sliding_window": 4096}, "window=4096 does not go with experts"),
         (MIXTRAL_CONFIG, {"moe_layer_freq": 2}, "'moe_layer_freq'=2 is not supported"),
         (DEEPSEEK_CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; it must be 1"),
         (DEEPSEEK_CONFIG, {"attention_bias": True}, "attention_bias=True is not supported"),
@@ -333,7 +394,6 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (LLAMA_CONFIG, {"hidden_size": None}, "hidden_size is missing"),
         (LLAMA_CONFIG, {"num_hidden_layers": -1}, "num_hidden_layers=-1 must be an integer of at"),
         (LLAMA_CONFIG, {"num_hidden_layers": 10**12}, "num_layers=1000000000000: input should be"),
-        (LLAMA_CONFIG, {"head_dim": 256}, "head_dim=256 times 32 heads must equal"),
         (LLAMA_CONFIG, {"num_key_value_heads": 5}, "num_kv_heads=5 does not divide num_heads=32"),
         (LLAMA_CONFIG, {"mlp_bias": 1}, "mlp_bias=1 must be true or false"),
         (LLAMA_CONFIG, {"rope_scaling": "llama3"}, "rope_scaling='llama3' must be an object"),
@@ -350,9 +410,13 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (OPT_CONFIG, {"layer_norm_elementwise_affine": False}, "affine=False is not supported"),
         (OPT_CONFIG, {"layerdrop": 0.1}, "layerdrop=0.1 is not supported; it must be 0"),
         (MISTRAL_CONFIG, {"num_key_value_heads": None}, "num_key_value_heads is missing"),
-        (MISTRAL_CONFIG, {"head_dim": 160}, "head_dim=160 times 32 heads must equal"),
-        (QWEN2_CONFIG, {"use_sliding_window": True}, "'use_sliding_window'=True is not supported"),
-        (QWEN2_CONFIG, {"layer_types": ["sliding_attention"]}, "each must be 'full_attention'"),
+        (QWEN2_CONFIG, {"layer_types": ["sliding_attention"] * 24}, "each must be 'full_attent"),
+        (QWEN2_CONFIG, {"layer_types": ["full_attention"]}, "must have one entry a layer"),
+        (QWEN2_CONFIG, {"layer_types": ["linear_attention"]}, "each must be of sliding_attention"),
+        (GEMMA3_CONFIG, {"text_config": None}, "text_config is missing"),
+        (GEMMA3_CONFIG, {"text_config": {"num_experts": 8}}, "'num_experts'=8 is not supported"),
+        (NEOX_CONFIG, {"rotary_pct": 0.3}, "rotary_fraction=0.3 turns 28.8 of head_dim=96; it"),
+        (NEOX_CONFIG, {"rotary_pct": -1}, "rotary_pct=-1 must be a number of at least 0"),
         (BERT_CONFIG, {"is_decoder": True}, "is_decoder=True is not supported for BERT"),
         (BERT_CONFIG, {"position_embedding_type": "relative_key"}, "it must be 'absolute'"),
         (BERT_CONFIG, {"position_embedding_type": 1}, "position_embedding_type=1 must be a text"),

@@ -42,6 +42,7 @@ def llama(heads: int, kv_heads: int, ffn: int, **fields: object) -> ModelSpec:
         "num_layers": 4,
         "hidden_size": 8 * heads,
         "num_heads": heads,
+        "head_dim": 8,
         "num_kv_heads": kv_heads,
         "ffn_hidden_size": ffn,
     }

@@ -421,7 +421,7 @@ def test_tensor_parallelism_over_nodes_is_named() -> None:
 
 
 def test_misaligned_matrices_are_named_in_16_bit_alone() -> None:
-    odd = GPT2.model_copy(update={"hidden_size": 12 * 60})
+    odd = GPT2.model_copy(update={"hidden_size": 12 * 60, "head_dim": 60})
     job = TrainingJob(model=odd, global_batch_size=8, seq_len=1024)
     expected = "head dim = 60 is not a multiple of 8: its matrix products run slowly"
     plan = make_plan(odd)

@@ -170,7 +170,7 @@ def attended(
         batch = Dim("batch", sequences)
         inputs = [block.tensor(each.name, dims.tokens, batch, each) for each in widths]
         query, key, value = inputs
-        heads = Heads(dims.heads, dims.tokens, causal=True, drops=drops)
+        heads = Heads(dims.heads, dims.tokens, int(dims.tokens.size), causal=True, drops=drops)
         with block.module(*inputs):
             (scored if unfused else flash)(block, query, key, value, heads)
         return inputs

@@ -339,7 +339,8 @@ def test_a_stage_keeps_its_input_and_not_its_output() -> None:
     ("stack", "temporary"), [("megatron-lm-2021", 4), ("megatron-lm-2022", 0), ("megatron-core", 0)]
 )
 def test_an_update_copies_16_bit_gradients_alone(stack: str, temporary: int) -> None:
-    model = TINY.model_copy(update={"hidden_size": 256, "ffn_hidden_size": 1024})
+    sizes = {"hidden_size": 256, "head_dim": 256 // TINY.num_heads, "ffn_hidden_size": 1024}
+    model = TINY.model_copy(update=sizes)
     job = TrainingJob(model=model, global_batch_size=1, seq_len=2)
     plan = ParallelPlan(tp=1, stages=(4,))
     program, oracle = second_step(request(job, plan, stack))

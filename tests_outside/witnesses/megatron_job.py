@@ -1,6 +1,6 @@
 """Megatron-Core's own GPT, buckets, optimizer and schedules, one rank of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.simulator.model import padded_vocab_size
+from meshwright.simulator.model import ModelSpec, padded_vocab_size
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
 from witnesses.boundary import gpu_answers
@@ -22,6 +22,7 @@ from witnesses.groups import groups_of
 apex.install()  # before Megatron-Core, which looks for it
 
 from megatron.core import optimizer, parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -192,6 +193,7 @@ class MegatronJob:
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
+            rotary_percent=model.rotary_fraction,
             vp_stage=stage,
         )
         if job.precision is Precision.BF16:
@@ -238,6 +240,13 @@ RECOMPUTE = {
 }
 
 
+def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return what Megatron-Core's MLP of a model is given."""
+    if model.activation == "squared relu":
+        return squared_relu
+    return functional.silu if model.gated_mlp else functional.gelu
+
+
 def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfig:
     """Return Megatron-Core's configuration of a plan."""
     model = job.transformer
@@ -249,11 +258,13 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        qk_layernorm=model.qk_norm == "head",
         ffn_hidden_size=model.ffn_hidden_size,
         add_bias_linear=model.mlp_bias,
         add_qkv_bias=model.attention_bias,
         gated_linear_unit=model.gated_mlp,
-        activation_func=functional.silu if model.gated_mlp else functional.gelu,
+        activation_func=activation_of(model),
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         hidden_dropout=dropout,
         attention_dropout=dropout,

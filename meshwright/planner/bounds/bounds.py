@@ -32,7 +32,7 @@ from meshwright.planner.space import (
 )
 from meshwright.simulator import CostModel
 from meshwright.simulator.layout import Mesh
-from meshwright.simulator.ledger import leaves_sums, price, tied_table
+from meshwright.simulator.ledger import left_sums, price, tied_table
 from meshwright.simulator.replication import WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
 
@@ -48,7 +48,7 @@ class StepBounds:
         self._costs = costs
         self._times = ShapeTimes.empty(table)
         self._data_parallel = DataParallelCosts(costs)
-        self._leaves_sums = np.array([leaves_sums(shape) for shape in table.shapes], np.int64)
+        self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
         self._ways = WayTable.of(space.pipelines)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
@@ -104,7 +104,7 @@ class StepBounds:
         # Of a layout's other choices none moves these times: layouts that share them share a row.
         names = ("tp", "dp", "zero_stage", *SWITCHES)
         columns = [self._space.column(name)[indices] for name in names]
-        leaves = self._leaves_sums[self._table.index[indices]]
+        leaves = self._left_sums[self._table.index[indices]]
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
         return [self._shared(index) for index in indices[first].tolist()], member
 

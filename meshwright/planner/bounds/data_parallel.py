@@ -14,7 +14,7 @@ from meshwright.simulator.ledger import (
     bucket_exchanges,
     gradient_norm,
     gradient_reductions,
-    leaves_sums,
+    left_sums,
     parameter_gathers,
     price,
     sums_first,
@@ -230,7 +230,7 @@ class DataParallelCosts:
         return price(self._costs, exchange(parameters, wire, replication)).time_ps
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes) -> int:
-        key = (shape.tp, leaves_sums(shape), stages, wire.reduce_bytes)
+        key = (shape.tp, left_sums(shape), stages, wire.reduce_bytes)
         if key not in self._sums_ps:
             sums = tensor_sums(shape, stages, wire, self._costs.tp_span(shape.tp))
             self._sums_ps[key] = price(self._costs, sums).time_ps

@@ -91,13 +91,9 @@ def _schedule_facts(schedule: Schedule) -> Facts:
 
 
 def _record_facts(record: BaseModel, prefix: str = "") -> Facts:
-    """Yield every field of a record, those of records inside it with a dotted name.
-
-    A part that a record does without, such as experts, is left out.
-    """
-    for field, declared in type(record).model_fields.items():
-        if declared.exclude_if is not None and declared.exclude_if(getattr(record, field)):
-            continue
+    """Yield each field of a record that is written down, those inside with a dotted name."""
+    written = record.model_dump()
+    for field in filter(written.__contains__, type(record).model_fields):
         yield from _value_facts(f"{prefix}{field}", getattr(record, field))
 
 

@@ -21,6 +21,7 @@ from meshwright.planner.space import (
     lacks,
 )
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob
+from meshwright.simulator.layout import attention_kernels
 from meshwright.simulator.memory import usable_bytes
 
 MAX_GPUS = 10_000_000
@@ -108,7 +109,8 @@ def _with_kernels(
     is_asked = limits.values("attention") is not None
     if is_asked or has_kernel or not isinstance(job.model, ModelSpec):
         return limits
-    kernels = tuple(each for each in stack.attention_kernels if each is not Attention.FLASH)
+    offered = attention_kernels(job.model, stack)
+    kernels = tuple(each for each in offered if each is not Attention.FLASH)
     return limits.pinned(attention=kernels or (stack.attention,))
 
 

@@ -40,13 +40,14 @@ from meshwright.simulator.layout import (
     SEARCHED_FIELDS,
     Axis,
     PlanField,
+    attention_kernels,
     divides,
     known_values,
     model_refusal,
     model_stages,
     stack_gaps,
 )
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import AnyModel
 
 # Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
@@ -354,7 +355,7 @@ def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tu
     if field.name == "zero_stage":
         return tuple(sorted({0, 1, *stack.zero_stages}))
     if field.name == "attention":
-        return stack.attention_kernels if isinstance(job.model, ModelSpec) else (stack.attention,)
+        return attention_kernels(job.model, stack)
     known = known_values(field, job.model)
     alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
     return tuple(each for each in (known or field.choices) if each not in alone)

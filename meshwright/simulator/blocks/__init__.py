@@ -20,6 +20,7 @@ from meshwright.simulator.blocks.operators import (
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
+from meshwright.simulator.blocks.spelling import spelling_of
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "hardware_flops",
     "makes_gradients",
     "model_flops",
+    "spelling_of",
     "step_cast_bytes",
     "sum_flops",
     "walk",

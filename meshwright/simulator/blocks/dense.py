@@ -5,12 +5,17 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Attention
 from meshwright.simulator.blocks.parts import latent_attention, routed
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.spelling import heads_apart, spelling_of
 from meshwright.simulator.graph import (
+    Activation,
     Block,
     Dim,
+    Gradient,
     Heads,
     Linear,
     Placement,
+    Rotary,
+    RotaryFormula,
     Size,
     Tensor,
     activation,
@@ -27,12 +32,15 @@ from meshwright.simulator.graph import (
     row,
     scored,
     share,
+    view,
 )
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER, BlockKind, ModelSpec
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
+
+PUT_TOGETHER = {RotaryFormula.NEOX, RotaryFormula.PHI3, RotaryFormula.GLM4}
 
 
 class Columns(NamedTuple):
@@ -53,6 +61,8 @@ class LayerDims(NamedTuple):
     batch: Dim
     hidden: Dim
     heads: Dim
+    groups: Dim
+    head: Dim
     queries: Dim
     keys: Dim
     values: Dim
@@ -75,7 +85,9 @@ class LayerDims(NamedTuple):
             batch=Dim("batch", columns.microbatch_size),
             hidden=Dim("hidden", model.hidden_size),
             heads=Dim("heads", model.num_heads),
-            queries=Dim("queries", model.hidden_size, width),
+            groups=Dim("key heads", model.num_kv_heads, 1),
+            head=Dim("head", width),
+            queries=Dim("queries", model.query_hidden_size, width),
             keys=Dim("keys", model.kv_hidden_size, width),
             values=Dim("values", model.kv_hidden_size, width),
             gate=Dim("mlp gate", model.ffn_hidden_size),
@@ -97,43 +109,84 @@ class LayerDims(NamedTuple):
 
 
 def layer(
-    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, *, has_experts: bool = False
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind = TRANSFORMER_LAYER
 ) -> Tensor:
-    """Return the tokens after a layer, with routed experts or an MLP."""
-    model, last = shape.model, _experts if has_experts else _mlp
+    """Return the tokens after a layer of one kind, with routed experts or an MLP."""
+    model, entered = shape.model, x
     first = _attention if model.latent is None else _latent
-    entered, centers = x, model.norm == "layernorm"
+    last = _experts if kind == EXPERT_LAYER else _mlp
+    seen = model.seen_tokens(kind, shape.seq_len)
+    if model.parallel_mlp != "no":
+        return _side_by_side(block, x, shape, dims, seen)
     with block.part("layer"):
-        y = first(block, norm(block, x, "attention norm", centers=centers), shape, dims)
+        y = _normed(block, x, "attention norm", shape, "before")
+        y = first(block, y, shape, dims, seen)
+        y = _normed(block, y, "attention output norm", shape, "after")
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        y = last(block, norm(block, x, "mlp norm", centers=centers), shape, dims)
+        y = last(block, _normed(block, x, "mlp norm", shape, "before"), shape, dims)
+        y = _normed(block, y, "mlp out norm", shape, "after")
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
         block.hold(entered, x)
         return out
 
 
-def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return self-attention of normalised tokens."""
-    model = shape.model
+def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, place: str) -> Tensor:
+    """Return *x* normalised, where the model has a norm in that *place*."""
+    if shape.model.norm_places not in {place, "both"}:
+        return x
+    if place == "before":
+        return normed(block, x, name, shape)
     with block.module(x):
-        is_unfused = shape.attention is Attention.UNFUSED
-        bias = Linear(bias=model.attention_bias, counts_bias=not is_unfused)
-        query, key, value = columns(block, x, dims.queries, dims.keys, dims.values, linear=bias)
-        if block.lowering.fuses_products and model.num_kv_heads < model.num_heads:
-            query = copy(block, query, "queries apart")  # a view of them is not one stretch
+        return normed(block, x, name, shape)
+
+
+def normed(block: Block, x: Tensor, name: str, shape: BlockShape) -> Tensor:
+    """Return *x* normalised as a model does it."""
+    centers = shape.model.norm == "layernorm"
+    return norm(block, x, name, centers=centers, formula=spelling_of(shape).norm)
+
+
+def _side_by_side(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+    """Return the tokens after a layer whose attention and MLP read the same ones."""
+    model, spelling = shape.model, spelling_of(shape)
+    with block.part("layer"):
+        first = second = normed(block, x, "attention norm", shape)
+        if model.parallel_mlp == "two norms" and spelling.norms_first:
+            second = normed(block, x, "mlp norm", shape)
+        attended = _attention(block, first, shape, dims, seen)
+        if model.parallel_mlp == "two norms" and not spelling.norms_first:
+            second = normed(block, x, "mlp norm", shape)
+        y = _mlp(block, second, shape, dims)
+        if spelling.norms_first:
+            slopes = [Gradient(each, hands_on=True) for each in (y, attended)]
+            both = y.like("both", base=y.storage)
+            block.add([y, attended], [both], slopes, block.traffic(y, y, attended))
+        else:
+            both = residual(block, attended, y, bias=False, drops=False)
+        out = residual(block, both, x, bias=False, drops=False)
+        named = (first, second) if spelling.norms_first else ()
+        block.hold(x, attended, y, *named)
+        return out
+
+
+def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+    """Return self-attention of normalised tokens, each to as many as it has *seen* at most."""
+    model, spelling = shape.model, spelling_of(shape)
+    is_unfused = shape.attention is Attention.UNFUSED
+    with block.module(x):
+        query, key, value = _projected(block, x, shape, dims)
         if model.positions == "rotary":
-            given = query, key
-            query, key = rotary(block, *given)
-            if block.lowering.is_eager:  # they have names until it returns
-                block.argument(*(given if block.lowering.is_local else ()), query, key)
-            key, query = (cast(block, x, f"{x.name} cast", block.width) for x in (key, query))
+            query, key = _turned(block, query, key, Rotary(model.rotary_dim, spelling.rotary))
         given = key, value
         if block.lowering.copies_operands and _leaves_gaps(model):
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
-        heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
+        heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
         attend = scored if is_unfused else flash
         with block.part("core"):
             context = attend(block, query, key, value, heads)
+        if model.positions == "rotary" and spelling.rotary in PUT_TOGETHER:
+            # What puts a head together lays all out head by head, and so does attention.
+            context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)
         block.hold(query, key, value, *given)
@@ -143,17 +196,63 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> T
         return y
 
 
-def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
     """Return latent attention of normalised tokens."""
     model = shape.model
     assert model.latent is not None
-    heads = Heads(dims.heads, dims.tokens, causal=model.causal, drops=model.dropout)
+    heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
     attend = scored if shape.attention is Attention.UNFUSED else flash
 
     def core(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(block, query, key, value, heads)
 
     return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
+
+
+def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> list[Tensor]:
+    """Return queries, keys and values, the first two perhaps normalised."""
+    model, spelling = shape.model, spelling_of(shape)
+    parts = dims.queries, dims.keys, dims.values
+    counts_bias = shape.attention is not Attention.UNFUSED
+    bias = Linear(bias=model.attention_bias, counts_bias=counts_bias, fuses=spelling.fuses_qkv)
+    found = columns(block, x, *parts, linear=bias, packed=spelling.fuses_qkv)
+    if spelling.fuses_qkv:
+        found = heads_apart(block, found[0], spelling.packing, *parts)
+    query, key, value = found
+    is_view = block.lowering.fuses_products and not spelling.fuses_qkv
+    if is_view and model.num_kv_heads < model.num_heads:
+        query = copy(block, query, "queries apart")  # a view of them is not one stretch
+    if model.qk_norm != "none":
+        query, key = _normed_heads(block, query, key, shape, dims)
+    return [query, key, value]
+
+
+def _turned(block: Block, query: Tensor, key: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
+    """Return queries and keys turned by their positions, in the block's format."""
+    given = query, key
+    query, key = rotary(block, *given, how=how)
+    if block.lowering.is_eager:  # they have names until it returns
+        block.argument(*(given if block.lowering.is_local else ()), query, key)
+    key, query = (cast(block, x, f"{x.name} cast", block.width) for x in (key, query))
+    return query, key
+
+
+def _normed_heads(
+    block: Block, query: Tensor, key: Tensor, shape: BlockShape, dims: LayerDims
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys normalised, each head of them or all heads together."""
+    found = []
+    for x, name, heads in ((query, "query norm", dims.heads), (key, "key norm", dims.groups)):
+        width = x.dims[-1]
+        with block.module(x):
+            if shape.model.qk_norm == "head":
+                by_heads = view(block, x, *x.dims[:-1], heads, dims.head, renamed=(width, heads))
+                y = normed(block, by_heads, name, shape)
+                y = view(block, y, *x.dims, renamed=(heads, width))
+            else:
+                y = normed(block, x, name, shape)
+        found.append(y)
+    return found[0], found[1]
 
 
 def _leaves_gaps(model: ModelSpec) -> bool:
@@ -168,9 +267,11 @@ def _leaves_gaps(model: ModelSpec) -> bool:
 
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the MLP of normalised tokens."""
-    model, bias = shape.model, Linear(bias=shape.model.mlp_bias)
-    widths = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
-    return _feed_forward(block, x, dims, Widths(widths, dims.inner), bias)
+    model = shape.model
+    bias = Linear(bias=model.mlp_bias, fuses=spelling_of(shape).fuses_mlp)
+    parts = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
+    widths = Widths(parts, dims.inner, Activation(model.activation))
+    return _feed_forward(block, x, dims, widths, bias)
 
 
 def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -188,10 +289,11 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
 
 
 class Widths(NamedTuple):
-    """Outputs of an MLP's first products, and inputs of its last."""
+    """Outputs of an MLP's first products, inputs of its last, and what is between them."""
 
     parts: tuple[Dim, ...]
     inner: Dim
+    activation: Activation = Activation.USUAL
 
 
 def _feed_forward(
@@ -209,7 +311,9 @@ def _feed_forward(
         inner = columns(block, x, *widths.parts, linear=linear, packed=True)
         if apart and bias.bias:
             inner = [biased(block, each, "mlp in") for each in inner]
-        hidden = activation(block, *inner, parts=widths.parts, last=widths.inner)
+        hidden = activation(
+            block, *inner, parts=widths.parts, last=widths.inner, kind=widths.activation
+        )
         y = row(block, hidden, dims.hidden, name, dims.outside, bias)
         block.hold(hidden)
         return y

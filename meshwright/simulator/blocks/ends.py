@@ -1,6 +1,6 @@
 """The ends of a language model: from token ids to activations, and from these to a loss."""
 
-from meshwright.simulator.blocks.dense import LayerDims
+from meshwright.simulator.blocks.dense import LayerDims, normed
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
@@ -10,12 +10,12 @@ from meshwright.simulator.graph import (
     Dim,
     Gradient,
     Linear,
+    Reads,
     Tensor,
     Traffic,
     columns,
     copy,
     dropout,
-    norm,
     place,
     pointwise,
     whole_product,
@@ -36,6 +36,8 @@ def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     model, stack = shape.model, shape.stack
     stream = dims.stream(block, shape)
     x = _looked_up(block, shape, dims)
+    if model.scaled_embeddings:
+        x = pointwise(block, "scaled embedding", x, reads=Reads.NOTHING)
     if model.positions == "learned":
         x = place(block, x, dims.outside if stack.scatters_positions else {})
         x = _with_rows(block, x, POSITIONS, model.max_positions, stream)
@@ -43,7 +45,7 @@ def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     if model.token_types:
         x = _with_rows(block, x, "token types", model.token_types, stream)
     if model.embedding_norm:
-        x = norm(block, x, "embedding norm", centers=model.norm == "layernorm")
+        x = normed(block, x, "embedding norm", shape)
     if model.dropout:
         moved = Traffic(DROPPED_BYTES * stream.numel)
         x = dropout(block, x, "embedding dropout", (moved, moved))
@@ -105,11 +107,18 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
         x = whole_product(block, x, Dim("mlm dense", model.hidden_size), "mlm dense", bias=True)
         x = pointwise(block, "mlm activation", x)
     name = "mlm norm" if model.mlm_head else "final norm"
-    x = norm(block, x, name, centers=model.norm == "layernorm")
+    x = normed(block, x, name, shape)
     linear = Linear(bias=model.mlm_head, in_layer=False, shared=model.tied_embeddings)
     with block.module(x):
         (logits,) = columns(block, x, dims.vocabulary, linear=linear)
-    return logits
+    return _capped(block, logits) if model.logit_softcap else logits
+
+
+def _capped(block: Block, logits: Tensor) -> Tensor:
+    """Return ``c tanh(logits / c)``."""
+    scaled = pointwise(block, "logits scaled", logits, reads=Reads.NOTHING)
+    bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
+    return pointwise(block, "capped logits", bent, reads=Reads.NOTHING)
 
 
 def _pooled(block: Block, stream: Tensor) -> Tensor:

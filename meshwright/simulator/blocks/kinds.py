@@ -1,6 +1,7 @@
 """The kinds of blocks by name, how a stack runs them, and a walk through one of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
@@ -30,6 +31,7 @@ from meshwright.simulator.model import (
     EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
     BlockKind,
     ChainModel,
     ImageModel,
@@ -52,15 +54,11 @@ class Written(NamedTuple):
     first: Tensor
 
 
-def _layer(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+def _layer(
+    block: Block, shape: BlockShape, dims: LayerDims, kind: BlockKind = TRANSFORMER_LAYER
+) -> Tensor:
     x = dims.stream(block, shape)
-    layer(block, x, shape, dims)
-    return x
-
-
-def _expert_layer(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
-    x = dims.stream(block, shape)
-    layer(block, x, shape, dims, has_experts=True)
+    layer(block, x, shape, dims, kind)
     return x
 
 
@@ -87,7 +85,8 @@ OUTPUT: BlockKind = "output"  # a head without its loss
 BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     EMBEDDING: _embedding,
     TRANSFORMER_LAYER: _layer,
-    EXPERT_LAYER: _expert_layer,
+    WINDOWED_LAYER: partial(_layer, kind=WINDOWED_LAYER),
+    EXPERT_LAYER: partial(_layer, kind=EXPERT_LAYER),
     HEAD: _head,
     OUTPUT: _output,
 }

@@ -1,10 +1,12 @@
 """FLOPs of a step by the usual convention: matrix products, full attention, no recomputation.
 
-Per token, forward: ``2 (2 h (h + g) + k h f)`` a layer for the linear products, ``4 s h`` for
-attention over all s keys (not halved for causality), ``2 h V`` for the head and ``2 h^2`` more
-for that of BERT, whose pooler (one token a sequence) is left out, both of scored positions only;
-backward is twice that.  For a GPT this is ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et
-al. 2021, arXiv 2104.04473, appendix; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+Per token, forward: ``2 (h (2 q + 2 g) + k h f)`` a layer for the linear products, with the widths q
+of queries (h, unless a head's width is given) and g of keys; for attention ``4 s q`` over all s
+keys (not halved for causality), or ``4 min(s, w) q`` in a layer with a window of w (a whole band);
+``2 h V`` for the head and ``2 h^2`` more for that of BERT, whose pooler (one token a sequence) is
+left out, both of scored positions only; backward is twice that.  For a GPT this is
+``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473, appendix;
+Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 Of routed experts those count that a token is sent to; latent attention has head dims of its own.
 Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
 """

@@ -65,8 +65,12 @@ class ImplicitGemm(NamedTuple):
 class FlashAttention(NamedTuple):
     """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
-    Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
+    One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
+    many.  Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
     more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).
+
+    >>> FlashAttention("band", 1, 8, 1, window=2).flops, 2 * (8**2 - 6**2)
+    (56, 56)
     """
 
     name: str
@@ -75,12 +79,14 @@ class FlashAttention(NamedTuple):
     head_dim: int
     backward: bool = False
     causal: bool = True
+    window: int = 0
 
     @property
     def flops(self) -> int:
         """Operations with the masked half left out."""
         halves = (5 if self.backward else 2) * (1 if self.causal else 2)
-        return halves * self.batch_heads * self.seq_len**2 * self.head_dim
+        skipped = self.seq_len - self.window if self.window else 0
+        return halves * self.batch_heads * (self.seq_len**2 - skipped**2) * self.head_dim
 
 
 class MemoryBound(NamedTuple):

@@ -99,14 +99,7 @@ class PricedBlock(NamedTuple):
         products = _products(steps, merges=merges)
         calls = _collectives(self.found, steps, products)
         flash = [
-            FlashAttention(
-                "attention",
-                batch_heads=_number(step.work.scores) // self.shape.seq_len**2,
-                seq_len=self.shape.seq_len,
-                head_dim=_head_dim(step.work, phase),
-                backward=phase is Phase.BACKWARD,
-                causal=self.shape.model.causal,
-            )
+            _flash(self.shape, self.kind, step.work, phase)
             for step in steps
             if isinstance(step.work, FusedAttention)
         ]
@@ -263,6 +256,22 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
     if phase is not Phase.BACKWARD:
         return one._replace(n=one.n + n)
     return one._replace(k=one.k + k) if number == 0 else one._replace(m=one.m + m)
+
+
+def _flash(
+    shape: BlockShape, kind: BlockKind, work: FusedAttention, phase: Phase
+) -> FlashAttention:
+    model, seq_len = shape.model, shape.seq_len
+    seen = model.seen_tokens(kind, seq_len)
+    return FlashAttention(
+        "attention",
+        batch_heads=_number(work.scores) // (seq_len * seen),
+        seq_len=seq_len,
+        head_dim=_head_dim(work, phase),
+        backward=phase is Phase.BACKWARD,
+        causal=model.causal,
+        window=seen if seen < seq_len else 0,
+    )
 
 
 def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:

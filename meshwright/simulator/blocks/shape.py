@@ -137,7 +137,7 @@ class BlockShape:
     @property
     def local_width(self) -> int:
         """Width of the queries of one rank."""
-        return self.model.hidden_size // self.tp
+        return self.model.query_hidden_size // self.tp
 
     @property
     def local_ffn_width(self) -> int:

@@ -1,6 +1,13 @@
 """A block written once: operators over tensors with named dims, and what a walk derives of it."""
 
-from meshwright.simulator.graph.attention import Heads, flash, rotary, scored
+from meshwright.simulator.graph.attention import (
+    Heads,
+    Rotary,
+    RotaryFormula,
+    flash,
+    rotary,
+    scored,
+)
 from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
@@ -31,6 +38,8 @@ from meshwright.simulator.graph.order import Repetition
 from meshwright.simulator.graph.pointwise import (
     NUMBER_BYTES,
     STATISTIC_BYTES,
+    Activation,
+    NormFormula,
     Reads,
     activation,
     biased,
@@ -68,6 +77,7 @@ __all__ = [
     "NUMBER_BYTES",
     "PARTIAL",
     "STATISTIC_BYTES",
+    "Activation",
     "Backward",
     "Block",
     "Convolution",
@@ -81,12 +91,15 @@ __all__ = [
     "Lowering",
     "Memory",
     "Mesh",
+    "NormFormula",
     "Operator",
     "Phase",
     "Placement",
     "Product",
     "Reads",
     "Repetition",
+    "Rotary",
+    "RotaryFormula",
     "Size",
     "Step",
     "Tape",

@@ -1,6 +1,7 @@
 """Attention in one kernel, and with its scores in memory."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshwright.simulator.graph.pointwise import (
     Reads,
     cast,
     copy,
+    cut,
     dropout,
     last_dim,
     pointwise,
@@ -22,20 +24,61 @@ from meshwright.simulator.graph.tensors import Dim, Tensor
 
 
 class Heads(NamedTuple):
-    """What attention is over: heads and tokens that are seen; how scores are masked and dropped."""
+    """What attention is over, and how scores are masked and dropped.
+
+    Args:
+        heads: Of the queries.
+        tokens: That keys and values are there of.
+        seen: How many of them a query sees at most: fewer where there is a window.
+        causal: Only earlier ones.
+        drops: Probabilities are dropped.
+    """
 
     heads: Dim
     tokens: Dim
+    seen: int
     causal: bool
     drops: bool
 
 
-def rotary(block: Block, *given: Tensor) -> list[Tensor]:
+class RotaryFormula(StrEnum):
+    """How transformers turns heads: whole (LLAMA), or cut in what is turned and what is not.
+
+    Of NEOX and GLM4 queries and keys are turned before either is put together, of PHI3 after; GLM4
+    turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
+    torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
+    """
+
+    LLAMA = "llama"
+    NEOX = "neox"
+    PHI3 = "phi3"
+    GLM4 = "glm4"
+    TABLE = "table"
+
+
+class Rotary(NamedTuple):
+    """How far positions turn each head, 0 for all of it, and how where that is spelled out."""
+
+    width: int = 0
+    formula: RotaryFormula = RotaryFormula.LLAMA
+
+
+WHOLE_HEADS = Rotary()
+
+
+def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tensor]:
     """Return queries and keys turned by their positions."""
     lowering = block.lowering
     if not lowering.is_eager:
         turned = [pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given]
-    elif lowering.is_local or lowering.spells_out:
+    elif lowering.is_local:
+        turned = [_beside_rest(block, x, how.width) for x in given]
+    elif how.formula is RotaryFormula.TABLE:
+        angles = _repeated_angles(block, given[0], how)
+        turned = [_by_halves(block, x, *angles) for x in given]
+    elif how.formula is not RotaryFormula.LLAMA:
+        turned = _by_parts(block, given, how)
+    elif lowering.spells_out:
         turned = [_by_halves(block, x) for x in given]
     else:
         turned = _by_complex_numbers(block, given)
@@ -61,40 +104,80 @@ def _by_complex_numbers(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
     return narrow
 
 
-def _by_halves(block: Block, x: Tensor) -> Tensor:
-    """Return ``x cos + (-second half, first half) sin``.
+def _by_parts(block: Block, given: Sequence[Tensor], how: Rotary) -> list[Tensor]:
+    """Return each of *given* with a part of each head turned, and the rest behind it."""
+    cuts = [_cut_heads(block, x, how.width) for x in given]
+    repeated = _repeated_angles(block, given[0], how) if how.formula is RotaryFormula.GLM4 else ()
+    if how.formula is RotaryFormula.PHI3:
+        return [_together(block, x, _by_halves(block, part), rest) for x, part, rest in cuts]
+    turned = [_by_halves(block, part, *repeated) for _, part, _ in cuts]
+    return [
+        _together(block, x, each, rest) for each, (x, _, rest) in zip(turned, cuts, strict=True)
+    ]
 
-    Megatron-Core makes cosines and sines for each tensor, and cuts off before and puts behind it
-    what has no positions, which is nothing here (core/models/common/embeddings/rope_utils.py).
-    Those of transformers are there before, and in fp32 under autocast.
+
+def _beside_rest(block: Block, x: Tensor, width: int) -> Tensor:
+    """Return *x* turned as Megatron-Core does it, which cuts off what has no positions.
+
+    It does so where that is nothing, too: an empty view whose gradient is as large as *x*
+    (core/models/common/embeddings/rope_utils.py).
+    """
+    if 0 < width < int(x.dims[-1].grain):
+        _, part, rest = _cut_heads(block, x, width)
+    else:
+        part, rest = x, block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
+    return _together(block, x, _by_halves(block, part), rest)
+
+
+def _repeated_angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines that queries and keys share; those of GLM4 are of each sequence."""
+    width = STATISTIC_BYTES if block.lowering.casts else x.width
+    tokens = x.dims[:-1] if how.formula is RotaryFormula.GLM4 else x.dims[:1]
+    dims = (*tokens, Dim("angles", how.width))
+    cos, sin = (x.like(each, dims=dims, at={}, width=width) for each in ("cos", "sin"))
+    block.add([x], [cos, sin], [])
+    return cos, sin
+
+
+def _cut_heads(block: Block, x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    whole = x.dims[-1]
+    heads = whole.size // whole.grain
+    widths = width, whole.grain - width
+    parts = [Dim(whole.name, heads * each, each) for each in widths]
+    turned, rest = cut(block, x, *parts, by_slices=True)
+    return x, turned, rest
+
+
+def _together(block: Block, x: Tensor, turned: Tensor, rest: Tensor) -> Tensor:
+    both = [Gradient(each, hands_on=True, at=each.at) for each in (turned, rest)]
+    out = x.like(f"rotated {x.name}", width=turned.width)
+    return block.add([turned, rest], [out], both, block.traffic(x, x))
+
+
+def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
+    """Return ``x cos + (-second half, first half) sin``, perhaps of cosines that are kept.
+
+    Megatron-Core makes cosines and sines for each tensor; those of transformers are there before,
+    and in fp32 under autocast.
     """
     lowering, angles = block.lowering, (x.dims[0], Dim("angles", x.dims[-1].grain))
     made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in ("cos", "sin")]
     made = made if lowering.is_local else []
+    read = made or repeated
     width = STATISTIC_BYTES if lowering.casts else x.width
     wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
-    product = (wide,) if lowering.casts else ()
-    rest = _without_positions(block, x) if lowering.is_local else None
+    product = (wide,) if width > x.width else ()
     one, two = block.traffic(x, x), block.traffic(x, x, x)
-    slope = Gradient(x, tuple(made[:1]), (one,))
+    slope = Gradient(x, tuple(read[:1]), (one,))
     outputs = [wide.like("along"), *made]
     along = block.add([x], outputs, [slope], one, scratch=((), product))
     scratch = ((half,), (half if lowering.is_local else x,))
     turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
-    slope = Gradient(turned, tuple(made[1:]), (one,))
-    inputs = [turned, *made[1:]]
+    slope = Gradient(turned, tuple(read[1:]), (one,))
+    inputs = [turned, *read[1:]]
     across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
     parts = [Gradient(each, hands_on=True) for each in (along, across)]
-    both = block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
-    if rest is None:
-        return both
-    whole = [Gradient(each, hands_on=True) for each in (both, rest)]
-    return block.add([both, rest], [both.like(both.name)], whole, one)
-
-
-def _without_positions(block: Block, x: Tensor) -> Tensor:
-    """Return an empty view of *x*, whose gradient is as large as *x*."""
-    return block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
+    return block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
 
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -105,7 +188,7 @@ def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads)
     rows = query.like("log-sum-exp", dims=dims, at=parts, width=STATISTIC_BYTES)
     wide, deep = width.grain, value.dims[-1].grain
     out = last_dim(query, "attention", Dim("attention", heads.heads.size * deep, deep))
-    scores = rows.numel * heads.tokens.size
+    scores = rows.numel * heads.seen
     read = (query, key, value, out, rows)
     # Backward makes the scores again and four products more (Dao 2023, arXiv 2307.08691, 4.1).
     backward = FusedAttention(scores, 3 * wide + 2 * deep)

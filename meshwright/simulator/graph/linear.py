@@ -33,12 +33,14 @@ class Linear(NamedTuple):
         in_layer: It is one of a layer's, which may multiply in fp8.
         shared: Its weight is a parameter of another block.
         counts_bias: The traffic of its bias's gradient is not counted elsewhere.
+        fuses: Products of one input are one, whatever the stack does.
     """
 
     bias: bool = False
     in_layer: bool = True
     shared: bool = False
     counts_bias: bool = True
+    fuses: bool = False
 
 
 PLAIN = Linear()
@@ -161,7 +163,7 @@ def columns(
         if not lowering.fuses_places:
             block.argument(gathered)
         again = in_fp8 and gathered.storage is not x.storage and lowering.fuses_places
-        fuses = lowering.fuses_gate if packed else lowering.fuses_products
+        fuses = linear.fuses or (lowering.fuses_gate if packed else lowering.fuses_products)
         if not fuses or len(outs) == 1:
             return [_column(block, gathered, out, linear, again=again) for out in outs]
         side = _side_by_side(block, outs)

@@ -86,7 +86,20 @@ def copy(
     return block.add([x], [out], [Gradient(x, at=x.at, hands_on=not copies_back)])
 
 
-def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
+class NormFormula(StrEnum):
+    """How transformers spells RMS norm out; *u* are tokens over their mean square's root, in fp32.
+
+    LLAMA is ``w u`` with u cast back first, OLMO2 casts the product back, GEMMA ``(1 + w) u``.
+    """
+
+    LLAMA = "llama"
+    OLMO2 = "olmo2"
+    GEMMA = "gemma"
+
+
+def norm(
+    block: Block, x: Tensor, name: str, *, centers: bool, formula: NormFormula = NormFormula.LLAMA
+) -> Tensor:
     """Return normalised tokens; backward reads the input and its statistics.
 
     Args:
@@ -94,9 +107,10 @@ def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
         x: Tokens.
         name: What it makes.
         centers: Layer norm, with a mean and a bias; else RMS norm.
+        formula: Of an RMS norm that is spelled out.
     """
     if block.lowering.is_eager and block.lowering.spells_out and not centers:
-        return _rms_norm(block, x, name)
+        return _rms_norm(block, x, name, formula)
     width = x.dims[-1]
     weights = [block.weight(f"{name}.weight", width)]
     weights += [block.weight(f"{name}.bias", width)] if centers else []
@@ -114,39 +128,59 @@ def norm(block: Block, x: Tensor, name: str, *, centers: bool) -> Tensor:
     return block.add([x, *weights], outputs, [slope, *of_weights], block.traffic(x, x))
 
 
-def _rms_norm(block: Block, x: Tensor, name: str) -> Tensor:
-    """Return ``w (x / sqrt(mean(x^2)))``, in fp32 but for the weight, as LlamaRMSNorm does."""
-    width = x.dims[-1]
-    tokens = {axis: dim for axis, dim in x.at.items() if dim is not width}
-    weight = block.weight(f"{name}.weight", width)
+def _rms_norm(block: Block, x: Tensor, name: str, formula: NormFormula) -> Tensor:
+    """Return RMS norm in PyTorch's operators, in fp32 but for what its *formula* says."""
     wide = cast(block, x, f"{name} in fp32", STATISTIC_BYTES)
-    number = wide.like(f"{name} mean", dims=x.dims[:-1], at=tokens)
+    unit, mean = _unit(block, wide, name)
+    if formula is NormFormula.LLAMA:
+        narrow = cast(block, unit, f"{name} unit cast", x.width)
+        out = _weighted(block, narrow, block.weight(f"{name}.weight", x.dims[-1]), name)
+        block.hold(mean, unit)
+        return out
+    weight = block.weight(f"{name}.weight", x.dims[-1])
+    if formula is NormFormula.GEMMA:
+        weight = cast(block, weight, f"{name} weight in fp32", STATISTIC_BYTES)
+        shifted = weight.like(f"{name} weight and one")
+        weight = block.add([weight], [shifted], [Gradient(weight, hands_on=True)])
+    whole = _weighted(block, unit, weight, name)
+    out = cast(block, whole, name, x.width)
+    block.hold(whole, *(() if formula is NormFormula.GEMMA else (mean, unit)))
+    return out
+
+
+def _unit(block: Block, wide: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return ``x / sqrt(mean(x^2))`` and the mean."""
+    width = wide.dims[-1]
+    tokens = {axis: dim for axis, dim in wide.at.items() if dim is not width}
+    number = wide.like(f"{name} mean", dims=wide.dims[:-1], at=tokens)
     one, two = Traffic(2 * wide.nbytes), Traffic(3 * wide.nbytes)
     power = ((), (wide.like("power"), wide.like("scaled power")))
-    slope = Gradient(wide, (wide,), (one, one, two), at=x.at)
+    slope = Gradient(wide, (wide,), (one, one, two), at=wide.at)
     square = block.add([wide], [wide.like("square")], [slope], one, scratch=power)
-    mean = block.add([square], [number], [Gradient(square, (), (one,), at=x.at)], one)
+    mean = block.add([square], [number], [Gradient(square, (), (one,), at=wide.at)], one)
     numbers = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
     deviation = number.like(f"{name} deviation")
     root = Gradient(mean, (deviation,), at=mean.at)
     block.add([mean], [deviation], [root], scratch=numbers)
     slopes = [
-        Gradient(wide, (deviation,), (one,), at=x.at),
+        Gradient(wide, (deviation,), (one,), at=wide.at),
         Gradient(deviation, (wide,), (two, one), at=deviation.at),
     ]
     inputs, scratch = [wide, deviation], ((), (wide.like("product"),))
-    unit = block.add(inputs, [wide.like(f"{name} unit")], slopes, one, scratch=scratch)
-    narrow = cast(block, unit, f"{name} unit cast", x.width)
+    return block.add(inputs, [wide.like(f"{name} unit")], slopes, one, scratch=scratch), mean
+
+
+def _weighted(block: Block, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    """Return *x* times a vector, in the wider format of both."""
+    out = x.like(name, width=max(x.width, weight.width))
     moved = block.traffic(x, x)
     summed = dict.fromkeys(x.at, PARTIAL)
     slopes = [
-        Gradient(narrow, (), (moved,), at=x.at),
-        Gradient(weight, (narrow,), (block.traffic(x, x, x), moved), at=summed),
+        Gradient(x, () if weight.is_weight else (weight,), (moved,), at=x.at),
+        Gradient(weight, (x,), (block.traffic(x, x, x), moved), at=summed),
     ]
-    product = ((), (x.like("product"),))
-    out = block.add([narrow, weight], [x.like(name)], slopes, moved, scratch=product)
-    block.hold(mean, unit)
-    return out
+    product = ((), (out.like("product"),))
+    return block.add([x, weight], [out], slopes, moved, scratch=product)
 
 
 def biased(block: Block, x: Tensor, name: str) -> Tensor:
@@ -162,7 +196,24 @@ def biased(block: Block, x: Tensor, name: str) -> Tensor:
     return block.add([x, vector], [x.like(f"{name} biased")], gradients, block.traffic(x, x))
 
 
-def activation(block: Block, *inner: Tensor, parts: tuple[Dim, ...], last: Dim) -> Tensor:
+class Activation(StrEnum):
+    """Of an MLP: as usual SiLU of a gate, else GELU that transformers spells out; or another one.
+
+    GELU is one kernel, SQUARED_RELU two.
+    """
+
+    USUAL = "usual"
+    GELU = "gelu"
+    SQUARED_RELU = "squared relu"
+
+
+def activation(
+    block: Block,
+    *inner: Tensor,
+    parts: tuple[Dim, ...],
+    last: Dim,
+    kind: Activation = Activation.USUAL,
+) -> Tensor:
     """Return the activation of a product, or of a gate and what it opens (SwiGLU).
 
     Eager, the opened gate is a tensor of its own, and Megatron-Core adds an offset of 0 to the
@@ -173,18 +224,35 @@ def activation(block: Block, *inner: Tensor, parts: tuple[Dim, ...], last: Dim) 
         inner: One tensor for each of *parts*, or one with all of them.
         parts: Their last dims.
         last: The last dim of what it makes.
+        kind: Without a gate, which one.
     """
     lowering = block.lowering
-    if lowering.is_eager and lowering.spells_out and len(parts) == 1:
-        return _gelu(block, inner[0], last)
     if not lowering.is_eager or len(parts) == 1:
-        return pointwise(block, "activation", *inner, last=last)
+        return _plain_activation(block, inner, last, kind)
     gate, up = inner if len(inner) == len(parts) else cut(block, inner[0], *parts)
     opened = pointwise(block, "opened gate", gate)
     if lowering.is_local:
         shifted = up.like(f"{up.name} shifted")
         up = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
     return pointwise(block, "activation", opened, up, last=last)
+
+
+def _plain_activation(
+    block: Block, inner: tuple[Tensor, ...], last: Dim, kind: Activation
+) -> Tensor:
+    """Return the activation of what is not opened in a kernel of its own."""
+    is_eager = block.lowering.is_eager
+    if is_eager and block.lowering.spells_out and kind is Activation.USUAL:
+        return _gelu(block, inner[0], last)
+    if is_eager and kind is Activation.SQUARED_RELU:
+        positive = pointwise(block, "relu", *inner, reads=Reads.OUTPUT)
+        power = ((), (positive.like("power"), positive.like("scaled power")))
+        moved = block.traffic(positive, positive)
+        work = moved, moved, block.traffic(*[positive] * 3)
+        slope = Gradient(positive, (positive,), work, at=positive.at)
+        out = last_dim(positive, "activation", last)
+        return block.add([positive], [out], [slope], moved, scratch=power)
+    return pointwise(block, "activation", *inner, last=last)
 
 
 def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
@@ -275,8 +343,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.width == other.width
 
 
-def cut(block: Block, x: Tensor, *parts: Dim) -> list[Tensor]:
-    """Return views of *x* cut apart in its last dim; their gradients are packed again."""
+def cut(block: Block, x: Tensor, *parts: Dim, by_slices: bool = False) -> list[Tensor]:
+    """Return views of *x* cut apart in its last dim; their gradients are packed again.
+
+    Where it is cut *by_slices*, that of each is as large as *x*, and they are summed.
+    """
     whole = x.dims[-1]
     views = [
         x.like(
@@ -287,7 +358,8 @@ def cut(block: Block, x: Tensor, *parts: Dim) -> list[Tensor]:
         )
         for part in parts
     ]
-    block.add([x], views, [Gradient(x)])
+    for each in [[view] for view in views] if by_slices else [views]:
+        block.add([x], each, [Gradient(x)])
     return views
 
 

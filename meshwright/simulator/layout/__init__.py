@@ -36,6 +36,7 @@ from meshwright.simulator.layout.plan import (
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
+    attention_kernels,
     check_sharding,
     known_values,
     model_refusal,
@@ -81,6 +82,7 @@ __all__ = [
     "Split",
     "Stage",
     "TrainingJob",
+    "attention_kernels",
     "casts_of",
     "check_sharding",
     "chosen_formats",

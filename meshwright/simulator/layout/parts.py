@@ -6,14 +6,7 @@ from meshwright.simulator.model import Experts, ModelSpec
 
 
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
-    """Return why *stack* has no layers with the parts of *model*, or None when it has."""
-    parts = {
-        "routed experts": (model.experts, stack.routed_experts),
-        "latent attention": (model.latent, stack.latent_attention),
-    }
-    for name, (part, is_offered) in parts.items():
-        if part is not None and not is_offered:
-            return f"{model.name} has {name}, which stack {stack.name} is not known to run"
+    """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
     if model.experts is None and model.latent is None:
         return None
     if job.precision is Precision.FP8:

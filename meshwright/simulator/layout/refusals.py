@@ -221,11 +221,44 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             refusal = model_refusal(field, getattr(plan, field.name), job.model)
             if refusal is not None and known_values(field, job.model):
                 return refusal
-    elif (refusal := parts_refusal(job, job.model, stack)) is not None:
-        return refusal
+    else:
+        refusal = _layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
+            job, job.model, stack
+        )
+        if refusal is not None:
+            return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None
+
+
+def _layer_refusal(
+    model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
+) -> str | None:
+    """Return which fact of its layers *stack* does not offer, or None when it offers all."""
+    for fact in model.layer_facts(seq_len):
+        if fact not in stack.layer_facts:
+            known = ", ".join(stack.layer_facts) or "none"
+            return (
+                f"{fact} of {model.name} is not offered by stack {stack.name}; "
+                f"allowed of layer_facts: {known}"
+            )
+    if plan.attention in stack.attention_kernels and plan.attention not in attention_kernels(
+        model, stack
+    ):
+        return f"attention={plan.attention} does not go with attention_softcap; allowed: flash"
+    return None
+
+
+def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, ...]:
+    """Return the kernels of *stack* that attend as *model* does: its own where there is none.
+
+    Scores that lie in memory are not capped here; a fused kernel caps them as it goes.
+    """
+    if not isinstance(model, ModelSpec):
+        return (stack.attention,)
+    left_out = {Attention.UNFUSED} if model.attention_softcap else set()
+    return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 
 def _not_offered(

@@ -98,12 +98,12 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
 
-    Per token a layer costs ``2 h (h + 2 g) + 2 h^2 + 4 h s + 2 h f k`` (QKV, projection,
-    attention over s keys, MLP with k = 2 or 3 matrices) and the head ``2 h V``.  Of several kinds
-    the last layer's counts.
+    Per token a layer costs ``2 h (2 q + 2 g) + 4 q s + 2 h f k`` (QKV and projection, attention
+    over s keys, MLP with k = 2 or 3 matrices), in the mean of all layers, and the head ``2 h V``.
     """
-    layer = layer_flops(model, model.layer_runs[-1].kind, seq_len)
-    return 2 * model.hidden_size * model.vocab_size / layer
+    runs = model.layer_runs
+    layers = sum(count * layer_flops(model, kind, seq_len) for kind, count in runs)
+    return 2 * model.hidden_size * model.vocab_size * model.num_layers / layers
 
 
 @cache

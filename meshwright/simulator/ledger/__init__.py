@@ -3,7 +3,7 @@
 from meshwright.simulator.ledger.closing import (
     NORM_BYTES,
     gradient_norm,
-    leaves_sums,
+    left_sums,
     sums_first,
     tensor_sums,
     tied_table,
@@ -34,7 +34,7 @@ __all__ = [
     "bucket_exchanges",
     "gradient_norm",
     "gradient_reductions",
-    "leaves_sums",
+    "left_sums",
     "message_collectives",
     "parameter_gathers",
     "pass_entries",

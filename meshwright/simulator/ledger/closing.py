@@ -10,6 +10,7 @@ A tied table on both ends of a pipeline is summed after that.
 
 from collections import Counter
 from collections.abc import Iterator
+from enum import IntEnum
 from math import prod
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
@@ -17,9 +18,10 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, pair_span, strided_span
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import BlockKind, buffer_bytes, parameter_tensors
+from meshwright.simulator.model import BlockKind, ModelSpec, buffer_bytes, parameter_tensors
 from meshwright.simulator.replication import WireBytes, unit_shards
 
+HEAD_NORMS = "query_norm.", "key_norm."
 NORM_BYTES = 4
 TOKENS_BYTES = 8  # an int64
 
@@ -29,10 +31,25 @@ def sums_first(stack: StackProfile) -> bool:
     return stack.sums_norms_each_microbatch or not stack.overlap_gradient_reduce
 
 
-def leaves_sums(shape: BlockShape) -> bool:
-    """Return whether gradients are left to be summed over tensor ranks at the end of a step."""
-    each = shape.stack.sums_norms_each_microbatch and not shape.defers_sums
-    return shape.sequence_parallel and not each
+class LeftSums(IntEnum):
+    """Gradients that are left to be summed over tensor ranks at the end of a step.
+
+    Norms of each head of queries and keys see the heads of a rank, also where tokens are not split.
+    """
+
+    NONE = 0
+    HEADS = 1
+    ALL = 2
+
+
+def left_sums(shape: BlockShape) -> LeftSums:
+    """Return which sums over tensor ranks are left to the end of a step."""
+    if shape.stack.sums_norms_each_microbatch and not shape.defers_sums:
+        return LeftSums.NONE
+    if shape.sequence_parallel:
+        return LeftSums.ALL
+    has_norms = isinstance(shape.trained, ModelSpec) and shape.model.qk_norm == "head"
+    return LeftSums.HEADS if has_norms and shape.tp > 1 else LeftSums.NONE
 
 
 def tensor_sums(
@@ -49,21 +66,26 @@ def _tensor_sums(
     shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
 ) -> Iterator[tuple[int, int]]:
     """Yield the bytes of each sum, and how often there is one of that size."""
-    if not leaves_sums(shape):
+    left = left_sums(shape)
+    if left is LeftSums.NONE:
         return
     if not shape.stack.sums_norms_each_microbatch:
-        replicated = _replicated_parameters(shape, stages)
+        replicated = _replicated_parameters(shape, stages, left)
         if replicated:
             yield replicated * wire.reduce_bytes, 1
-    else:
-        model = shape.model
+        return
+    model, vectors = shape.model, 2 if shape.model.norm == "layernorm" else 1
+    num_layers = sum(stage.num_layers for stage in stages)
+    if left is LeftSums.ALL:
         size_bytes = model.hidden_size * wire.reduce_bytes
-        norms = sum(2 * stage.num_layers + stage.has_head for stage in stages)
-        yield size_bytes, norms * (2 if model.norm == "layernorm" else 1)
+        norms = 2 * num_layers + sum(stage.has_head for stage in stages)
+        yield size_bytes, norms * vectors
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
         has_positions = stages[0].has_embedding and model.positions == "learned"
         if has_positions and shape.stack.scatters_positions:
             yield model.max_positions * size_bytes, 1
+    if model.qk_norm == "head" and num_layers:
+        yield model.head_dim * wire.reduce_bytes, 2 * num_layers * vectors
 
 
 def tied_table(
@@ -132,11 +154,12 @@ def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[Step
     return calls
 
 
-def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...], left: LeftSums) -> int:
     """Return the parameters of norms, and of biases added to a rank's own tokens."""
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(shape.model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
-        if tensor.tp_dim is None and tensor.name != "position_embedding.weight":
+        is_left = left is LeftSums.ALL or tensor.name.startswith(HEAD_NORMS)
+        if tensor.tp_dim is None and tensor.name != "position_embedding.weight" and is_left:
             counts[tensor.block] += prod(tensor.shape)
     return sum(count * counts[kind] for stage in stages for kind, count in stage.blocks)

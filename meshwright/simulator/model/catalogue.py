@@ -8,11 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshwright.hwprofiles import nearest_names, shown_path
-from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model.described import shorten
+from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.huggingface import read_config
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
-from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -46,7 +45,7 @@ def load_model(name_or_path: str) -> AnyModel:
     path = Path(name_or_path)
     _check_readable(path, name_or_path)
     if path.suffix == ".json":
-        return read_config(_read_json(path), path=path)
+        return parse_model(read_config(_read_json(path), path=path), origin=shown_path(path))
     models = read_models(path)
     if len(models) > 1:
         raise PlanError(

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from meshwright.hwprofiles import nearest_names
-from meshwright.simulator.errors import PlanError
+from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
 
 # Upper limits: some tenfold above any published model, and low enough that a
@@ -153,9 +153,3 @@ def _table(kind: type[Model], loc: tuple[int | str, ...]) -> type[Fields]:
         return kind
     item: type[Fields] = get_args(kind.model_fields[str(loc[0])].annotation)[0]
     return item
-
-
-def shorten(value: object) -> str:
-    """Return a value as it is shown in an error: one line of at most 60 characters."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

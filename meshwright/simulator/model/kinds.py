@@ -9,8 +9,9 @@ BlockKind = str
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 TRANSFORMER_LAYER: BlockKind = "layer"
+WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others
 EXPERT_LAYER: BlockKind = "expert layer"  # routed experts in the place of the MLP
-LAYERS = (TRANSFORMER_LAYER, EXPERT_LAYER)
+LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER, EXPERT_LAYER)
 
 
 class BlockRun(NamedTuple):

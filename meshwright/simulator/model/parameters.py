@@ -1,24 +1,15 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
 from collections import Counter
-from collections.abc import Callable
 from math import prod
 
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
-from meshwright.simulator.model.kinds import (
-    EMBEDDING,
-    EXPERT_LAYER,
-    HEAD,
-    LAYERS,
-    TRANSFORMER_LAYER,
-    BlockKind,
-)
-from meshwright.simulator.model.parts import LatentAttention
+from meshwright.simulator.model.kinds import EMBEDDING, EXPERT_LAYER, HEAD, LAYERS, BlockKind
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
+from meshwright.simulator.model.tensors import LAYER_TENSORS, embedding_tensors, head_tensors
 
-NEXT_SENTENCE_CLASSES = 2
 EXPERT_WEIGHT_DIMS = 3  # experts, outputs, inputs
 FP32_BYTES = 4
 INT64_BYTES = 8
@@ -47,9 +38,13 @@ def parameter_tensors(
         return model.tensors
     vocab_size = model.vocab_size if vocab_size is None else vocab_size
     return (
-        *_embedding_tensors(model, vocab_size),
-        *(each for kind in layer_kinds(model) for each in LAYER_TENSORS[kind](model)),
-        *_head_tensors(model, vocab_size),
+        *embedding_tensors(model, vocab_size),
+        *(
+            tensor._replace(block=kind)
+            for kind in layer_kinds(model)
+            for tensor in LAYER_TENSORS[kind](model)
+        ),
+        *head_tensors(model, vocab_size),
     )
 
 
@@ -84,9 +79,10 @@ def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
     """Return the FLOPs of a token's forward pass through a layer.
 
     Products with weights, of experts those that a token is sent to, and full attention over
-    *seq_len* keys: scores as wide as queries, sums as wide as values.
+    *seq_len* keys, or as many as a window has: scores as wide as queries, sums as wide as values.
     """
-    attention = model.num_heads * (model.query_head_dim + model.value_head_dim) * seq_len
+    seen = model.seen_tokens(kind, seq_len)
+    attention = model.num_heads * (model.query_head_dim + model.value_head_dim) * seen
     shapes = (each.shape for each in LAYER_TENSORS[kind](model) if len(each.shape) > 1)
     chosen = model.experts.experts_per_token if model.experts else 1
     weights = (
@@ -188,7 +184,7 @@ def buffer_bytes(model: AnyModel) -> tuple[int, ...]:
     [(), (512,), (212480, 424)]
     """
     if isinstance(model, ModelSpec):
-        return (2 * (model.head_dim // 2) * FP32_BYTES,) if model.positions == "rotary" else ()
+        return (2 * (model.rotary_dim // 2) * FP32_BYTES,) if model.positions == "rotary" else ()
     counts = Counter([EMBEDDING, HEAD])
     for kind, count in model.layer_runs:
         counts[kind] += count
@@ -215,147 +211,6 @@ def padded_vocab_size(model: ModelSpec, tp: int, multiple: int) -> int:
 def layer_kinds(model: AnyModel) -> list[BlockKind]:
     """Return each kind of layer of *model* once, in the order in which they come first."""
     return list(dict.fromkeys(kind for kind, _ in model.layer_runs))
-
-
-def _embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    width = model.hidden_size
-    tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), EMBEDDING, 0)]
-    if model.positions == "learned":
-        shape = (model.max_positions, width)
-        tensors.append(ParameterTensor("position_embedding.weight", shape, EMBEDDING, None))
-    if model.token_types:
-        shape = (model.token_types, width)
-        tensors.append(ParameterTensor("token_type_embedding.weight", shape, EMBEDDING, None))
-    if model.embedding_norm:
-        tensors += _norm_tensors(model, "embedding_norm", EMBEDDING)
-    return tensors
-
-
-def _transformer_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    return [*_attention_tensors(model, TRANSFORMER_LAYER), *_mlp_tensors(model)]
-
-
-def _expert_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    return [*_attention_tensors(model, EXPERT_LAYER), *_routed_tensors(model)]
-
-
-LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
-    TRANSFORMER_LAYER: _transformer_tensors,
-    EXPERT_LAYER: _expert_tensors,
-}
-
-
-def _attention_tensors(model: ModelSpec, block: BlockKind) -> list[ParameterTensor]:
-    if model.latent is not None:
-        return _latent_tensors(model, model.latent, block)
-    width = model.hidden_size
-    qkv_size = width + 2 * model.kv_hidden_size
-    tensors = _norm_tensors(model, "attention_norm", block)
-    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), block, 0))
-    if model.attention_bias:
-        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), block, 0))
-    tensors.append(ParameterTensor("attention_output.weight", (width, width), block, 1))
-    if model.output_bias:
-        tensors.append(ParameterTensor("attention_output.bias", (width,), block, None))
-    return tensors
-
-
-def _latent_tensors(
-    model: ModelSpec, latent: LatentAttention, block: BlockKind
-) -> list[ParameterTensor]:
-    """Return the weights of latent attention: every tensor rank makes the latents whole."""
-    width, heads = model.hidden_size, model.num_heads
-    query_size = heads * latent.query_head_dim
-    if latent.query_rank:
-        queries = [
-            ParameterTensor("query_down.weight", (latent.query_rank, width), block, None),
-            ParameterTensor("query_latent_norm.weight", (latent.query_rank,), block, None),
-            ParameterTensor("query_up.weight", (query_size, latent.query_rank), block, 0),
-        ]
-    else:
-        queries = [ParameterTensor("query.weight", (query_size, width), block, 0)]
-    both_size = latent.kv_rank + latent.rotary_head_dim
-    up_size = heads * (latent.plain_head_dim + latent.value_head_dim)
-    return [
-        *_norm_tensors(model, "attention_norm", block),
-        *queries,
-        ParameterTensor("kv_down.weight", (both_size, width), block, None),
-        ParameterTensor("kv_latent_norm.weight", (latent.kv_rank,), block, None),
-        ParameterTensor("kv_up.weight", (up_size, latent.kv_rank), block, 0),
-        ParameterTensor(
-            "attention_output.weight", (width, heads * latent.value_head_dim), block, 1
-        ),
-    ]
-
-
-def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    width, ffn_size = model.hidden_size, model.ffn_hidden_size
-    in_size = 2 * ffn_size if model.gated_mlp else ffn_size
-    tensors = _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
-    tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), TRANSFORMER_LAYER, 0))
-    if model.mlp_bias:
-        tensors.append(ParameterTensor("mlp_in.bias", (in_size,), TRANSFORMER_LAYER, 0))
-    tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), TRANSFORMER_LAYER, 1))
-    if model.mlp_bias:
-        tensors.append(ParameterTensor("mlp_out.bias", (width,), TRANSFORMER_LAYER, None))
-    return tensors
-
-
-def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    """Return what an expert layer has in the place of the MLP; axis tp cuts experts' widths."""
-    experts, width = model.experts, model.hidden_size
-    assert experts is not None
-    num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
-    shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
-        "router.weight": ((num, width), None),
-        "experts_in.weight": ((num, 2 * inner, width), 1),
-        "experts_out.weight": ((num, width, inner), 2),
-    }
-    if shared:
-        shapes |= {
-            "shared_in.weight": ((2 * shared, width), 0),
-            "shared_out.weight": ((width, shared), 1),
-        }
-    if experts.shared_gate:
-        shapes["shared_gate.weight"] = ((1, width), None)
-    return [
-        *_norm_tensors(model, "mlp_norm", EXPERT_LAYER),
-        *(ParameterTensor(name, shape, EXPERT_LAYER, dim) for name, (shape, dim) in shapes.items()),
-    ]
-
-
-def _head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    if model.mlm_head:
-        tensors = _mlm_tensors(model, vocab_size)
-    else:
-        tensors = _norm_tensors(model, "final_norm", HEAD)
-    if not model.tied_embeddings:
-        shape = (vocab_size, model.hidden_size)
-        tensors.append(ParameterTensor("output_embedding.weight", shape, HEAD, 0))
-    return tensors
-
-
-def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    """Return what BERT's head has beside an output matrix; only the bias of the logits splits."""
-    width = model.hidden_size
-    shapes = {
-        "pooler.weight": (width, width),
-        "pooler.bias": (width,),
-        "next_sentence.weight": (NEXT_SENTENCE_CLASSES, width),
-        "next_sentence.bias": (NEXT_SENTENCE_CLASSES,),
-        "mlm_dense.weight": (width, width),
-        "mlm_dense.bias": (width,),
-    }
-    return [
-        *(ParameterTensor(name, shape, HEAD, None) for name, shape in shapes.items()),
-        *_norm_tensors(model, "mlm_norm", HEAD),
-        ParameterTensor("output.bias", (vocab_size,), HEAD, 0),
-    ]
-
-
-def _norm_tensors(model: ModelSpec, name: str, block: BlockKind) -> list[ParameterTensor]:
-    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-    return [ParameterTensor(f"{name}.{part}", (model.hidden_size,), block, None) for part in parts]
 
 
 def _local_qkv_size(model: ModelSpec, tp: int) -> int:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from meshwright.simulator.errors import PlanError
+from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.chain import ChainModel
-from meshwright.simulator.model.described import parse, shorten
+from meshwright.simulator.model.described import parse
 from meshwright.simulator.model.images import ImageModel
 from meshwright.simulator.model.spec import ModelSpec
 

@@ -2,12 +2,21 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, Self
+from itertools import cycle, islice
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from meshwright.hwprofiles import LayerFact
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
-from meshwright.simulator.model.kinds import EXPERT_LAYER, TRANSFORMER_LAYER, BlockRun, join_runs
+from meshwright.simulator.model.kinds import (
+    EXPERT_LAYER,
+    TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
+    BlockKind,
+    BlockRun,
+    join_runs,
+)
 from meshwright.simulator.model.parts import Experts, LatentAttention
 
 MAX_FFN_WIDTH = 4_194_304
@@ -15,15 +24,41 @@ MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
 
 
-def _is_absent(value: object) -> bool:
-    return value is None
+Spelling = Literal[
+    "llama", "gemma", "olmo2", "phi3", "glm4", "glm4_moe", "gpt_neox", "falcon", "falcon-groups"
+]
+FUSED_QKV = ("phi3", "gpt_neox", "falcon", "falcon-groups")  # one product in transformers' code
+FUSED_MLP = {"phi3", "glm4"}
+NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
+PATTERN = r"^[WF]+$"
+NOT_WITH_EXPERTS = ("parallel_mlp", "window")
+NOT_WITH_LATENT = (
+    *NOT_WITH_EXPERTS,
+    "qk_norm",
+    "norm_places",
+    "rotary_fraction",
+    "attention_softcap",
+    "spelling",
+)
+KINDS_BY_LETTER = {"W": WINDOWED_LAYER, "F": TRANSFORMER_LAYER}
+
+
+def _rare(usual: object, **limits: Any) -> Any:  # noqa: ANN401  (a field of any type)
+    """Return a field that is written down and shown only where it is not as *usual*."""
+    return Field(default=usual, exclude_if=lambda value: value == usual, **limits)
 
 
 @cache
-def _mixed_runs(experts: Experts, num_layers: int) -> tuple[BlockRun, ...]:
+def _mixed_runs(pattern: str, experts: Experts | None, num_layers: int) -> tuple[BlockRun, ...]:
+    """Return the layers that *pattern*, repeated, tells, but for those that have *experts*.
+
+    >>> _mixed_runs("WWF", None, 4)[1:]
+    (BlockRun(kind='layer', num_blocks=1), BlockRun(kind='windowed layer', num_blocks=1))
+    """
+    letters = islice(cycle(pattern), num_layers)
     kinds = (
-        EXPERT_LAYER if experts.has_layer(number) else TRANSFORMER_LAYER
-        for number in range(num_layers)
+        EXPERT_LAYER if experts and experts.has_layer(number) else KINDS_BY_LETTER[letter]
+        for number, letter in enumerate(letters)
     )
     return join_runs([BlockRun(kind, 1) for kind in kinds])
 
@@ -40,11 +75,17 @@ class ModelSpec(Model):
     ``scored_fraction`` is the share of positions that reach the head: 1 for a decoder, less where
     only masked ones are scored.
 
-    Omitted sizes follow the usual rules: ``num_kv_heads`` equals
-    ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it must
-    be given for a gated MLP, unless all layers have experts), ``max_positions`` equals ``seq_len``,
-    ``title`` equals ``name``, and ``fused_qkv``, whether transformers makes queries, keys and
-    values in one product, holds for decoders without rotary positions.
+    A token of a windowed layer sees itself and ``window - 1`` tokens before it; ``layer_pattern``,
+    repeated, says which layers are windowed (W) and which see all (F).  ``spelling`` is
+    the family whose code in transformers the layer has: which products are fused there beside
+    queries, keys and values (``fused_qkv``), and what eager kernels keep.
+
+    Omitted sizes follow the usual rules: ``head_dim`` is ``hidden_size / num_heads``,
+    ``num_kv_heads`` equals ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it
+    must be given for a gated MLP, unless all layers have experts), ``max_positions`` equals
+    ``seq_len``, ``title`` equals ``name``, and ``fused_qkv``, whether transformers makes queries,
+    keys and values in one product, holds for decoders without rotary positions and where
+    ``spelling`` says so.
 
     >>> spec = ModelSpec(
     ...     name="tiny", num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, seq_len=32
@@ -78,22 +119,37 @@ class ModelSpec(Model):
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
     # Models without one do not show it: what is written of them stays as it was.
-    experts: Experts | None = Field(default=None, exclude_if=_is_absent)
-    latent: LatentAttention | None = Field(default=None, exclude_if=_is_absent)
+    experts: Experts | None = _rare(None)
+    latent: LatentAttention | None = _rare(None)
     fused_qkv: bool = True
+    head_dim: int = Field(default=0, ge=1, le=MAX_WIDTH)
+    qk_norm: Literal["none", "head", "width"] = _rare("none")
+    norm_places: Literal["before", "after", "both"] = _rare("before")
+    parallel_mlp: Literal["no", "one norm", "two norms"] = _rare("no")
+    activation: Literal["usual", "gelu", "squared relu"] = _rare("usual")
+    rotary_fraction: float = _rare(1.0, gt=0, le=1)
+    attention_softcap: float = _rare(0.0, ge=0)
+    logit_softcap: float = _rare(0.0, ge=0)
+    scaled_embeddings: bool = _rare(usual=False)
+    window: int = _rare(0, ge=0, le=MAX_TOKENS)
+    layer_pattern: str = _rare("F", pattern=PATTERN, max_length=MAX_LAYERS)
+    spelling: Spelling = _rare("llama")
     source: str = "not given"
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
-        if self.experts is None:
-            return (BlockRun(TRANSFORMER_LAYER, self.num_layers),)
-        return _mixed_runs(self.experts, self.num_layers)
+        return _mixed_runs(self.layer_pattern, self.experts, self.num_layers)
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+    def query_hidden_size(self) -> int:
+        """Width of the queries over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head's width positions turn."""
+        return round(self.head_dim * self.rotary_fraction)
 
     @property
     def query_head_dim(self) -> int:
@@ -110,21 +166,17 @@ class ModelSpec(Model):
         """Width of the keys, and of the values, over all their heads."""
         return self.num_kv_heads * self.head_dim
 
+    def seen_tokens(self, kind: BlockKind, seq_len: int) -> int:
+        """Return how many of *seq_len* tokens one attends to at most in a layer of a kind."""
+        return min(self.window, seq_len) if kind == WINDOWED_LAYER else seq_len
+
+    def layer_facts(self, seq_len: int) -> tuple[LayerFact, ...]:
+        """Return what is not as in GPT and Llama, for sequences of *seq_len* tokens."""
+        return tuple(fact for fact, holds in _facts(self, seq_len).items() if holds)
+
     def split_refusal(self, tp: int) -> str | None:
         """Return why *tp* ranks cannot split its tensors, or None where they can."""
-        sizes = {
-            name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "hidden_size")
-        }
-        if self.experts is not None:
-            sizes["experts.hidden_size"] = self.experts.hidden_size
-            sizes["experts.shared_hidden_size"] = self.experts.shared_hidden_size
-        for name, size in sizes.items():
-            if size % tp:
-                return f"{name}={size} is not divisible by tp={tp}"
-        # Ranks beyond the key-value heads hold copies of them, as many of each.
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            return f"num_kv_heads={self.num_kv_heads} and tp={tp}: one must divide the other"
-        return None
+        return _split_fault(self, tp)
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
         """Return the sizes on one of *tp* ranks that should be multiples of a load."""
@@ -139,60 +191,166 @@ class ModelSpec(Model):
     @model_validator(mode="before")
     @classmethod
     def _fill_derived_sizes(cls, data: object) -> object:
-        if not isinstance(data, Mapping):
-            return data
-        derived = {
-            "num_kv_heads": data.get("num_heads"),
-            "max_positions": data.get("seq_len"),
-            "fused_qkv": data.get("positions") != "rotary" and data.get("causal") is not False,
-        }
-        hidden_size = data.get("hidden_size")
-        if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
-            derived["ffn_hidden_size"] = 4 * hidden_size
-        derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
-        known = {key: value for key, value in derived.items() if value is not None}
-        return {**known, **data}
+        return {**_derived_sizes(data), **data} if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
-        if self.ffn_hidden_size == 0:
-            raise ValueError("ffn_hidden_size is missing; gated_mlp=true has no usual value for it")
-        _check_parts(self)
-        if self.latent is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; "
-                f"nearest that does: {_nearest_divisor(self.hidden_size, self.num_heads)}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                f"nearest that does: {_nearest_divisor(self.num_heads, self.num_kv_heads)}"
-            )
-        if self.positions == "learned" and self.seq_len > self.max_positions:
-            raise ValueError(
-                f"seq_len={self.seq_len} exceeds max_positions={self.max_positions}, "
-                "the number of learned positions"
-            )
+        fault = _size_fault(self) or _layer_fault(self) or _part_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_usual_width(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        document: dict[str, object] = write(self)
+        if self.has_usual_heads:
+            del document["head_dim"]
+        return document
 
-def _check_parts(model: ModelSpec) -> None:
-    """Raise for what neither experts nor latent attention were published with."""
+    @property
+    def has_usual_heads(self) -> bool:
+        """Whether heads together are as wide as the tokens, or have widths of latent attention."""
+        return self.latent is not None or self.query_hidden_size == self.hidden_size
+
+
+def _derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
+    """Return what the fields of a transformer are where they are left out."""
+    derived = {
+        "num_kv_heads": data.get("num_heads"),
+        "max_positions": data.get("seq_len"),
+        "layer_pattern": "W" if data.get("window") else None,
+        "fused_qkv": _has_fused_qkv(data),
+    }
+    hidden_size, num_heads = data.get("hidden_size"), data.get("num_heads")
+    if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
+        derived["ffn_hidden_size"] = 4 * hidden_size
+    if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+        width, rest = divmod(hidden_size, num_heads)
+        # Heads of latent attention have widths of their own.
+        derived["head_dim"] = None if rest and data.get("latent") is None else width
+    derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
+    return {key: value for key, value in derived.items() if value is not None}
+
+
+def _has_fused_qkv(data: Mapping[str, object]) -> bool:
+    """Return whether transformers makes queries, keys and values in one product."""
+    is_rotary, is_decoder = data.get("positions") == "rotary", data.get("causal") is not False
+    return (not is_rotary and is_decoder) or data.get("spelling") in FUSED_QKV
+
+
+def _split_fault(model: ModelSpec, tp: int) -> str | None:
+    """Return why *tp* ranks cannot split the tensors of a model, or None where they can."""
+    sizes = {name: getattr(model, name) for name in ("num_heads", "ffn_hidden_size", "hidden_size")}
+    if model.experts is not None:
+        sizes["experts.hidden_size"] = model.experts.hidden_size
+        sizes["experts.shared_hidden_size"] = model.experts.shared_hidden_size
+    for name, size in sizes.items():
+        if size % tp:
+            return f"{name}={size} is not divisible by tp={tp}"
+    if model.qk_norm == "width" and tp > 1:
+        return f"qk_norm=width is over all heads and is not split over tp={tp}; allowed: tp=1"
+    # Ranks beyond the key-value heads hold copies of them, as many of each.
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        return f"num_kv_heads={model.num_kv_heads} and tp={tp}: one must divide the other"
+    return None
+
+
+def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
+    """Return of each fact whether it holds for sequences of *seq_len* tokens."""
+    return {
+        LayerFact.ROUTED_EXPERTS: model.experts is not None,
+        LayerFact.LATENT_ATTENTION: model.latent is not None,
+        LayerFact.HEAD_DIM: not model.has_usual_heads,
+        LayerFact.HEAD_NORM: model.qk_norm == "head",
+        LayerFact.WIDTH_NORM: model.qk_norm == "width",
+        LayerFact.NORM_PLACES: model.norm_places != "before",
+        LayerFact.PARALLEL_MLP: model.parallel_mlp != "no",
+        LayerFact.ACTIVATION: model.activation != "usual",
+        LayerFact.ROTARY_FRACTION: model.rotary_fraction < 1,
+        LayerFact.ATTENTION_SOFTCAP: model.attention_softcap > 0,
+        LayerFact.LOGIT_SOFTCAP: model.logit_softcap > 0,
+        LayerFact.SCALED_EMBEDDINGS: model.scaled_embeddings,
+        LayerFact.WINDOW: 0 < model.window < seq_len,
+    }
+
+
+def _size_fault(model: ModelSpec) -> str | None:
+    """Return which sizes do not go together, or None where all do."""
+    if model.ffn_hidden_size == 0:
+        return "ffn_hidden_size is missing; gated_mlp=true has no usual value for it"
+    if model.head_dim == 0:
+        return (
+            f"num_heads={model.num_heads} does not divide hidden_size={model.hidden_size}; "
+            f"nearest that does: {_nearest_divisor(model.hidden_size, model.num_heads)}"
+        )
+    if model.num_heads % model.num_kv_heads:
+        return (
+            f"num_kv_heads={model.num_kv_heads} does not divide num_heads={model.num_heads}; "
+            f"nearest that does: {_nearest_divisor(model.num_heads, model.num_kv_heads)}"
+        )
+    if model.positions == "learned" and model.seq_len > model.max_positions:
+        return (
+            f"seq_len={model.seq_len} exceeds max_positions={model.max_positions}, "
+            "the number of learned positions"
+        )
+    return None
+
+
+def _layer_fault(model: ModelSpec) -> str | None:
+    """Return which facts of a layer do not go together, or None where all do."""
+    has_window = "W" in model.layer_pattern
+    turned = model.head_dim * model.rotary_fraction
+    faults = {
+        f"window={model.window} and layer_pattern={model.layer_pattern!r} disagree: layers (W) "
+        "have a window of at least 1": has_window != (model.window > 0),
+        f"window={model.window} is of attention to earlier tokens; causal=false has none": (
+            has_window and not model.causal
+        ),
+        f"rotary_fraction={model.rotary_fraction} turns {turned:g} of head_dim={model.head_dim}; "
+        "it must be an even number, with positions='rotary'": (
+            model.rotary_fraction < 1 and (turned % 2 != 0 or model.positions != "rotary")
+        ),
+        f"parallel_mlp={model.parallel_mlp!r} goes with norm_places='before' alone": (
+            model.parallel_mlp != "no" and model.norm_places != "before"
+        ),
+        f"activation={model.activation!r} is of an MLP without a gate": (
+            model.gated_mlp and model.activation != "usual"
+        ),
+        f"spelling={model.spelling!r} is of a gated MLP": (
+            model.spelling in FUSED_MLP and not model.gated_mlp
+        ),
+        f"spelling={model.spelling!r} is of layers without experts": (
+            model.spelling in NEVER_WITH_EXPERTS and model.experts is not None
+        ),
+        f"spelling={model.spelling!r} is of one product: fused_qkv=false does not go with it": (
+            model.spelling in FUSED_QKV and not model.fused_qkv
+        ),
+    }
+    return next((fault for fault, holds in faults.items() if holds), None)
+
+
+def _part_fault(model: ModelSpec) -> str | None:
+    """Return what neither experts nor latent attention were published with, or None."""
+    if model.experts is None and model.latent is None:
+        return None
     needed: dict[str, object] = {}
     if model.experts is not None:
-        needed |= {"gated_mlp": True, "mlp_bias": False, "dropout": False}
+        needed |= {"gated_mlp": True, "mlp_bias": False}
     if model.latent is not None:
         needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
-        needed |= {"attention_bias": False, "output_bias": False, "dropout": False}
+        needed |= {"attention_bias": False, "output_bias": False}
+        needed |= {"head_dim": model.hidden_size // model.num_heads}
+    part = "latent" if model.latent is not None else "experts"
+    others = NOT_WITH_LATENT if part == "latent" else NOT_WITH_EXPERTS
+    needed |= {name: ModelSpec.model_fields[name].default for name in others}
+    needed |= {"dropout": False}
     for name, value in needed.items():
         if getattr(model, name) != value:
-            part = "latent" if model.latent is not None else "experts"
-            raise ValueError(
-                f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"
-            )
+            return f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"
+    return None
 
 
-def _only_width(data: Mapping[object, object]) -> object:
+def _only_width(data: Mapping[str, object]) -> object:
     """Return the width of experts where no layer has an MLP, which has none to tell then."""
     given = data.get("experts")
     experts = given.model_dump(exclude_defaults=True) if isinstance(given, Experts) else given

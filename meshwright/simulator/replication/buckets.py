@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Kernels, StackProfile, Units
-from meshwright.simulator.blocks import BlockShape, fuses_qkv
+from meshwright.simulator.blocks import BlockShape, fuses_qkv, spelling_of
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
@@ -232,7 +232,7 @@ def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
     if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
-    if name == "mlp_in" and shape.model.gated_mlp and not shape.stack.megatron_layers:
+    if name == "mlp_in" and shape.model.gated_mlp and not spelling_of(shape).fuses_mlp:
         return (shape.local_ffn_width,) * 2
     if name == "shared_in" and shape.model.experts is not None:
         return (shape.model.experts.shared_hidden_size // shape.tp,) * 2

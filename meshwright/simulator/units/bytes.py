@@ -12,7 +12,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.graph import Size, chosen, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import StateBytes, kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, layer_kinds
 from meshwright.simulator.replication import (
     EndUnits,
     Replication,
@@ -27,9 +27,11 @@ ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, 
 
 
 def layer_kind(shape: BlockShape) -> BlockKind:
-    """Return the kind of a model's layers, which is one where they are units."""
-    (kind,) = {run.kind for run in shape.trained.layer_runs}
-    return kind
+    """Return the first kind of a model's layers: where they are units, all have the same bytes.
+
+    A window changes neither parameters nor what is kept; experts are refused beside other layers.
+    """
+    return layer_kinds(shape.trained)[0]
 
 
 class ParameterBytes(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from meshwright.hwprofiles import Kernels, StackProfile, suggestion
-from meshwright.simulator import PlanError
+from meshwright.simulator import ModelSpec, PlanError, TrainingJob
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -30,6 +30,7 @@ def build_program(request: ProgramRequest) -> RankProgram:
         PlanError: If no program stands for the stack, or it cannot express the plan.
     """
     check_program(request.stack)
+    check_layers(request.job)
     return PROGRAMS[request.stack.name](request)
 
 
@@ -46,4 +47,14 @@ def check_program(stack: StackProfile) -> None:
         raise PlanError(
             f"kernels = {stack.kernels} has no PyTorch program on stack {stack.name}; "
             f"allowed: {Kernels.FUSED}"
+        )
+
+
+def check_layers(job: TrainingJob) -> None:
+    """Raise PlanError if layers of a job's model have what no program writes."""
+    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
+    if facts:
+        raise PlanError(
+            f"{facts[0]} of {job.model.name} has no PyTorch program; "
+            "allowed: models with layers as those of GPT and Llama"
         )

@@ -165,8 +165,7 @@ def check_megatron(request: ProgramRequest) -> None:
             f"precision={request.job.precision} has no program; allowed: {', '.join(DTYPES)}"
         )
     refuse_offload(plan)
-    has_parts = model.experts is not None or model.latent is not None
-    if model.mlm_head or model.token_types or model.positions == "alibi" or has_parts:
+    if model.mlm_head or model.token_types or model.positions == "alibi":
         raise PlanError(
             f"{model.name} has no program; allowed: models in the style of GPT and Llama"
         )

@@ -83,8 +83,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             "True on tensors without values; allowed: False, or --backend gloo",
         ),
         (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
-        (model.experts is not None, "experts", "a table; allowed: none"),
-        (model.latent is not None, "latent", "a table; allowed: none"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),

@@ -1,22 +1,27 @@
-"""Read the config.json of Hugging Face checkpoints with routed experts and latent attention.
+"""Families with routed experts and latent attention.
 
-The meaning of each key follows the configuration classes of the transformers library
-(MixtralConfig, Qwen2MoeConfig, DeepseekV2Config, DeepseekV3Config).  Weights of losses that balance
-experts, factors and norms of scores, and jitter change no size.
+Weights of losses that balance experts, factors and norms of scores, and jitter change no size.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meshwright.simulator.model.huggingface import Reader
+from meshwright.simulator.model.huggingface.llama import (
+    GLM4_HEAD_DIM,
+    MISTRAL_KEYS,
+    QWEN2_KEYS,
+    gated_decoder,
+    read_mistral,
+    read_qwen2,
+    read_qwen3,
+)
+from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
 Fields = dict[str, object]
 
 
-def mixtral_experts(reader: "Reader") -> Fields:
+def _read_mixtral(reader: Reader) -> Fields:
     """Return the fields of Mixtral's layers: experts in the place of every MLP."""
     width = reader.size("intermediate_size")
     return {
+        **read_mistral(reader),
         "ffn_hidden_size": width,
         "experts": {
             "num_experts": reader.size("num_local_experts", "num_experts"),
@@ -26,7 +31,7 @@ def mixtral_experts(reader: "Reader") -> Fields:
     }
 
 
-def qwen2_experts(reader: "Reader") -> Fields:
+def _read_qwen2_moe(reader: Reader) -> Fields:
     """Return the fields of Qwen2-MoE's layers: every n-th has experts, and a gated shared one."""
     if not reader.switch("qkv_bias", default=True):
         reader.refuse("qkv_bias", "is not supported; it must be true")
@@ -34,18 +39,62 @@ def qwen2_experts(reader: "Reader") -> Fields:
         reader.refuse("use_sliding_window", "is not supported; it must be false")
     reader.refuse_listed("mlp_only_layers")
     return {
+        **read_qwen2(reader),
         "experts": {
             "num_experts": reader.size("num_experts"),
             "experts_per_token": reader.size("num_experts_per_tok"),
             "hidden_size": reader.size("moe_intermediate_size"),
             "shared_hidden_size": reader.size("shared_expert_intermediate_size"),
             "shared_gate": True,
+            "casts_shares": True,
             "layer_step": reader.optional_size("decoder_sparse_step") or 1,
-        }
+        },
     }
 
 
-def deepseek_layers(reader: "Reader") -> Fields:
+def _read_qwen3_moe(reader: Reader) -> Fields:
+    """Return the fields of Qwen3-MoE's layers: every n-th has experts, and none is shared."""
+    if reader.switch("use_sliding_window", default=False):
+        reader.refuse("use_sliding_window", "is not supported; it must be false")
+    reader.refuse_listed("mlp_only_layers")
+    return {
+        **read_qwen3(reader),
+        "experts": {
+            "num_experts": reader.size("num_experts", "num_local_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": reader.size("moe_intermediate_size"),
+            "casts_shares": True,
+            "layer_step": reader.optional_size("decoder_sparse_step") or 1,
+        },
+    }
+
+
+def _read_glm4_moe(reader: Reader) -> Fields:
+    """Return the fields of GLM-4.5's layers: experts after dense layers, heads turned in part."""
+    width = reader.size("moe_intermediate_size")
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or GLM4_HEAD_DIM,
+        "attention_bias": reader.switch("attention_bias", default=False),
+        "qk_norm": "head" if reader.switch("use_qk_norm", default=False) else "none",
+        "rotary_fraction": reader.rotary_fraction(default=0.5),
+        "spelling": "glm4_moe",
+        "experts": {
+            "num_experts": reader.size("n_routed_experts", "num_local_experts", "num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": width,
+            "shared_hidden_size": width * (reader.optional_size("n_shared_experts") or 0),
+            "scores": "sigmoid",
+            "routing_bias": True,
+            "num_groups": reader.optional_size("n_group") or 1,
+            "groups_per_token": reader.optional_size("topk_group") or 1,
+            "first_dense_layers": reader.count("first_k_dense_replace", default=1),
+        },
+    }
+
+
+def _read_deepseek_v2(reader: Reader) -> Fields:
     """Return the fields of DeepSeek's layers: latent attention, and experts after dense layers.
 
     A layer that predicts tokens beyond the next (num_nextn_predict_layers) is left out, as
@@ -64,6 +113,8 @@ def deepseek_layers(reader: "Reader") -> Fields:
         reader.refuse("topk_method", "is not supported")
     has_groups = method != "greedy"
     return {
+        **gated_decoder(reader),
+        "head_dim": None,  # of the rotary part, where it is given
         "num_kv_heads": heads,
         "latent": {
             "query_rank": reader.optional_size("q_lora_rank") or 0,
@@ -84,25 +135,39 @@ def deepseek_layers(reader: "Reader") -> Fields:
     }
 
 
-def deepseek_v3_layers(reader: "Reader") -> Fields:
+def _read_deepseek_v3(reader: Reader) -> Fields:
     """Return the fields of DeepSeek-V3's layers: scores by sigmoid, with a bias in routing."""
     if reader.text("scoring_func", default="sigmoid") != "sigmoid":
         reader.refuse("scoring_func", "is not supported; it must be 'sigmoid'")
     if reader.text("topk_method", default="noaux_tc") != "noaux_tc":
         reader.refuse("topk_method", "is not supported; it must be 'noaux_tc'")
-    fields = deepseek_layers(reader)
+    fields = _read_deepseek_v2(reader)
     experts = fields["experts"]
     assert isinstance(experts, dict)
     return {**fields, "experts": {**experts, "scores": "sigmoid", "routing_bias": True}}
 
 
 _ROUTING_KEYS = "norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef"
-MIXTRAL_KEYS = f"{_ROUTING_KEYS} num_experts num_local_experts router_jitter_noise rope_scaling"
-QWEN2_MOE_KEYS = f"""
-    {_ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size num_experts qkv_bias
-    shared_expert_intermediate_size use_sliding_window
+_MIXTRAL_KEYS = (
+    f"{MISTRAL_KEYS} {_ROUTING_KEYS} num_experts num_local_experts router_jitter_noise rope_scaling"
+)
+_QWEN2_MOE_KEYS = f"""
+    {QWEN2_KEYS} {_ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size
+    num_experts qkv_bias shared_expert_intermediate_size
     """
-DEEPSEEK_KEYS = f"""
+_QWEN3_MOE_KEYS = f"""
+    {QWEN2_KEYS} {_ROUTING_KEYS} attention_bias decoder_sparse_step mlp_only_layers
+    moe_intermediate_size num_experts num_local_experts
+    """
+_GLM4_MOE_KEYS = f"""
+    {_ROUTING_KEYS} attention_bias attention_dropout first_k_dense_replace head_dim hidden_act
+    hidden_size intermediate_size max_position_embeddings moe_intermediate_size n_group
+    n_routed_experts n_shared_experts num_attention_heads num_experts num_hidden_layers
+    num_key_value_heads num_local_experts num_nextn_predict_layers partial_rotary_factor
+    rope_parameters rope_scaling rope_theta routed_scaling_factor tie_word_embeddings topk_group
+    use_qk_norm vocab_size
+    """
+_DEEPSEEK_KEYS = f"""
     {_ROUTING_KEYS} attention_bias attention_dropout aux_loss_alpha auto_map ep_size
     first_k_dense_replace head_dim hidden_act hidden_size intermediate_size kv_lora_rank
     max_position_embeddings mlp_bias moe_intermediate_size moe_layer_freq n_group n_routed_experts
@@ -112,3 +177,13 @@ DEEPSEEK_KEYS = f"""
     rope_parameters rope_scaling rope_theta routed_scaling_factor scoring_func seq_aux
     tie_word_embeddings topk_group topk_method v_head_dim vocab_size
     """
+
+EXPERT_FAMILIES = {
+    "deepseek_v2": Architecture(_read_deepseek_v2, frozenset(_DEEPSEEK_KEYS.split())),
+    "deepseek_v3": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
+    "glm4_moe": Architecture(_read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split())),
+    "kimi_k2": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
+    "mixtral": Architecture(_read_mixtral, frozenset(_MIXTRAL_KEYS.split())),
+    "qwen2_moe": Architecture(_read_qwen2_moe, frozenset(_QWEN2_MOE_KEYS.split())),
+    "qwen3_moe": Architecture(_read_qwen3_moe, frozenset(_QWEN3_MOE_KEYS.split())),
+}

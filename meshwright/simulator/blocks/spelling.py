@@ -1,0 +1,116 @@
+"""How families of transformers write a layer, where stacks run each of its operators as it stands.
+
+What differs are tensors that live and are kept, not parameters or products (transformers 5,
+`modeling_*.py` of each family).
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Kernels
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
+from meshwright.simulator.graph import (
+    Block,
+    Dim,
+    Gradient,
+    NormFormula,
+    RotaryFormula,
+    Tensor,
+    copy,
+    cut,
+)
+
+INDEX_BYTES = 8
+
+
+class Packing(StrEnum):
+    """How one product of queries, keys and values is cut apart: NONE where there are three.
+
+    COPIES are of keys and values alone, REPEATED ones of all, with keys and values for each head.
+    """
+
+    NONE = "none"
+    CHUNKS = "chunks"
+    SLICES = "slices"
+    COPIES = "copies"
+    REPEATED = "repeated"
+
+
+class Spelling(NamedTuple):
+    """How a family writes a layer.
+
+    Args:
+        norm: Formula of RMS norm.
+        rotary: Formula of rotary positions.
+        packing: How queries, keys and values come apart.
+        fuses_mlp: A gate and what it opens are one product.
+        norms_first: Of an MLP beside attention all norms come first, and have names until the layer
+            returns; what attention makes is added in place.
+    """
+
+    norm: NormFormula = NormFormula.LLAMA
+    rotary: RotaryFormula = RotaryFormula.LLAMA
+    packing: Packing = Packing.NONE
+    fuses_mlp: bool = False
+    norms_first: bool = False
+
+    @property
+    def fuses_qkv(self) -> bool:
+        """Whether queries, keys and values are one product."""
+        return self.packing is not Packing.NONE
+
+
+SPELLINGS = {
+    "llama": Spelling(),
+    "gemma": Spelling(norm=NormFormula.GEMMA),
+    "olmo2": Spelling(norm=NormFormula.OLMO2),
+    "phi3": Spelling(rotary=RotaryFormula.PHI3, packing=Packing.SLICES, fuses_mlp=True),
+    "glm4": Spelling(rotary=RotaryFormula.GLM4, fuses_mlp=True),
+    "glm4_moe": Spelling(rotary=RotaryFormula.NEOX),
+    "gpt_neox": Spelling(rotary=RotaryFormula.NEOX, packing=Packing.CHUNKS),
+    "falcon": Spelling(packing=Packing.COPIES, norms_first=True),
+    "falcon-groups": Spelling(packing=Packing.REPEATED, norms_first=True),
+}
+
+
+def spelling_of(shape: BlockShape) -> Spelling:
+    """Return how a stack writes layers: as their family does in transformers, or as most do.
+
+    Where kernels are not as they stand, all that is left of it are fused products.
+    """
+    stack, model = shape.stack, shape.model
+    is_eager = stack.kernels is Kernels.EAGER
+    if not stack.transformers_layers:
+        is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
+        turned = RotaryFormula.TABLE if is_qwen3 and is_eager else RotaryFormula.LLAMA
+        return Spelling(rotary=turned, fuses_mlp=stack.megatron_layers)
+    found = SPELLINGS[model.spelling]
+    if not fuses_qkv(shape):
+        found = found._replace(packing=Packing.NONE)
+    if is_eager:
+        return found
+    packing = Packing.CHUNKS if found.fuses_qkv else Packing.NONE
+    return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
+
+
+def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:
+    """Return queries, keys and values of their common product."""
+    if packing not in {Packing.COPIES, Packing.REPEATED}:
+        return cut(block, x, *parts, by_slices=packing is Packing.SLICES)
+    block.argument(x)
+    (query,) = cut(block, x, parts[0])
+    pairs = [_picked(block, x, part) for part in parts[1:]]
+    if packing is Packing.COPIES:
+        return [query, *pairs]
+    query = copy(block, query, "queries apart", copies_back=False)
+    repeated = [copy(block, each, f"{each.name} of heads", like=query) for each in pairs]
+    block.hold(*pairs)
+    return [query, *repeated]
+
+
+def _picked(block: Block, x: Tensor, part: Dim) -> Tensor:
+    """Return the last *part* of *x* by an index: a copy, whose gradient is as large as *x*."""
+    out = x.like(part.name, dims=(*x.dims[:-1], part), at={})
+    index = x.like(f"{part.name} index", dims=(), at={}, width=INDEX_BYTES)
+    moved = block.traffic(out, out)
+    return block.add([x], [out, index], [Gradient(x, (index,), (moved,))], moved)

@@ -1,0 +1,174 @@
+"""Llama and its successors: rotary positions, RMS norms, a gated MLP."""
+
+from meshwright.simulator.model.huggingface.reader import Architecture, Reader
+
+# What the configuration classes assume where a file says nothing.
+QWEN3_HEAD_DIM = GLM4_HEAD_DIM = 128
+
+
+def _read_llama(reader: Reader) -> dict[str, object]:
+    attention_bias = reader.switch("attention_bias", default=False)
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.optional_size("num_key_value_heads"),
+        "attention_bias": attention_bias,
+        "output_bias": attention_bias,
+        "mlp_bias": reader.switch("mlp_bias", default=False),
+    }
+
+
+def read_mistral(reader: Reader) -> dict[str, object]:
+    """Return the fields of Mistral's layers, which all have a window if any."""
+    decoder = gated_decoder(reader)
+    max_positions = reader.size("max_position_embeddings")
+    window = reader.optional_size("sliding_window")
+    return {
+        **decoder,
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "seq_len": min(window or max_positions, max_positions),
+        "window": window,
+    }
+
+
+def read_qwen2(reader: Reader) -> dict[str, object]:
+    """Return the fields of Qwen2's layers."""
+    return {
+        **gated_decoder(reader),
+        **_chosen_window(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "attention_bias": True,
+    }
+
+
+def read_qwen3(reader: Reader) -> dict[str, object]:
+    """Return the fields of Qwen3's layers: heads of any width, with norms."""
+    has_bias = reader.switch("attention_bias", default=False)
+    return {
+        **gated_decoder(reader),
+        **_chosen_window(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or QWEN3_HEAD_DIM,
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "qk_norm": "head",
+    }
+
+
+def _chosen_window(reader: Reader) -> dict[str, object]:
+    """Return the window of Qwen, which all layers from ``max_window_layers`` on have if any."""
+    if not reader.switch("use_sliding_window", default=False):
+        if reader.layer_pattern(usual="F") != "F":
+            reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
+        return {}
+    layers, first = (
+        reader.size("num_hidden_layers"),
+        reader.count("max_window_layers", default=28),
+    )
+    pattern = "F" * min(first, layers) + "W" * max(layers - first, 0)
+    pattern = reader.layer_pattern(usual=pattern)
+    return windows(reader.size("sliding_window"), pattern)
+
+
+def windows(window: int | None, pattern: str) -> dict[str, object]:
+    """Return which layers have a window, of how many tokens; none where there is none."""
+    return {"window": window, "layer_pattern": pattern} if window and "W" in pattern else {}
+
+
+def _read_olmo2(reader: Reader) -> dict[str, object]:
+    has_bias = reader.switch("attention_bias", default=False)
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.optional_size("num_key_value_heads"),
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "qk_norm": "width",
+        "norm_places": "after",
+        "spelling": "olmo2",
+    }
+
+
+def _read_glm4(reader: Reader) -> dict[str, object]:
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or GLM4_HEAD_DIM,
+        "attention_bias": reader.switch("attention_bias", default=True),
+        "norm_places": "both",
+        "rotary_fraction": reader.rotary_fraction(default=0.5),
+        "spelling": "glm4",
+    }
+
+
+def _read_phi3(reader: Reader) -> dict[str, object]:
+    window = reader.optional_size("sliding_window")
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.optional_size("num_key_value_heads"),
+        "seq_len": reader.optional_size("original_max_position_embeddings")
+        or reader.size("max_position_embeddings"),
+        "rotary_fraction": reader.rotary_fraction(),
+        "window": window,
+        "spelling": "phi3",
+        "dropout": reader.dropout("attention_dropout", "embd_pdrop", "resid_pdrop", default=0.0),
+    }
+
+
+def gated_decoder(reader: Reader) -> dict[str, object]:
+    """Return what Llama and its successors share: rotary positions, RMS norms, a gated MLP."""
+    max_positions = reader.size("max_position_embeddings")
+    return {
+        "num_layers": reader.size("num_hidden_layers"),
+        "hidden_size": reader.size("hidden_size"),
+        "num_heads": reader.size("num_attention_heads"),
+        "head_dim": reader.optional_size("head_dim"),
+        "ffn_hidden_size": reader.size("intermediate_size"),
+        "vocab_size": reader.size("vocab_size"),
+        "seq_len": reader.original_positions() or max_positions,
+        "max_positions": max_positions,
+        "gated_mlp": True,
+        "tied_embeddings": reader.switch("tie_word_embeddings", default=False),
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "dropout": reader.dropout("attention_dropout", default=0.0),
+    }
+
+
+_LLAMA_KEYS = """
+    attention_bias attention_dropout head_dim hidden_act hidden_size intermediate_size
+    max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
+    pretraining_tp rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
+    """
+
+MISTRAL_KEYS = """
+    attention_dropout head_dim hidden_act hidden_size intermediate_size max_position_embeddings
+    num_attention_heads num_hidden_layers num_key_value_heads rope_parameters rope_theta
+    sliding_window tie_word_embeddings vocab_size
+    """
+QWEN2_KEYS = f"""
+    {MISTRAL_KEYS} layer_types max_window_layers rope_scaling use_sliding_window
+    """
+_OLMO2_KEYS = """
+    attention_bias attention_dropout hidden_act hidden_size intermediate_size
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+    rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
+    """
+_GLM4_KEYS = f"{_OLMO2_KEYS} head_dim partial_rotary_factor"
+_PHI3_KEYS = """
+    attention_bias attention_dropout auto_map embd_pdrop hidden_act hidden_size intermediate_size
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+    original_max_position_embeddings partial_rotary_factor resid_pdrop rope_parameters
+    rope_scaling rope_theta sliding_window tie_word_embeddings vocab_size
+    """
+
+LLAMA_FAMILIES = {
+    "glm4": Architecture(_read_glm4, frozenset(_GLM4_KEYS.split())),
+    "llama": Architecture(_read_llama, frozenset(_LLAMA_KEYS.split())),
+    "mistral": Architecture(read_mistral, frozenset(MISTRAL_KEYS.split())),
+    "olmo2": Architecture(_read_olmo2, frozenset(_OLMO2_KEYS.split())),
+    "phi3": Architecture(_read_phi3, frozenset(_PHI3_KEYS.split())),
+    "qwen2": Architecture(read_qwen2, frozenset(QWEN2_KEYS.split())),
+    "qwen3": Architecture(read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split())),
+}

@@ -1,0 +1,186 @@
+"""Typed reading of a config.json, and what it may hold beside the sizes of its architecture."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
+
+from meshwright.simulator.errors import PlanError, shorten
+
+# Keys that any config.json may carry and that change neither shapes nor training cost.
+_HARMLESS_KEYS = """
+    architectures bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder label2id
+    layer_norm_epsilon layer_norm_eps length_penalty max_length min_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix problem_type
+    repetition_penalty return_dict return_dict_in_generate rms_norm_eps sep_token_id
+    suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p unk_token_id use_cache
+    """
+HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
+
+
+class Reader:
+    """Typed access to a configuration, with errors that name file, key and value."""
+
+    def __init__(self, config: Mapping[str, object], origin: str) -> None:
+        self._config = config
+        self._origin = origin
+
+    def size(self, *keys: str) -> int:
+        """Return a positive integer that must be there, under any of its names."""
+        size = self.optional_size(*keys)
+        if size is None:
+            raise PlanError(f"{self._origin}: {' or '.join(keys)} is missing")
+        return size
+
+    def optional_size(self, *keys: str) -> int | None:
+        """Return a positive integer, or None where it is absent or null."""
+        found: dict[str, int] = {}
+        for key in keys:
+            value = self._config.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                self.refuse(key, "must be an integer of at least 1")
+            for other, size in found.items():
+                if value != size:
+                    self.refuse(key, f"disagrees with {other}={size}")
+            found[key] = value
+        return next(iter(found.values()), None)
+
+    def count(self, key: str, *, default: int) -> int:
+        """Return an integer of at least 0, or *default* where it is absent or null."""
+        value = self._config.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.refuse(key, "must be an integer of at least 0")
+        return value
+
+    def refuse_listed(self, key: str) -> None:
+        """Raise for a list that holds anything."""
+        if self._config.get(key) not in (None, []):
+            self.refuse(key, "is not supported; it must be empty")
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """Return a boolean, or what the configuration class assumes where it is absent."""
+        value = self._config.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, "must be true or false")
+        return value
+
+    def text(self, key: str, *, default: str) -> str:
+        """Return a word, or what the configuration class assumes where it is absent."""
+        value = self._config.get(key, default)
+        if not isinstance(value, str):
+            self.refuse(key, "must be a text")
+        return value
+
+    def number(self, key: str, *, default: float) -> float:
+        """Return a number of at least 0; null is 0."""
+        value = self._config.get(key, default)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            self.refuse(key, "must be a number of at least 0")
+        return float(value)
+
+    def layer_pattern(self, *, usual: str) -> str:
+        """Return a letter a layer, W where it has a window and F where it sees all."""
+        types = self._config.get("layer_types")
+        if types is None:
+            return usual
+        known = {"sliding_attention": "W", "full_attention": "F"}
+        if not isinstance(types, list) or not types or not all(each in known for each in types):
+            self.refuse("layer_types", f"is not supported; each must be of {', '.join(known)}")
+        if len(types) != self.size("num_hidden_layers"):
+            self.refuse("layer_types", "must have one entry a layer")
+        return _shortest_period("".join(known[each] for each in types))
+
+    def inside(self, key: str) -> "Reader":
+        """Return a reader of an object, empty where it is absent or null."""
+        value = self._config.get(key)
+        if not isinstance(value, dict | None):
+            self.refuse(key, "must be an object or null")
+        return Reader(value or {}, f"{self._origin}: {key}")
+
+    def rotary_fraction(self, *names: str, default: float = 1.0) -> float:
+        """Return the part of a head that positions turn, here or among the rotary parameters."""
+        for reader in (self, self.inside("rope_parameters"), self.inside("rope_scaling")):
+            for name in (*names, "partial_rotary_factor"):
+                if reader.has(name):
+                    return reader.number(name, default=default)
+        return default
+
+    def nested(self, key: str, architecture: "Architecture") -> "Reader":
+        """Return a reader of an object that is a configuration of its own."""
+        if not self.has(key):
+            raise PlanError(f"{self._origin}: {key} is missing")
+        inner = self.inside(key)
+        inner.refuse_unknown_keys(architecture)
+        return inner
+
+    def with_usual(self, sizes: Mapping[str, object]) -> "Reader":
+        """Return a reader that finds *sizes* where this one finds nothing."""
+        given = {key: value for key, value in self._config.items() if value is not None}
+        return Reader({**sizes, **given}, self._origin)
+
+    def activation(self, key: str) -> str:
+        """Return how an MLP without a gate activates: GELU in one kernel, or as it is usual."""
+        return "gelu" if self.text(key, default="gelu") == "gelu" else "usual"
+
+    def has(self, key: str) -> bool:
+        """Return whether a key is there and says something."""
+        return self._config.get(key) is not None
+
+    def dropout(self, *keys: str, default: float) -> bool:
+        """Return whether any of these dropout probabilities is above zero."""
+        found = {key: self._config.get(key, default) for key in keys}
+        for key, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                self.refuse(key, "must be a probability, at least 0 and below 1")
+        return any(found.values())
+
+    def original_positions(self) -> int | None:
+        """Return the positions a model was trained on before its rotary scaling, if it says so."""
+        for key in ("rope_scaling", "rope_parameters"):
+            inner = self.inside(key)
+            if self.has(key):
+                return inner.optional_size("original_max_position_embeddings")
+        return None
+
+    def refuse_unknown_keys(self, architecture: "Architecture") -> None:
+        """Raise for a key that might change the architecture, unless it switches nothing on."""
+        for key, value in self._config.items():
+            known = key in architecture.keys or key in HARMLESS_KEYS or key.startswith("_")
+            switches_nothing_on = value is None or value is False or value in ({}, [])
+            if not known and not switches_nothing_on:
+                raise PlanError(
+                    f"{self._origin}: {shorten(key)}={shorten(value)} is not supported for "
+                    f"model_type={self._config.get('model_type')}; "
+                    f"supported keys: {', '.join(sorted(architecture.keys))}"
+                )
+
+    def refuse(self, key: str, rule: str) -> NoReturn:
+        """Raise the error for one value."""
+        raise PlanError(f"{self._origin}: {key}={shorten(self._config.get(key))} {rule}")
+
+
+class Architecture(NamedTuple):
+    """How to read one model_type, and the keys it may carry."""
+
+    read: Callable[[Reader], dict[str, object]]
+    keys: frozenset[str]
+
+
+def _shortest_period(letters: str) -> str:
+    """Return the shortest beginning that, repeated, gives all *letters*.
+
+    >>> _shortest_period("WFWFW"), _shortest_period("WWF"), _shortest_period("FF")
+    ('WF', 'WWF', 'F')
+    """
+    count = len(letters)
+    repeats = (letters[:size] for size in range(1, count + 1))
+    return next(each for each in repeats if (each * count)[:count] == letters)

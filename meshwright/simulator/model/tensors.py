@@ -1,0 +1,195 @@
+"""The weight tensors of a transformer: of its ends, and of one layer of each kind."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from meshwright.simulator.model.described import ParameterTensor
+from meshwright.simulator.model.kinds import (
+    EMBEDDING,
+    EXPERT_LAYER,
+    HEAD,
+    TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
+    BlockKind,
+)
+from meshwright.simulator.model.parts import LatentAttention
+from meshwright.simulator.model.spec import ModelSpec
+
+NEXT_SENTENCE_CLASSES = 2
+
+# Shapes by the names of tensors, each with the dim that is split over tp.
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
+
+
+def embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    """Return the tensors of the embedding, with *vocab_size* rows of the table."""
+    width = model.hidden_size
+    tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), EMBEDDING, 0)]
+    if model.positions == "learned":
+        shape = (model.max_positions, width)
+        tensors.append(ParameterTensor("position_embedding.weight", shape, EMBEDDING, None))
+    if model.token_types:
+        shape = (model.token_types, width)
+        tensors.append(ParameterTensor("token_type_embedding.weight", shape, EMBEDDING, None))
+    if model.embedding_norm:
+        tensors += _norm_tensors(model, "embedding_norm", EMBEDDING)
+    return tensors
+
+
+def _transformer_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    return [*_attention_tensors(model), *_mlp_tensors(model)]
+
+
+def _expert_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    return [*_attention_tensors(model), *_routed_tensors(model)]
+
+
+LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
+    TRANSFORMER_LAYER: _transformer_tensors,
+    WINDOWED_LAYER: _transformer_tensors,
+    EXPERT_LAYER: _expert_tensors,
+}
+
+
+def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    if model.latent is not None:
+        return _latent_tensors(model, model.latent)
+    width, query_size = model.hidden_size, model.query_hidden_size
+    qkv_size = query_size + 2 * model.kv_hidden_size
+    tensors = []
+    if model.norm_places != "after":
+        tensors += _norm_tensors(model, "attention_norm", TRANSFORMER_LAYER)
+    tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), TRANSFORMER_LAYER, 0))
+    if model.attention_bias:
+        tensors.append(ParameterTensor("qkv.bias", (qkv_size,), TRANSFORMER_LAYER, 0))
+    if model.qk_norm != "none":
+        tensors += _qk_norm_tensors(model)
+    shape = (width, query_size)
+    tensors.append(ParameterTensor("attention_output.weight", shape, TRANSFORMER_LAYER, 1))
+    if model.output_bias:
+        tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
+    if model.norm_places != "before":
+        tensors += _norm_tensors(model, "attention_output_norm", TRANSFORMER_LAYER)
+    return tensors
+
+
+def _qk_norm_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    """Return the weights of the norms of queries and keys: of a head, or of all of them."""
+    widths = (model.head_dim,) * 2
+    if model.qk_norm == "width":
+        widths = model.query_hidden_size, model.kv_hidden_size
+    names = "query_norm", "key_norm"
+    return [
+        tensor
+        for name, width in zip(names, widths, strict=True)
+        for tensor in _norm_tensors(model, name, TRANSFORMER_LAYER, width)
+    ]
+
+
+def _latent_tensors(model: ModelSpec, latent: LatentAttention) -> list[ParameterTensor]:
+    """Return the weights of latent attention: every tensor rank makes the latents whole."""
+    width, heads = model.hidden_size, model.num_heads
+    query_size = heads * latent.query_head_dim
+    both_size = latent.kv_rank + latent.rotary_head_dim
+    up_size = heads * (latent.plain_head_dim + latent.value_head_dim)
+    shapes: Shapes = {}
+    if latent.query_rank:
+        shapes |= {
+            "query_down.weight": ((latent.query_rank, width), None),
+            "query_latent_norm.weight": ((latent.query_rank,), None),
+            "query_up.weight": ((query_size, latent.query_rank), 0),
+        }
+    else:
+        shapes["query.weight"] = ((query_size, width), 0)
+    shapes |= {
+        "kv_down.weight": ((both_size, width), None),
+        "kv_latent_norm.weight": ((latent.kv_rank,), None),
+        "kv_up.weight": ((up_size, latent.kv_rank), 0),
+        "attention_output.weight": ((width, heads * latent.value_head_dim), 1),
+    }
+    return [*_norm_tensors(model, "attention_norm", TRANSFORMER_LAYER), *_of_layer(shapes)]
+
+
+def _of_layer(
+    shapes: Shapes,
+) -> list[ParameterTensor]:
+    """Return tensors of a layer by their names, each with its shape and the dim that tp cuts."""
+    return [
+        ParameterTensor(name, shape, TRANSFORMER_LAYER, dim)
+        for name, (shape, dim) in shapes.items()
+    ]
+
+
+def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    width, ffn_size = model.hidden_size, model.ffn_hidden_size
+    in_size = 2 * ffn_size if model.gated_mlp else ffn_size
+    tensors = []
+    if model.norm_places != "after" and model.parallel_mlp != "one norm":
+        tensors += _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
+    tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), TRANSFORMER_LAYER, 0))
+    if model.mlp_bias:
+        tensors.append(ParameterTensor("mlp_in.bias", (in_size,), TRANSFORMER_LAYER, 0))
+    tensors.append(ParameterTensor("mlp_out.weight", (width, ffn_size), TRANSFORMER_LAYER, 1))
+    if model.mlp_bias:
+        tensors.append(ParameterTensor("mlp_out.bias", (width,), TRANSFORMER_LAYER, None))
+    if model.norm_places != "before":
+        tensors += _norm_tensors(model, "mlp_out_norm", TRANSFORMER_LAYER)
+    return tensors
+
+
+def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    """Return what an expert layer has in the place of the MLP; axis tp cuts experts' widths."""
+    experts, width = model.experts, model.hidden_size
+    assert experts is not None
+    num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
+    shapes: Shapes = {
+        "router.weight": ((num, width), None),
+        "experts_in.weight": ((num, 2 * inner, width), 1),
+        "experts_out.weight": ((num, width, inner), 2),
+    }
+    if shared:
+        shapes |= {
+            "shared_in.weight": ((2 * shared, width), 0),
+            "shared_out.weight": ((width, shared), 1),
+        }
+    if experts.shared_gate:
+        shapes["shared_gate.weight"] = ((1, width), None)
+    return [*_norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER), *_of_layer(shapes)]
+
+
+def head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    """Return the tensors of the head, with *vocab_size* rows of its own output matrix."""
+    if model.mlm_head:
+        tensors = _mlm_tensors(model, vocab_size)
+    else:
+        tensors = _norm_tensors(model, "final_norm", HEAD)
+    if not model.tied_embeddings:
+        shape = (vocab_size, model.hidden_size)
+        tensors.append(ParameterTensor("output_embedding.weight", shape, HEAD, 0))
+    return tensors
+
+
+def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
+    """Return what BERT's head has beside an output matrix; only the bias of the logits splits."""
+    width = model.hidden_size
+    shapes = {
+        "pooler.weight": (width, width),
+        "pooler.bias": (width,),
+        "next_sentence.weight": (NEXT_SENTENCE_CLASSES, width),
+        "next_sentence.bias": (NEXT_SENTENCE_CLASSES,),
+        "mlm_dense.weight": (width, width),
+        "mlm_dense.bias": (width,),
+    }
+    return [
+        *(ParameterTensor(name, shape, HEAD, None) for name, shape in shapes.items()),
+        *_norm_tensors(model, "mlm_norm", HEAD),
+        ParameterTensor("output.bias", (vocab_size,), HEAD, 0),
+    ]
+
+
+def _norm_tensors(
+    model: ModelSpec, name: str, block: BlockKind, width: int = 0
+) -> list[ParameterTensor]:
+    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    shape = (width or model.hidden_size,)
+    return [ParameterTensor(f"{name}.{part}", shape, block, None) for part in parts]

@@ -1,0 +1,197 @@
+"""Families of dense models as transformers has them: parameters, and every byte of one layer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from block_graph import as_measured
+from block_witness import Given, Measured, count_pass
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from witnesses.families import LAYERS, SMALL, Family, Layer, spec_of
+
+from meshwright.hwprofiles import Kernels, Precision, StackProfile, load_stack
+from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.graph import Memory
+from meshwright.simulator.model import (
+    EMBEDDING,
+    EXPERT_LAYER,
+    HEAD,
+    TRANSFORMER_LAYER,
+    BlockKind,
+    ModelSpec,
+    count_parameters,
+)
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.outside import load_outside_plans
+from meshwright.validate.programs.megatron import default_dtype
+from meshwright.validate.programs.pytorch import autocast
+
+SAVED = next(plan.saved() for plan in load_outside_plans() if plan.name == "ddp llama")
+TOKENS, NUM_SEQUENCES = SAVED.job.seq_len, 2
+QWEN_32B = {
+    "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+GEMMA_2_9B = {
+    "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+    "num_attention_heads": 16, "num_key_value_heads": 8,
+}  # fmt: skip
+GEMMA_3_27B = {
+    "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "sliding_window": 1024,
+}  # fmt: skip
+FALCON_40B = {
+    "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128, "num_kv_heads": 8,
+    "new_decoder_architecture": True,
+}  # fmt: skip
+FALCON_RW_1B = {
+    "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "alibi": True,
+    "multi_query": False, "parallel_attn": False, "bias": True, "vocab_size": 50304,
+}  # fmt: skip
+NEMO_12B = {"hidden_size": 5120, "num_hidden_layers": 40, "head_dim": 128, "vocab_size": 131072}
+QWEN3_235B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_intermediate_size": 1536, "num_experts": 128, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_30B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
+}  # fmt: skip
+GLM_4_5 = {
+    "hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 92,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "vocab_size": 151552,
+    "first_k_dense_replace": 3, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
+# By model_type, what is not as in its configuration class, and published counts where there are.
+MODELS = [
+    ("qwen2", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}, None),
+    ("qwen3", QWEN_32B, 32_762_123_264),
+    ("gemma", {}, 8_537_680_896),
+    ("gemma2", GEMMA_2_9B, 9_241_705_984),
+    ("gemma3_text", GEMMA_3_27B, 27_009_346_304),
+    ("phi3", {"sliding_window": 2047}, 3_821_079_552),
+    ("falcon", {}, 6_921_720_704),
+    ("falcon", FALCON_40B, None),
+    ("falcon", FALCON_RW_1B, None),
+    ("gpt_neox", {}, 20_554_567_680),
+    ("olmo2", {}, None),
+    ("glm4", {}, 9_400_279_040),
+    ("mistral", NEMO_12B, 12_247_782_400),
+    ("qwen3_moe", QWEN3_30B, 30_532_122_624),
+    ("qwen3_moe", QWEN3_235B, 235_093_634_560),
+    ("glm4_moe", GLM_4_5, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "sizes", "published"), MODELS)
+def test_parameters_are_those_that_transformers_counts(
+    model_type: str, sizes: dict[str, object], published: int | None
+) -> None:
+    config = CONFIG_MAPPING[model_type](**sizes)
+    with torch.device("meta"):
+        counted = AutoModelForCausalLM.from_config(config).num_parameters()
+    spec = spec_of(config)
+    # A bias of routing is a buffer.
+    biases = spec.experts is not None and spec.experts.routing_bias
+    layers = sum(run.num_blocks for run in spec.layer_runs if run.kind == EXPERT_LAYER)
+    counted += layers * spec.experts.num_experts if biases else 0
+    assert count_parameters(spec) == counted
+    assert published in {None, counted}
+
+
+def eager(stack: str) -> StackProfile:
+    return load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
+
+
+def shape_of(model: ModelSpec, profile: StackProfile) -> BlockShape:
+    plan = replace(SAVED.plan, microbatch_size=NUM_SEQUENCES, stages=(model.num_layers,))
+    return BlockShape.of(replace(SAVED.job, model=model), plan, profile)
+
+
+def measured(
+    make: Callable[[], torch.nn.Module], *given: Given, profile: StackProfile
+) -> tuple[torch.nn.Module, Measured]:
+    """Return a module that runs as on a stack, and what a pass through it does."""
+    dtype = torch.float32 if profile.autocast else torch.bfloat16
+    precision = Precision.BF16 if profile.autocast else Precision.FP32
+    with fake_cluster(0, 1):
+        with default_dtype(dtype):
+            module = make()
+        for each in module.parameters() if profile.autocast else ():
+            each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            with autocast(precision, "cpu"):
+                return module(*inputs)
+
+        typed = [
+            each._replace(dtype=dtype) if each.dtype.is_floating_point else each for each in given
+        ]
+        return module, count_pass(run, typed, RankOracle({}))
+
+
+def derived(model: ModelSpec, kind: BlockKind, profile: StackProfile) -> Measured:
+    ending = Ending(keeps_gradients=not profile.autocast)
+    found = walk(shape_of(model, profile), kind, ending=ending)
+    assert Memory.of(found).buffer == 0
+    return as_measured(found)
+
+
+@pytest.mark.parametrize("stack", ["fsdp", "ddp"])
+@pytest.mark.parametrize("family", LAYERS.values(), ids=LAYERS.keys())
+def test_a_layer_of_a_family_is_byte_exact(family: Family, stack: str) -> None:
+    profile = eager(stack)
+    layer, counted = measured(
+        lambda: Layer(family, TOKENS, NUM_SEQUENCES),
+        Given((NUM_SEQUENCES, TOKENS, int(str(SMALL["hidden_size"])))),
+        profile=profile,
+    )
+    assert derived(layer.spec, TRANSFORMER_LAYER, profile) == counted
+
+
+def test_scaled_embeddings_are_byte_exact() -> None:
+    profile, config = eager("fsdp"), CONFIG_MAPPING["gemma3_text"](**{**SMALL, **GEMMA_3_27B})
+    model = spec_of(config)
+    _, counted = measured(
+        lambda: Gemma3TextScaledWordEmbedding(model.vocab_size, model.hidden_size, 0, 2.0),
+        Given((NUM_SEQUENCES, TOKENS), torch.long),
+        profile=profile,
+    )
+    assert derived(model, EMBEDDING, profile) == counted
+
+
+def head_of_gemma2(cap: float | None) -> tuple[Measured, Measured]:
+    """Return what we say of the head, and what Gemma 2 without layers does after its embedding."""
+    profile = eager("fsdp")
+    config = CONFIG_MAPPING["gemma2"](**{**SMALL, "vocab_size": 4096}, final_logit_softcapping=cap)
+    model = spec_of(config)
+    config.num_hidden_layers, config.layer_types = 0, []
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = modeling_gemma2.Gemma2ForCausalLM(config)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(inputs_embeds=x, labels=ids, use_cache=False).loss
+
+    ids = Given((NUM_SEQUENCES, TOKENS), torch.long)
+    x = Given((NUM_SEQUENCES, TOKENS, model.hidden_size))
+    _, counted = measured(Head, x, ids, profile=profile)
+    return derived(model, HEAD, profile), counted
+
+
+def test_capped_logits_keep_and_need_what_gemma_2_does_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling_gemma2, name, lambda *_, **__: None)  # flash-attn needs none
+    (ours, theirs), (ours_plain, theirs_plain) = head_of_gemma2(30.0), head_of_gemma2(None)
+    for name in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "forward_flops"):
+        more = getattr(theirs, name) - getattr(theirs_plain, name)
+        assert getattr(ours, name) - getattr(ours_plain, name) == more
