@@ -2,16 +2,17 @@
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import tomllib
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils.launch import prepare_multi_gpu_env
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -175,8 +176,6 @@ def test_deepspeed_reads_the_plan(words: str) -> None:
 
 def environment(file: Path) -> Mapping[str, str]:
     """Return what ``accelerate launch`` leaves in the environment for a file's FSDP."""
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
     words = ["--config_file", str(file), "train.py"]
     arguments = launch_command_parser().parse_args(words)
     config = load_config_from_file(str(file))

@@ -10,7 +10,7 @@ from typing import cast
 from meshwright.hwprofiles import LossKernel, Precision
 from meshwright.planner.export.framework import Export, Framework
 from meshwright.planner.export.megatron_core import BATCHES, shared_rows, stages_row
-from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 from meshwright.planner.export.texts import command_words, flags, read_flags
 from meshwright.simulator import ModelSpec, PlanError
 
@@ -246,25 +246,24 @@ def _model_options(model: ModelSpec, vocabulary_multiple: int) -> Keys:
 POSITIONS = {"learned": "learned_absolute", "rotary": "rope"}
 
 
+# Facts of a model that the options above tell.
+TOLD = {
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"),
+    *("max_positions", "positions", "norm", "gated_mlp", "mlp_bias", "output_bias"),
+    *("attention_bias", "tied_embeddings", "dropout", "vocab_size", "fused_qkv"),
+}
+
+
 def _check_model(model: ModelSpec) -> None:
     """Raise PlanError for what pretrain_gpt.py has no model of, as it is told here."""
-    lacking = {
-        "experts": model.experts is not None,
-        "latent": model.latent is not None,
-        f"positions={model.positions}": model.positions not in POSITIONS,
-        "causal=False": not model.causal,
-        "embedding_norm=True": model.embedding_norm,
-        f"mlp_bias={model.mlp_bias} with output_bias={model.output_bias}": (
-            model.mlp_bias != model.output_bias
-        ),
-        "attention_bias=False with mlp_bias=True": model.mlp_bias and not model.attention_bias,
-    }
-    for what, is_so in lacking.items():
-        if is_so:
-            raise PlanError(
-                f"model={model.name} has {what}, which cannot be expressed for megatron-lm; "
-                "allowed: dense decoders with learned or rotary positions"
-            )
+    check_model(model, WORDS.framework, TOLD)
+    biases = model.attention_bias, model.output_bias, model.mlp_bias
+    if biases[1] != biases[2] or biases[2] > biases[0]:
+        raise PlanError(
+            f"model={model.name} has attention_bias={biases[0]}, output_bias={biases[1]} and "
+            f"mlp_bias={biases[2]}, which cannot be expressed for megatron-lm; allowed: all of "
+            "them, the first alone or none"
+        )
 
 
 def _command(export: Export) -> tuple[str, ...]:

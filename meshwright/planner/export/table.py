@@ -79,6 +79,32 @@ def not_offered(field: str, value: object, framework: str, allowed: Iterable[obj
     )
 
 
+# What a model has that no framework needs to know.
+_LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
+
+
+def check_model(model: ModelSpec, framework: str, told: Iterable[str]) -> None:
+    """Refuse a model with facts that a framework is not told of, unless they are as usual.
+
+    Raises:
+        PlanError: Naming the first such fact.
+    """
+    known = _LABELS | {*told}
+    facts = {"head_dim": model.hidden_size // model.num_heads, "positions": model.positions}
+    facts |= {
+        name: each.default for name, each in type(model).model_fields.items() if name not in known
+    }
+    facts["positions"] = "rotary" if model.positions == "rotary" else "learned"
+    for name, usual in facts.items():
+        value = getattr(model, name)
+        if value != usual:
+            said = f"{name}={value}" if _is_plain(value) else name
+            raise PlanError(
+                f"model={model.name} has {said}, which cannot be expressed for {framework}; "
+                f"allowed: {_word(usual)}"
+            )
+
+
 def _word(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
 from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.table import Facts, Keys, Row, Words
-from meshwright.simulator import ModelSpec, PlanError
+from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 
 WORDS = Words("torchrun")
 FILE = "train.py"
@@ -79,7 +78,7 @@ def _model() -> Row:
     def write(facts: Facts) -> Keys:
         assert facts.model is not None  # of every plan
         model = facts.model
-        _check_model(model)
+        check_model(model, WORDS.framework, {*MODEL.values(), "dropout"})
         fused = facts.get("stack.fused_qkv")
         return {
             **{key: getattr(model, name) for key, name in MODEL.items()},
@@ -90,22 +89,6 @@ def _model() -> Row:
 
     keys = (*MODEL, "DROPOUT", "ROTARY_BASE")
     return Row(fields=("model",), keys=keys, write=write, read=lambda *_: {})
-
-
-def _check_model(model: ModelSpec) -> None:
-    lacking = {
-        "experts": model.experts is not None,
-        "latent attention": model.latent is not None,
-        f"positions={model.positions}": model.positions == "alibi",
-        "causal=False": not model.causal,
-        "embedding_norm=True": model.embedding_norm,
-    }
-    for what, is_so in lacking.items():
-        if is_so:
-            raise PlanError(
-                f"model={model.name} has {what}, which the script for torchrun does not build; "
-                "allowed: dense decoders with learned or rotary positions"
-            )
 
 
 def _files(export: Export) -> Mapping[str, str]:
