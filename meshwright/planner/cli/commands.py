@@ -7,6 +7,7 @@ Imports are local, so that a command waits for no more than it needs.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +32,7 @@ STEP_WIDTH = 100
 SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
+STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 
 
 def run_search(
@@ -184,14 +186,13 @@ def show(
     width: int,
 ) -> None:
     """Write the document where ``--json`` says, and the report unless standard output is taken."""
-    from meshwright.planner.reports import json_text, new_file
+    from meshwright.planner.reports import json_text, write_whole
 
     if target == "-":
         write_text(sys.stdout, json_text(document))
         return
     if target is not None:
-        with new_file(Path(target)) as path:
-            path.write_text(json_text(document), encoding="utf-8", newline="\n")
+        write_whole(Path(target), json_text(document))
     print_report(report(), width)
 
 
@@ -199,12 +200,18 @@ def print_report(report: "RenderableType", width: int) -> int:
     """Print *report*, to a terminal in its own width; return the status of success."""
     from rich.console import Console
 
+    printed, on_terminal = StringIO(), sys.stdout.isatty()
     console = Console(
-        width=None if sys.stdout.isatty() else width, markup=False, emoji=False, highlight=False
+        file=printed,
+        force_terminal=on_terminal,
+        width=None if on_terminal else width,
+        markup=False,
+        emoji=False,
+        highlight=False,
     )
-    with console.capture() as capture:
-        console.print(report)
-    write_text(sys.stdout, "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    console.print(report)
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    write_text(sys.stdout, "\n".join(lines) + "\n")
     return 0
 
 
@@ -244,6 +251,15 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write *text*, whatever letters the stream knows."""
+    """Write *text*, whatever letters the stream knows.
+
+    Raises:
+        OSError: If the stream takes no more; it names the stream.
+    """
     encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except OSError as error:
+        raise OSError(
+            error.errno, error.strerror, STREAMS.get(getattr(stream, "name", ""))
+        ) from None

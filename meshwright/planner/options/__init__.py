@@ -1,5 +1,6 @@
 """The options of the command line as records, and the words that they are read from."""
 
+from meshwright.planner.options.claims import claim, release_claims
 from meshwright.planner.options.plan_options import (
     LAYOUT,
     LIMITS,
@@ -52,10 +53,12 @@ __all__ = [
     "as_command",
     "check_counts",
     "check_given",
+    "claim",
     "option_name",
     "option_of",
     "read_memory_limit",
     "read_price",
     "read_tokens",
+    "release_claims",
     "run_command_line",
 ]

@@ -22,6 +22,7 @@ import typer
 from typer.main import get_group
 
 from meshwright.hwprofiles import shown, suggestion
+from meshwright.planner.options.claims import release_claims
 from meshwright.simulator import PlanError
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal
@@ -195,6 +196,8 @@ def run_command_line(
         raise PlanError(_first_lower(error.format_message())) from None
     except typer.Abort:
         raise KeyboardInterrupt from None
+    finally:
+        release_claims()
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return int(status or 0)

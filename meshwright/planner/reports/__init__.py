@@ -14,6 +14,7 @@ from meshwright.planner.reports.output_folder import (
     new_file,
     new_folder,
     output_path,
+    write_whole,
 )
 from meshwright.planner.reports.plan_file import (
     Json,
@@ -22,6 +23,7 @@ from meshwright.planner.reports.plan_file import (
     plan_document,
     plan_fields,
     read_plan,
+    read_runnable_plan,
 )
 from meshwright.planner.reports.result_files import write_search, write_step
 
@@ -53,6 +55,7 @@ __all__ = [
     "plan_document",
     "plan_fields",
     "read_plan",
+    "read_runnable_plan",
     "schedules_table",
     "search_document",
     "search_report",
@@ -61,6 +64,7 @@ __all__ = [
     "step_report",
     "write_search",
     "write_step",
+    "write_whole",
 ]
 
 
