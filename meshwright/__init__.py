@@ -183,7 +183,7 @@ def _command(name: str) -> Callable[..., int]:
     return as_command(run, *groups)
 
 
-def _planning(name: str) -> tuple[Callable[..., int], tuple[type | OptionGroup, ...]]:
+def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup, ...]]":
     """Return a command that needs no PyTorch, and its options."""
     from meshwright.planner import options
     from meshwright.planner.cli import commands, explanations, handover
