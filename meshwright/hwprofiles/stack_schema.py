@@ -1,5 +1,6 @@
 """What a training software stack can express, and how it behaves."""
 
+import operator
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +20,7 @@ from meshwright.hwprofiles.base import (
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
+    ContextParallel,
     LossKernel,
     Offload,
     ParameterGather,
@@ -79,6 +81,9 @@ class StackProfile(StackTraits):
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
 
+    ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
+    the stack's habit first; none where it does not divide sequences.
+
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
@@ -112,6 +117,7 @@ class StackProfile(StackTraits):
     offload_accumulates: Flag = True
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
+    context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
 
     attention: Attention
     zero_stage: ZeroStage
@@ -171,6 +177,7 @@ class StackProfile(StackTraits):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
+        _check_distinct("context_parallel", self.context_parallel)
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)

@@ -85,10 +85,10 @@ class StageParts:
         self, shape: BlockShape, stage: Stage, replication: Replication
     ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        dp, shards = replication.dp, replication.zero_stage > 0
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp), shards)
+        dp_cp, shards = replication.dp_cp, replication.zero_stage > 0
+        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp_cp), shards)
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp, shards=shards)
+            self._buckets[key] = bucket_parts(shape, stage, dp_cp, shards=shards)
         return self._buckets[key]
 
     def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
@@ -138,7 +138,7 @@ class DataParallelCosts:
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
         gathers = {stage: self._gathers(parts[stage], replication, wire) for stage in parts}
         reductions = [[0]]
-        if self._stack.overlap_gradient_reduce and replication.dp > 1:
+        if self._stack.overlap_gradient_reduce and replication.dp_cp > 1:
             known = {
                 stage: self._times(gradient_reductions, parts[stage], replication, wire)
                 for stage in parts
@@ -240,7 +240,7 @@ class DataParallelCosts:
         self, parts: tuple[StagePart, ...], replication: Replication, wire: WireBytes
     ) -> list[int]:
         if (
-            replication.dp == 1
+            replication.dp_cp == 1
             or replication.gather_op is None
             or not self._stack.overlap_parameter_gather
         ):
@@ -252,9 +252,9 @@ def _norm_ps(
     costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], replication: Replication
 ) -> int:
     """Return the time of the sums of the gradient norm."""
-    pp = costs.world_size // (shape.tp * replication.dp)
+    pp = costs.world_size // (shape.tp * replication.dp_cp)
     node_size = costs.cluster.devices_per_node
-    mesh = Mesh(node_size=node_size, tp=shape.tp, dp=replication.dp, pp=pp)
+    mesh = Mesh(node_size=node_size, tp=shape.tp, dp=replication.dp_cp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
 
 

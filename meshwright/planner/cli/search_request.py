@@ -17,7 +17,7 @@ from meshwright.simulator import (
     parse_stages,
 )
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import SEARCHED_FIELDS, stack_refusal
+from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, Axis, stack_refusal
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -77,7 +77,7 @@ def _check_degrees(setting: Setting, given: Given) -> None:
     shards = _number(given, "dp_shard")
     if shards < 1 or num_gpus % shards:
         raise PlanError(f"gpus={num_gpus} is not a multiple of dp_shard={shards}")
-    is_complete = degrees.keys() <= given.keys()
+    is_complete = {name for name in degrees if not AXES[Axis(name)].is_rare} <= given.keys()
     if num_gpus % product or (is_complete and product != num_gpus):
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
         word = "is not" if is_complete else "is not a multiple of"

@@ -121,7 +121,9 @@ def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[Rendera
     values = [
         (each.declaration.heading, value)
         for each in SEARCHED_FIELDS
-        if each not in shown and (value := _value(result, plan, each)) is not None
+        if each not in shown
+        and (value := _value(result, plan, each)) is not None
+        and not (each.declaration.axis and value == each.default)
     ]
     text = " ".join(f"{heading}={value_text(value)}" for heading, value in values)
     return [Text(f"all with {text}")] if values else []
@@ -236,7 +238,8 @@ def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[P
     return [
         field
         for field in SEARCHED_FIELDS
-        if field.declaration.axis or len({_value(result, plan, field) for plan in plans}) > 1
+        if (field.declaration.axis and field.declaration.is_basic)
+        or len({_value(result, plan, field) for plan in plans}) > 1
     ]
 
 

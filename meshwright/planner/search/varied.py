@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload
+from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.planner.space import COLUMNS, Space, SpaceLimits
-from meshwright.simulator.layout import PLAN_FIELDS, PlanField, known_values
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
 
 class Held(NamedTuple):
@@ -31,7 +31,9 @@ class Varied(NamedTuple):
         fields = [
             each
             for each in PLAN_FIELDS.values()
-            if each.name != "parameter_server" and known_values(each, space.job.model) != ()
+            if each.name != "parameter_server"
+            and known_values(each, space.job.model) != ()
+            and not _is_of_others(each, space.stack)
         ]
         codes = {
             name: np.unique(space.column(name)[is_offered]).tolist()
@@ -41,6 +43,13 @@ class Varied(NamedTuple):
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held)
+
+
+def _is_of_others(field: PlanField, stack: StackProfile) -> bool:
+    """Return whether *field* is of an axis that few stacks have, and *stack* is none of them."""
+    axis = field.declaration.axis or field.declaration.acts_on
+    known = AXES.get(Axis(axis)) if axis in set(Axis) else None
+    return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))
 
 
 def _held(

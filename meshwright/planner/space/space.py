@@ -36,7 +36,9 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.layout import (
     AXES,
+    DP_CP,
     PLAN_FIELDS,
+    REPLICATED,
     SEARCHED_FIELDS,
     Axis,
     PlanField,
@@ -72,8 +74,14 @@ class Space:
         return len(self.rows)
 
     def column(self, name: str) -> Column:
-        """Return the numbers of one field."""
+        """Return the numbers of one field, or of the ranks that share parameters."""
+        if name == DP_CP:
+            return self._dp_cp
         return self.rows[:, COLUMNS.index(name)]
+
+    @cached_property
+    def _dp_cp(self) -> Column:
+        return np.asarray(np.prod([self.column(axis) for axis in REPLICATED], axis=0), np.int64)
 
     @cached_property
     def num_microbatches(self) -> Column:
@@ -83,16 +91,14 @@ class Space:
 
     @cached_property
     def num_shards(self) -> Column:
-        """Data-parallel ranks of each layout that share one set of shards."""
-        dp, shards = self.column("dp"), PLAN_FIELDS["dp_shard"]
-        if shards not in SEARCHED_FIELDS:
-            return dp
-        return np.where(self.column("dp_shard"), self.column("dp_shard"), dp)
+        """Ranks of each layout that share one set of shards; see `ParallelPlan.num_shards`."""
+        shards = self.column("dp_shard")
+        return self.column("cp") * np.where(shards, shards, self.column("dp"))
 
     @cached_property
     def sharing(self) -> Column:
         """Number of each layout's setting of its switches, however many ranks share a shard."""
-        has_sets = np.asarray(self.num_shards < self.column("dp"), np.int64)
+        has_sets = np.asarray(self.num_shards < self.column(DP_CP), np.int64)
         others = [self.column(name) for name in SWITCHES if name != "dp_shard"]
         return distinct([has_sets, *others])[1]
 
@@ -155,7 +161,7 @@ def enumerate_space(
                 raise PlanError(refusal)
     blocks = [
         _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
-        for degrees in _degrees(job, num_gpus, limits)
+        for degrees in _degrees(job, stack, num_gpus, limits)
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
@@ -167,17 +173,26 @@ def enumerate_space(
     )
 
 
+def is_searched(axis: Axis, stack: StackProfile, limits: SpaceLimits) -> bool:
+    """Return whether degrees of *axis* are laid out: of a rare one if offered or asked for."""
+    known = AXES[axis]
+    is_asked = limits.values(axis) is not None
+    return is_asked or not known.is_rare or bool(getattr(stack, known.offered_by or "", True))
+
+
 def _with_switches(
     job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return *basic* rows with every setting of the switches that has an effect there."""
     columns = dict(zip(BASIC, basic.T, strict=True))
+    columns[DP_CP] = np.prod([columns[axis] for axis in REPLICATED], axis=0)
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
     lacks = np.zeros(len(basic), np.bool_)
     for gap in stack_gaps(stack, job):
-        if {condition.field for condition in gap.conditions} <= {*BASIC}:
+        if {condition.field for condition in gap.conditions} <= columns.keys():
             lacks |= gap.lacks(columns.__getitem__)
-    places = [columns["pp"], columns["dp"], columns["zero_stage"], count > 1, lacks]
+    names = ("pp", "cp", "dp", "zero_stage")
+    places = [*(columns[name] for name in names), count > 1, lacks]
     places = [np.asarray(each, np.int64) for each in places]
     first, member = distinct(places)
     wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
@@ -206,7 +221,9 @@ def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, len(SWITCHES))
 
 
-def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[dict[str, int]]:
+def _degrees(
+    job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> Iterator[dict[str, int]]:
     """Yield the degrees of all axes, in the order of a plan's fields; one takes what is left."""
     names = [each.name for each in SEARCHED_FIELDS if each.declaration.axis]
     free = [Axis(name) for name in names if not AXES[Axis(name)].takes_rest]
@@ -215,7 +232,7 @@ def _degrees(job: TrainingJob, num_gpus: int, limits: SpaceLimits) -> Iterator[d
     def chosen(left: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
         if len(known) < len(free):
             axis = free[len(known)]
-            for degree in divisors(left):
+            for degree in divisors(left) if is_searched(axis, stack, limits) else (1,):
                 if divides(job, axis, degree) and limits.allows(axis, degree):
                     yield from chosen(left // degree, {**known, axis: degree})
         elif divides(job, rest, left) and limits.allows(rest, left):
@@ -339,12 +356,16 @@ def _switches(
     wanted = limits.values(field.name)
     values = _usual_values(job, stack, field) if wanted is None else wanted
     acts_on = field.declaration.acts_on
-    if acts_on is not None and fixed[acts_on] == 1:
+    if acts_on is not None and prod(fixed[axis] for axis in _axes(acts_on)) == 1:
         values = values[:1]
     if field.name == "sequence_parallel" and job.seq_len % fixed["tp"]:
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]
     return codes if acts_on is not None else sorted(codes)
+
+
+def _axes(acts_on: str) -> tuple[Axis, ...]:
+    return REPLICATED if acts_on == DP_CP else (Axis(acts_on),)
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
-from meshwright.simulator.layout.axes import AXES, Axis, divides
+from meshwright.simulator.layout.axes import AXES, DP_CP, IN_STEP, REPLICATED, Axis, divides
 from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -61,8 +61,11 @@ from meshwright.simulator.layout.stages import (
 
 __all__ = [
     "AXES",
+    "DP_CP",
+    "IN_STEP",
     "MAX_ZERO_STAGE",
     "PLAN_FIELDS",
+    "REPLICATED",
     "SEARCHED_FIELDS",
     "SERVER_FIELDS",
     "STACKS_OWN",

@@ -9,18 +9,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.model import ModelSpec
 
 
 class Axis(StrEnum):
     """Axes of the device mesh, fastest first.
 
-    Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then data, then
-    pipeline (Narayanan et al. 2021, section 3).
+    Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then context, then data,
+    then pipeline (Narayanan et al. 2021, section 3; tp-cp-ep-dp-pp of Megatron-Core).
     """
 
     TP = "tp"
+    CP = "cp"
     DP = "dp"
     PP = "pp"
+
+
+# Neighbouring axes along which ranks hold the same parameters: gradients are reduced, and states
+# sharded, over all of them.  Ranks of one context-parallel group see parts of the same sequences.
+REPLICATED = (Axis.CP, Axis.DP)
+IN_STEP = (Axis.TP, Axis.CP)  # neighbours that work on one microbatch, action by action
+DP_CP = "dp_cp"  # the number of these ranks, as Megatron-Core and torchtitan call their group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +42,7 @@ class ParallelAxis:
         most: Largest degree that a rule for stages can lay out; None without a limit.
         offered_by: Trait of the stacks that have the axis; None where all do.
         takes_rest: Whether its degree is what the others leave of the devices.
+        is_rare: Whether people are told of its degree only where that is not 1.
     """
 
     title: str
@@ -40,6 +50,7 @@ class ParallelAxis:
     most: Callable[[TrainingJob], int] | None = None
     offered_by: str | None = None
     takes_rest: bool = False
+    is_rare: bool = False
 
 
 def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
@@ -52,6 +63,22 @@ def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
     return None
 
 
+def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
+    """Return why sequences cannot be cut in parts of equal work.
+
+    Of a causal model each rank has one early and one late of ``2 cp`` parts (Megatron-Core's
+    `get_batch_on_this_cp_rank`, the load balancer of PyTorch's context_parallel).
+    """
+    if degree == 1:
+        return None
+    if not isinstance(job.model, ModelSpec):
+        return f"cp={degree} does not go with {job.model.name}, which has no attention; allowed: 1"
+    parts, text = (2 * degree, "2 x ") if job.model.causal else (degree, "")
+    if job.seq_len % parts:
+        return f"seq_len={job.seq_len} is not divisible by {text}cp={degree}"
+    return None
+
+
 def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
     return None
 
@@ -59,6 +86,12 @@ def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
 AXES: dict[Axis, ParallelAxis] = {
     Axis.TP: ParallelAxis(
         title="Tensor-parallel", refusal=_tensors_refusal, offered_by="tensor_parallel"
+    ),
+    Axis.CP: ParallelAxis(
+        title="Context-parallel",
+        refusal=_tokens_refusal,
+        offered_by="context_parallel",
+        is_rare=True,
     ),
     Axis.DP: ParallelAxis(title="Data-parallel", refusal=_batch_refusal, takes_rest=True),
     Axis.PP: ParallelAxis(

@@ -31,7 +31,7 @@ class Declaration:
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
         offered_by: Trait of the stacks that offer it, or that lists which values they offer.
-        acts_on: Axis without which it has no effect.
+        acts_on: Axis without which it has no effect, or the number of ranks that share parameters.
         without_attention: Values that a model without attention may have; None for all, empty where
             the field says nothing of such a model.
         axis: The axis whose degree it is.
@@ -47,7 +47,7 @@ class Declaration:
     is_basic: bool = False
     choices: Callable[[], tuple[str, ...]] | None = None
     offered_by: str | None = None
-    acts_on: Axis | None = None
+    acts_on: str | None = None
     without_attention: tuple[object, ...] | None = None
     axis: Axis | None = None
 
@@ -63,7 +63,7 @@ def degree(axis: Axis) -> int:
         help=f"{AXES[axis].title} degree{rest}.",
         heading=axis.value,
         is_limited=True,
-        is_basic=True,
+        is_basic=not AXES[axis].is_rare,
         offered_by=AXES[axis].offered_by,
         axis=axis,
     )

@@ -107,15 +107,22 @@ class Mesh:
         """Return the rank at a position, the first one of each axis that is left out."""
         return sum(self.stride(axis) * place for axis, place in coordinates.items())
 
-    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """Return the ranks of the communicator of *axis* that *rank* belongs to."""
-        stride, degree = self.stride(axis), self.degree(axis)
+    def group(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """Return the ranks of the communicator that *rank* belongs to, over neighbouring *axes*.
+
+        >>> Mesh(tp=2, cp=2, dp=2, node_size=8).group(3, Axis.CP, Axis.DP)
+        (1, 3, 5, 7)
+        """
+        stride, degree = self.stride(axes[0]), prod(map(self.degree, axes))
         first = rank - (rank // stride % degree) * stride
         return tuple(range(first, first + stride * degree, stride))
 
-    def span(self, axis: Axis) -> GroupSpan:
-        """Return the worst span of any communicator of *axis*: most nodes, fewest members."""
-        return self.span_of(self.stride(axis), self.degree(axis))
+    def span(self, *axes: Axis) -> GroupSpan:
+        """Return the worst span of any communicator over neighbouring *axes*.
+
+        It has the most nodes, and then the fewest members on one.
+        """
+        return self.span_of(self.stride(axes[0]), prod(map(self.degree, axes)))
 
     def span_of(self, stride: int, degree: int) -> GroupSpan:
         """Return the worst span of groups of *degree* ranks that are *stride* apart."""

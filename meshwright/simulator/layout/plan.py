@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, StageSplit
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    Offload,
+    Precision,
+    Recompute,
+    StageSplit,
+)
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, REPLICATED, Axis
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
@@ -52,7 +59,16 @@ class PlanFields:
 
     tp: int = degree(Axis.TP)
     pp: int = degree(Axis.PP)
+    cp: int = degree(Axis.CP)
     dp: int = degree(Axis.DP)
+
+    cp_type: ContextParallel | None = Declaration(
+        help="How ranks with parts of a sequence attend to all of it [the stack's].",
+        heading="cp type",
+        offered_by="context_parallel",
+        acts_on=Axis.CP,
+    ).field(None)
+    """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
 
     num_virtual_stages: int = Declaration(
         help="Virtual stages of a pipeline rank.",
@@ -75,7 +91,7 @@ class PlanFields:
         option="zero",
         heading="zero",
         is_basic=True,
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(0)
     """What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states, 2 gradients, too,
     3 parameters, too."""
@@ -155,7 +171,7 @@ class PlanFields:
         metavar="fp32|fp16|bf16",
         heading="reduce",
         group="replication",
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(None)
     """Number format in which they are reduced; None is the stack's, or what goes with the gradient
     precision."""
@@ -164,7 +180,7 @@ class PlanFields:
         help="Reduce gradients in every microbatch.",
         heading="sync",
         group="replication",
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(None)
     """Reduce gradients in every microbatch, not in the last alone; None is the stack's habit."""
 
@@ -212,8 +228,13 @@ class ParallelPlan(PlanFields):
 
     @property
     def num_shards(self) -> int:
-        """Data-parallel ranks that share one set of shards."""
-        return self.dp if self.dp_shard is None else self.dp_shard
+        """Ranks that share one set of shards: context-parallel ones always do."""
+        return self.cp * (self.dp if self.dp_shard is None else self.dp_shard)
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold the same parameters, over which gradients are reduced."""
+        return prod(self.degree(axis) for axis in REPLICATED)
 
     @property
     def gradient_formats(self) -> Formats:
@@ -231,9 +252,17 @@ class ParallelPlan(PlanFields):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Ranks along each axis, in the order of the fields: as plans are written."""
-        axes = (each.declaration.axis for each in PLAN_FIELDS.values())
-        return {axis.value: self.degree(axis) for axis in axes if axis is not None}
+        """Ranks along each axis that people are told of, in the order of the fields."""
+        axes = [axis for each in PLAN_FIELDS.values() if (axis := each.declaration.axis)]
+        return {
+            axis.value: self.degree(axis)
+            for axis in axes
+            if self.degree(axis) > 1 or not AXES[axis].is_rare
+        }
+
+    def number(self, name: str) -> int:
+        """Return a field as the whole number of a column, or the ranks that share parameters."""
+        return self.dp_cp if name == DP_CP else PLAN_FIELDS[name].code(getattr(self, name))
 
     @property
     def num_stages(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
@@ -78,10 +78,10 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
     ]
     for field, offered in traits:
         if isinstance(offered, tuple):
-            for code, value in enumerate(field.choices):
+            for value in field.choices:
                 if value not in offered:
-                    said = f"{field.name}={value}"
-                    yield Gap(field.name, said, (Condition(field.name, eq, code),), offered)
+                    has_value = Condition(field.name, eq, field.code(value))
+                    yield Gap(field.name, f"{field.name}={value}", (has_value,), offered)
     for field, offered in traits:
         if offered is False:
             acts_on = field.declaration.acts_on
@@ -118,7 +118,7 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
     """
     if stack.is_fully_sharded:
         num = experts.num_experts
-        cuts = Condition(Axis.DP, lambda dp, total: total % dp != 0, num)
+        cuts = Condition(DP_CP, lambda ranks, total: total % ranks != 0, num)
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
         yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
@@ -131,7 +131,7 @@ def _precision_gaps(precision: Precision) -> Iterator[Gap]:
     """Yield the plans without shards that would be computed in fp32, whatever is asked for."""
     allowed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
     for axis in (Axis.TP, Axis.PP):
-        alone = Condition(Axis.DP, eq, 1), Condition(axis, gt, 1)
+        alone = Condition(DP_CP, eq, 1), Condition(axis, gt, 1)
         yield Gap(Axis.DP, f"{precision} with {axis} but without dp", alone, allowed)
 
 
@@ -140,7 +140,7 @@ def _zero_gaps(stack: StackProfile) -> Iterator[Gap]:
     in_pipelines = tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
     for stage in range(MAX_ZERO_STAGE + 1):
         name = f"zero_stage={stage}"
-        has_stage = (Condition("zero_stage", eq, stage), Condition("dp", gt, 1))
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
         if stage not in in_pipelines:
             reason = name if stage not in stack.zero_stages else f"{name} in a pipeline"
             yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
@@ -198,11 +198,11 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):
-        if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
+        if gap.lacks(plan.number):
             value = getattr(plan, gap.field)
             whose = f" for {gap.model}" if gap.model else ""
             return _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
-    if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
+    if plan.num_shards < plan.dp_cp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
     if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):
         kept = plan.reshard_after_forward

@@ -89,7 +89,7 @@ def stage_entries(
         gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
     elif setting.gathers_in_pass:
         # Gathered are shards alone, and what is reduced is cut likewise.
-        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
+        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp_cp)]
     reduced = [(part, setting.num_reductions) for part in parts]
     return tuple(
         LedgerEntry(

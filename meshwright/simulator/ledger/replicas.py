@@ -22,7 +22,7 @@ def gradient_reductions(
     size_bytes = num_parameters * wire.reduce_bytes
     filled_bytes = _filled(num_parameters, replication) * wire.reduce_bytes
     cast_bytes = 0
-    if wire.casts is not None and replication.dp > 1:
+    if wire.casts is not None and replication.dp_cp > 1:
         cast_bytes = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
     padding_bytes = filled_bytes - size_bytes
     calls = [StepCollective(Axis.DP, op, size_bytes, span, 1, padding_bytes, cast_bytes)]

@@ -7,8 +7,8 @@ from meshwright.hwprofiles import CollectiveOp, Offload, ParameterGather, Precis
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.layout import (
+    REPLICATED,
     STACKS_OWN,
-    Axis,
     Casts,
     GroupSpan,
     Mesh,
@@ -52,8 +52,8 @@ class Replication(NamedTuple):
     finds_unused: bool = False
 
     @property
-    def dp(self) -> int:
-        """Data-parallel degree."""
+    def dp_cp(self) -> int:
+        """Ranks over which gradients are reduced: data- and context-parallel ones."""
         return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
 
     @property
@@ -127,11 +127,11 @@ class Replication(NamedTuple):
 def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
-    Shards lie on neighbouring data-parallel ranks, replicas of them further apart.
+    Shards lie on neighbouring ranks, replicas of them further apart.
     """
     usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
-    replicas = plan.dp // plan.num_shards
-    stride = mesh.stride(Axis.DP)
+    replicas = plan.dp_cp // plan.num_shards
+    stride = mesh.stride(REPLICATED[0])
     return Replication.of(
         plan.zero_stage,
         mesh.span_of(stride, plan.num_shards),

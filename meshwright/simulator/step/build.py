@@ -10,7 +10,7 @@ from meshwright.hwprofiles import Offload, Source, StackProfile
 from meshwright.simulator.blocks import weight_copy_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
-from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
     FULLNESS,
@@ -130,7 +130,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         num_microbatches=setting.num_microbatches,
         blocking_messages=not stack.overlap_p2p,
         # Both through the node's cards, or both inside it: else they use different links.
-        shared_port=overlaps and setting.mesh.span(Axis.DP).crosses_nodes == messages_cross,
+        shared_port=overlaps and setting.mesh.span(*REPLICATED).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
@@ -240,6 +240,6 @@ def _with_casts(
 def _cast_bytes(context: StepContext, num_parameters: int) -> int:
     """Return what holds gradients that are reduced together in another format than their own."""
     casts, replication = context.setting.wire.casts, context.setting.replication
-    if casts is None or replication.dp == 1:
+    if casts is None or replication.dp_cp == 1:
         return 0
     return casts.buffer_bytes(num_parameters, replication.shards.gradients)
