@@ -254,7 +254,8 @@ def _norm_ps(
     """Return the time of the sums of the gradient norm."""
     pp = costs.world_size // (shape.tp * replication.dp_cp)
     node_size = costs.cluster.devices_per_node
-    mesh = Mesh(node_size=node_size, tp=shape.tp, dp=replication.dp_cp, pp=pp)
+    dp = replication.dp_cp // shape.cp
+    mesh = Mesh(node_size=node_size, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from meshwright.hwprofiles import StageSplit
 from meshwright.planner.cli.request import Setting, check_fields
 from meshwright.planner.options import Given, option_of
-from meshwright.planner.space import SpaceLimits
+from meshwright.planner.space import SpaceLimits, is_searched
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -17,7 +17,7 @@ from meshwright.simulator import (
     parse_stages,
 )
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, Axis, stack_refusal
+from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, stack_refusal
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -77,7 +77,9 @@ def _check_degrees(setting: Setting, given: Given) -> None:
     shards = _number(given, "dp_shard")
     if shards < 1 or num_gpus % shards:
         raise PlanError(f"gpus={num_gpus} is not a multiple of dp_shard={shards}")
-    is_complete = {name for name in degrees if not AXES[Axis(name)].is_rare} <= given.keys()
+    limits = SpaceLimits(**{name: (given[name],) for name in degrees if name in given})
+    free = {each for each in AXES if is_searched(each, setting.job, setting.stack, limits)}
+    is_complete = free <= given.keys()
     if num_gpus % product or (is_complete and product != num_gpus):
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
         word = "is not" if is_complete else "is not a multiple of"
@@ -125,6 +127,7 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     }
     usual = {
         "tp": tp,
+        "cp": given.get("cp", 1),
         "sequence_parallel": has_experts and tp != 1,
         "dp": given.get("dp", 2 * _number(given, "dp_shard")),
         "zero_stage": stack.zero_stage,

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload, StackProfile
-from meshwright.planner.space import COLUMNS, Space, SpaceLimits
+from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
 
@@ -45,6 +45,17 @@ class Varied(NamedTuple):
         return cls(searched, held)
 
 
+def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
+    """Return why a field that nobody asked for has one value."""
+    axis = field.declaration.axis or field.declaration.acts_on
+    if axis in set(Axis) and AXES[Axis(axis)].is_rare:
+        if not is_searched(Axis(axis), space.job, space.stack, limits):
+            return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
+        if not field.declaration.axis:
+            return "not searched"
+    return "only one offered"
+
+
 def _is_of_others(field: PlanField, stack: StackProfile) -> bool:
     """Return whether *field* is of an axis that few stacks have, and *stack* is none of them."""
     axis = field.declaration.axis or field.declaration.acts_on
@@ -66,4 +77,4 @@ def _held(
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
-            yield Held(name, value, "only one offered" if pins is None else "asked for")
+            yield Held(name, value, _reason(field, space, limits) if pins is None else "asked for")

@@ -11,14 +11,17 @@ from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
     BASIC,
+    LONG_SEQUENCE,
     Space,
     enumerate_space,
+    is_searched,
 )
 from meshwright.planner.space.switches import SWITCHES, Column, distinct
 
 __all__ = [
     "BASIC",
     "COLUMNS",
+    "LONG_SEQUENCE",
     "PERIODS",
     "RULES",
     "SWITCHES",
@@ -35,6 +38,7 @@ __all__ = [
     "distinct",
     "enumerate_space",
     "fullest_moments",
+    "is_searched",
     "lacks",
     "pipeline_roles",
     "representative_microbatches",

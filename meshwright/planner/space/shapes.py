@@ -14,6 +14,8 @@ from meshwright.simulator.layout import PLAN_FIELDS, sums_microbatches, syncs_by
 from meshwright.simulator.model import BlockKind, rank_parameters
 from meshwright.simulator.step import message_between
 
+SWITCHED = ("sequence_parallel", "recompute", "attention")
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeTable:
@@ -26,7 +28,7 @@ class ShapeTable:
     @classmethod
     def of(cls, space: Space) -> "ShapeTable":
         """Return the shapes of every layout of *space*."""
-        names = ("tp", "microbatch_size", "sequence_parallel", "recompute", "attention")
+        names = ("tp", "cp", "cp_type", "microbatch_size", *SWITCHED)
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
         flags = (in_pipeline.astype(np.int64), _defers_sums(space))
         columns = [*(space.column(name) for name in names), *flags]
@@ -65,7 +67,7 @@ class ShapeTimes:
 
     blocks: NDArray[np.int64]
     messages: NDArray[np.int64]
-    known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
+    known: dict[tuple[int, int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
     priced: set[int]
 
     @classmethod
@@ -80,7 +82,7 @@ class ShapeTimes:
             shape = table.shapes[index]
             # Recomputation is of layers: shapes that differ in it share the ends and the messages.
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
-            key = (shape.tp, shape.microbatch_size, *flags)
+            key = (shape.tp, shape.cp, shape.microbatch_size, *flags)
             if key not in self.known:
                 ends = _block_times(shape, costs, ENDS)
                 self.known[key] = ends, _message_times(shape, costs, table.kinds)

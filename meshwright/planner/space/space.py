@@ -1,6 +1,6 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -37,8 +37,8 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import (
     AXES,
     DP_CP,
+    JOINT_AXES,
     PLAN_FIELDS,
-    REPLICATED,
     SEARCHED_FIELDS,
     Axis,
     PlanField,
@@ -53,6 +53,7 @@ from meshwright.simulator.model import AnyModel
 
 # Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
+LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 
 
@@ -75,13 +76,13 @@ class Space:
 
     def column(self, name: str) -> Column:
         """Return the numbers of one field, or of the ranks that share parameters."""
-        if name == DP_CP:
-            return self._dp_cp
+        if name in JOINT_AXES:
+            return self._joint[name]
         return self.rows[:, COLUMNS.index(name)]
 
     @cached_property
-    def _dp_cp(self) -> Column:
-        return np.asarray(np.prod([self.column(axis) for axis in REPLICATED], axis=0), np.int64)
+    def _joint(self) -> dict[str, Column]:
+        return {name: _product(map(self.column, axes)) for name, axes in JOINT_AXES.items()}
 
     @cached_property
     def num_microbatches(self) -> Column:
@@ -173,11 +174,19 @@ def enumerate_space(
     )
 
 
-def is_searched(axis: Axis, stack: StackProfile, limits: SpaceLimits) -> bool:
-    """Return whether degrees of *axis* are laid out: of a rare one if offered or asked for."""
+def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
+    """Return whether degrees of *axis* are laid out: of a rare one if it is asked for.
+
+    Sequences are cut unasked where they are long and the stack does so: of short ones that makes
+    the space a third larger and a search as much slower, for layouts that are not faster.
+    """
     known = AXES[axis]
-    is_asked = limits.values(axis) is not None
-    return is_asked or not known.is_rare or bool(getattr(stack, known.offered_by or "", True))
+    if not known.is_rare or limits.values(axis) is not None:
+        return True
+    said = (each for each in SEARCHED_FIELDS if axis in {each.name, each.declaration.acts_on})
+    is_asked = any(limits.asks_for(each.name) for each in said)
+    is_offered = bool(getattr(stack, known.offered_by or "", False))
+    return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
 
 
 def _with_switches(
@@ -185,7 +194,7 @@ def _with_switches(
 ) -> NDArray[np.int64]:
     """Return *basic* rows with every setting of the switches that has an effect there."""
     columns = dict(zip(BASIC, basic.T, strict=True))
-    columns[DP_CP] = np.prod([columns[axis] for axis in REPLICATED], axis=0)
+    columns |= {name: _product(columns[axis] for axis in axes) for name, axes in JOINT_AXES.items()}
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
     lacks = np.zeros(len(basic), np.bool_)
     for gap in stack_gaps(stack, job):
@@ -232,7 +241,7 @@ def _degrees(
     def chosen(left: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
         if len(known) < len(free):
             axis = free[len(known)]
-            for degree in divisors(left) if is_searched(axis, stack, limits) else (1,):
+            for degree in divisors(left) if is_searched(axis, job, stack, limits) else (1,):
                 if divides(job, axis, degree) and limits.allows(axis, degree):
                     yield from chosen(left // degree, {**known, axis: degree})
         elif divides(job, rest, left) and limits.allows(rest, left):
@@ -358,14 +367,18 @@ def _switches(
     acts_on = field.declaration.acts_on
     if acts_on is not None and prod(fixed[axis] for axis in _axes(acts_on)) == 1:
         values = values[:1]
-    if field.name == "sequence_parallel" and job.seq_len % fixed["tp"]:
+    if field.name == "sequence_parallel" and job.seq_len % (fixed["tp"] * fixed["cp"]):
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]
     return codes if acts_on is not None else sorted(codes)
 
 
 def _axes(acts_on: str) -> tuple[Axis, ...]:
-    return REPLICATED if acts_on == DP_CP else (Axis(acts_on),)
+    return JOINT_AXES.get(acts_on) or (Axis(acts_on),)
+
+
+def _product(columns: Iterable[Column]) -> Column:
+    return np.asarray(np.prod([*columns], axis=0), np.int64)
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

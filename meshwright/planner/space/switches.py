@@ -67,6 +67,7 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
     if stack.strategy is not Strategy.MESH or place.is_lacking:
         return [dict.fromkeys(SWITCHES)]
     choices = (
+        _context(stack, place, wanted),
         _shards(stack, place, wanted),
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
@@ -86,6 +87,16 @@ def _chosen(
     if values is None or None in values or habit in values:
         yield {name: None}
     yield from ({name: each} for each in others if values is None or each in values)
+
+
+def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield how ranks attend to each other's tokens: the stack's habit unless asked for."""
+    asked = wanted.get("cp_type", ())
+    others = [each for each in stack.context_parallel[1:] if each in asked]
+    habit = stack.context_parallel[0] if stack.context_parallel else None
+    if place.cp == 1:
+        return _chosen("cp_type", habit, [], {})
+    return _chosen("cp_type", habit, others, wanted)
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:

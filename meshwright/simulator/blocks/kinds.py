@@ -148,7 +148,7 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
     """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
-    sizes = columns or Columns(shape.tp, shape.microbatch_size)
+    sizes = columns or Columns(shape.tp, shape.cp, shape.microbatch_size)
     mesh = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
     block = Block(mesh, lowering_of(shape), shape.element_bytes)
     if isinstance(shape.trained, ModelSpec):

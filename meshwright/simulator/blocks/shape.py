@@ -6,6 +6,7 @@ from math import ceil
 
 from meshwright.hwprofiles import (
     Attention,
+    ContextParallel,
     Fp8Recipe,
     Precision,
     Recompute,
@@ -28,6 +29,7 @@ class BlockShape:
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
+    ``cp`` context-parallel ranks have equal parts of each sequence and attend to it by ``cp_type``.
     ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind.
     """
 
@@ -44,6 +46,8 @@ class BlockShape:
     parameters: Mapping[BlockKind, int] = field(compare=False)
     in_pipeline: bool = False
     defers_sums: bool = False
+    cp: int = 1
+    cp_type: ContextParallel | None = None
 
     @classmethod
     def of(
@@ -67,6 +71,8 @@ class BlockShape:
             parameters=parameters or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
+            cp=plan.cp,
+            cp_type=_cp_type(plan, stack),
         )
 
     @property
@@ -77,8 +83,8 @@ class BlockShape:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.microbatch_size * self.seq_len
+        """Tokens of a microbatch that a context-parallel rank has."""
+        return self.microbatch_size * self.seq_len // self.cp
 
     @property
     def num_local_tokens(self) -> int:
@@ -171,6 +177,13 @@ class BlockShape:
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def _cp_type(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
+    """Return how ranks attend to each other's tokens; a ring where the stack has no way to."""
+    if plan.cp == 1:
+        return None
+    return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
 
 
 def fuses_qkv(shape: BlockShape) -> bool:

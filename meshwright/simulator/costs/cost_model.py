@@ -13,6 +13,7 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
+    RingMessages,
 )
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
@@ -57,7 +58,7 @@ class CostModel:
         self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
-        self._tp_spans: dict[int, GroupSpan] = {}
+        self._spans: dict[tuple[Axis, int, int], GroupSpan] = {}
 
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
@@ -103,8 +104,8 @@ class CostModel:
             case HostPasses():
                 pass_s = self.stack.host_per_layer_pass_s
                 return Category.HOST, constant_cost(operator.num_passes, pass_s)
-            case Collective():
-                return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
+            case Collective() | RingMessages():
+                return self._exposed(operator, shape)
 
     def _product_cost(self, product: Gemm | ImplicitGemm, precision: Precision) -> Cost:
         key = (product, precision)
@@ -117,6 +118,13 @@ class CostModel:
             )
         return self._products[key]
 
+    def _exposed(
+        self, operator: Collective | RingMessages, shape: BlockShape
+    ) -> tuple[Category, Cost]:
+        if isinstance(operator, Collective) and operator.axis is Axis.TP:
+            return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
+        return Category.CP_COMM, self._exposed_cp_cost(operator, shape)
+
     def _exposed_tp_cost(self, operator: Collective, shape: BlockShape) -> Cost:
         """Return the part of a tensor-parallel collective that its product does not hide."""
         span = self.tp_span(shape.tp)
@@ -128,14 +136,43 @@ class CostModel:
         hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
         return Cost(cost.time_ps - hidden_ps, cost.source)
 
+    def _exposed_cp_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
+        """Return the time of a collective, or what steps of attention leave of a ring's messages.
+
+        A step ends when all ranks have computed and sent: the slowest link between two neighbours,
+        between nodes if the ring leaves one, holds up each.
+        """
+        span = self.cp_span(shape.tp, shape.cp)
+        if isinstance(operator, Collective):
+            return self.collective(operator.op, operator.size_bytes, span, Axis.CP)
+        messages, size_bytes = operator, operator.size_bytes + operator.beside_bytes
+        if messages.op is CollectiveOp.ALL_GATHER:
+            time_ps, source = self.collective(messages.op, size_bytes, span, Axis.CP)
+        else:
+            sent, latency = self.message(size_bytes, crosses_nodes=span.crosses_nodes)
+            time_ps, source = sent.time_ps + latency.time_ps, sent.source
+        cover_ps = 0
+        if messages.hides_under is not None:
+            _, whole = self.operator_cost(messages.hides_under, shape)
+            cover_ps = whole.time_ps // messages.hides_under.ranks
+        return Cost(messages.steps * max(0, time_ps - cover_ps), source)
+
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
-        if tp not in self._tp_spans:
-            # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
+        # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
+        return self._span(Axis.TP, tp, 1)
+
+    def cp_span(self, tp: int, cp: int) -> GroupSpan:
+        """Return the worst span of a context-parallel group around which *tp* ranks are."""
+        return self._span(Axis.CP, tp, cp)
+
+    def _span(self, axis: Axis, tp: int, cp: int) -> GroupSpan:
+        key = axis, tp, cp
+        if key not in self._spans:
             node_size = self.cluster.devices_per_node
-            mesh = Mesh(tp=tp, dp=self.world_size // tp, node_size=node_size)
-            self._tp_spans[tp] = mesh.span(Axis.TP)
-        return self._tp_spans[tp]
+            mesh = Mesh(tp=tp, cp=cp, dp=self.world_size // (tp * cp), node_size=node_size)
+            self._spans[key] = mesh.span(axis)
+        return self._spans[key]
 
     def collective(self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: Axis) -> Cost:
         """Return the time of a collective over *axis* with nothing to hide it."""

@@ -1,6 +1,14 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
-from meshwright.simulator.layout.axes import AXES, DP_CP, IN_STEP, REPLICATED, Axis, divides
+from meshwright.simulator.layout.axes import (
+    AXES,
+    DP_CP,
+    IN_STEP,
+    JOINT_AXES,
+    REPLICATED,
+    Axis,
+    divides,
+)
 from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -63,6 +71,7 @@ __all__ = [
     "AXES",
     "DP_CP",
     "IN_STEP",
+    "JOINT_AXES",
     "MAX_ZERO_STAGE",
     "PLAN_FIELDS",
     "REPLICATED",

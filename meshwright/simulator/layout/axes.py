@@ -29,7 +29,9 @@ class Axis(StrEnum):
 # sharded, over all of them.  Ranks of one context-parallel group see parts of the same sequences.
 REPLICATED = (Axis.CP, Axis.DP)
 IN_STEP = (Axis.TP, Axis.CP)  # neighbours that work on one microbatch, action by action
-DP_CP = "dp_cp"  # the number of these ranks, as Megatron-Core and torchtitan call their group
+# Numbers of ranks over several axes, as Megatron-Core calls their groups.
+DP_CP, TP_CP = "dp_cp", "tp_cp"
+JOINT_AXES = {DP_CP: REPLICATED, TP_CP: IN_STEP}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,16 +68,17 @@ def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
 def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
     """Return why sequences cannot be cut in parts of equal work.
 
-    Of a causal model each rank has one early and one late of ``2 cp`` parts (Megatron-Core's
+    Each rank of a causal model has one early and one late of ``2 cp`` parts (Megatron-Core's
     `get_batch_on_this_cp_rank`, the load balancer of PyTorch's context_parallel).
     """
     if degree == 1:
         return None
-    if not isinstance(job.model, ModelSpec):
-        return f"cp={degree} does not go with {job.model.name}, which has no attention; allowed: 1"
-    parts, text = (2 * degree, "2 x ") if job.model.causal else (degree, "")
-    if job.seq_len % parts:
-        return f"seq_len={job.seq_len} is not divisible by {text}cp={degree}"
+    is_transformer = isinstance(job.model, ModelSpec)
+    if not (isinstance(job.model, ModelSpec) and job.model.causal):
+        lacks = "is not causal" if is_transformer else "has no attention"
+        return f"cp={degree} does not go with {job.model.name}, which {lacks}; allowed: 1"
+    if job.seq_len % (2 * degree):
+        return f"seq_len={job.seq_len} is not divisible by 2 x cp={degree}"
     return None
 
 

@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, REPLICATED, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
@@ -234,7 +234,7 @@ class ParallelPlan(PlanFields):
     @property
     def dp_cp(self) -> int:
         """Ranks that hold the same parameters, over which gradients are reduced."""
-        return prod(self.degree(axis) for axis in REPLICATED)
+        return self.number(DP_CP)
 
     @property
     def gradient_formats(self) -> Formats:
@@ -261,8 +261,10 @@ class ParallelPlan(PlanFields):
         }
 
     def number(self, name: str) -> int:
-        """Return a field as the whole number of a column, or the ranks that share parameters."""
-        return self.dp_cp if name == DP_CP else PLAN_FIELDS[name].code(getattr(self, name))
+        """Return a field as the whole number of a column, or the ranks over several axes."""
+        if name in JOINT_AXES:
+            return prod(self.degree(axis) for axis in JOINT_AXES[name])
+        return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property
     def num_stages(self) -> int:

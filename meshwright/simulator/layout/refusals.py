@@ -8,9 +8,17 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    LayerFact,
+    Precision,
+    Recompute,
+    StackProfile,
+    Strategy,
+)
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
@@ -63,6 +71,8 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
     yield from _trait_gaps(stack)
     yield from _zero_gaps(stack)
+    if stack.context_parallel and isinstance(job.model, ModelSpec):
+        yield from _context_gaps(stack, job.model, job.seq_len)
     if stack.casts_shards_alone and job.precision is not Precision.FP32:
         yield from _precision_gaps(job.precision)
     if isinstance(job.model, ModelSpec):
@@ -127,6 +137,38 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
+def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
+    """Yield the plans with context parallelism that *stack* does not run.
+
+    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads, and
+    none goes with attention whose scores lie in memory (attn_forward_func_with_cp).
+    """
+    split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
+    kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
+    unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
+    yield Gap(kernels.name, "cp > 1 with attention=unfused", (split, unfused), (Attention.FLASH,))
+    by_operator = Condition(modes.name, eq, modes.code(Recompute.SELECTIVE_OP))
+    others = tuple(each for each in stack.recompute_modes if each is not Recompute.SELECTIVE_OP)
+    reason = f"cp > 1 with recompute={Recompute.SELECTIVE_OP}"
+    yield Gap(modes.name, reason, (split, by_operator), others)
+    if model.latent is not None:
+        yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
+    swap = ContextParallel.ALL_TO_ALL
+    for each in stack.context_parallel:
+        codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
+        for has_type in (Condition(types.name, eq, code) for code in codes):
+            if each == swap:
+                cuts = Condition(TP_CP, lambda ranks, heads: heads % ranks != 0, model.num_kv_heads)
+                reason = f"tp x cp that does not divide the {model.num_kv_heads} key heads"
+                allowed = f"a divisor of {model.num_kv_heads} for tp x cp", "another cp_type"
+                yield Gap(
+                    Axis.CP, f"{reason} ({swap})", (split, has_type, cuts), allowed, model.name
+                )
+            elif LayerFact.WINDOW in model.layer_facts(seq_len):
+                reason = f"cp_type={each} with sliding windows"
+                yield Gap(types.name, reason, (split, has_type), (swap,), model.name)
+
+
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:
     """Yield the plans without shards that would be computed in fp32, whatever is asked for."""
     allowed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
@@ -158,8 +200,9 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
         refusal = known.refusal(job, plan.degree(axis))
         if refusal is not None:
             raise PlanError(refusal)
-    if plan.sequence_parallel and job.seq_len % plan.tp:
-        raise PlanError(f"seq_len={job.seq_len} is not divisible by tp={plan.tp}")
+    if plan.sequence_parallel and job.seq_len % plan.number(TP_CP):
+        ranks = f"tp={plan.tp}" if plan.cp == 1 else f"tp={plan.tp} x cp={plan.cp}"
+        raise PlanError(f"seq_len={job.seq_len} is not divisible by {ranks}")
     sequences = job.global_batch_size // plan.dp
     if sequences % plan.microbatch_size:
         raise PlanError(

@@ -5,8 +5,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.blocks import BlockTable, Collective
-from meshwright.simulator.layout import Axis, Stage, join_stages
+from meshwright.simulator.blocks import BlockTable, Collective, RingMessages
+from meshwright.simulator.layout import IN_STEP, Axis, Stage, join_stages
 from meshwright.simulator.ledger.closing import batch_calls, gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
@@ -60,21 +60,23 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
     of the messages it receives as many of each size.
     """
     shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
-    span, sizes = mesh.span(Axis.TP), block_bytes(blocks, shape)
+    spans = {axis: mesh.span(axis) for axis in IN_STEP}
+    sizes = block_bytes(blocks, shape)
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
         part = StagePart(stage, ())
         for kind, num_blocks in stage.blocks:
             operators = blocks.operators(shape, kind)
             calls = tuple(
-                StepCollective(Axis.TP, each.op, each.size_bytes, span, num_blocks)
+                StepCollective(each.axis, op, size_bytes, spans[each.axis], num_blocks * num_calls)
                 for each in (*operators.forward, *operators.recompute, *operators.backward)
-                if isinstance(each, Collective)
+                if isinstance(each, Collective | RingMessages)
+                for op, size_bytes, num_calls in each.collectives
             )
             yield LedgerEntry(Moment.OPERATORS, part, calls, count)
         # A stage sends forward unless it is the last, and backward unless it is the first.
         for size_bytes in filter(None, stage_messages(sizes, stage)):
-            calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses)
+            calls = message_collectives(shape, size_bytes, spans[Axis.TP], crosses_nodes=crosses)
             yield LedgerEntry(Moment.MESSAGE, part, calls, count)
 
 

@@ -1,11 +1,12 @@
 """What a device holds beside live tensors: libraries, the allocator, the context, communicators."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple, Self
 
 from meshwright.hwprofiles import Cluster, Device, StackProfile, format_bytes
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import REPLICATED, Axis, ParallelPlan, TrainingJob
 
 NUM_PRODUCT_THREADS = 2
 """Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
@@ -74,15 +75,18 @@ def workspace_bytes(device: Device, stack: StackProfile) -> int:
 def num_communicators(degrees: Mapping[Axis, int], *, is_tied: bool) -> int:
     """Return in how many communicators a rank is: each has buffers of its own (NVIDIA/nccl #864).
 
-    One along each axis that is split; where several are, one over all ranks (for the norm of the
-    gradients and the loss); and one between both ends of a pipeline that share a table.
+    One along each axis that is split, replicas' over context- and data-parallel ranks; where there
+    are several, one over all ranks (for the norm of the gradients and the loss); and one between
+    both ends of a pipeline that share a table.
 
     >>> num_communicators({Axis.TP: 8, Axis.DP: 1, Axis.PP: 1}, is_tied=True)
     1
     >>> num_communicators({Axis.TP: 8, Axis.DP: 4, Axis.PP: 12}, is_tied=True)
     5
     """
-    num_split = sum(degree > 1 for degree in degrees.values())
+    replicas = prod(degrees.get(axis, 1) for axis in REPLICATED)
+    others = (degree for axis, degree in degrees.items() if axis is not Axis.DP)
+    num_split = sum(degree > 1 for degree in (*others, replicas))
     has_world, has_ends = num_split > 1, is_tied and degrees[Axis.PP] > 1
     return num_split + int(has_world) + int(has_ends)
 
