@@ -29,8 +29,8 @@ class BlockShape:
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``cp`` context-parallel ranks have equal parts of each sequence and attend to it by ``cp_type``.
-    ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind.
+    ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``; ``parameters``
+    are a tensor-parallel rank's, its vocabulary padded, of a block of each kind.
     """
 
     trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
@@ -108,10 +108,9 @@ class BlockShape:
 
     @property
     def caches_casts(self) -> bool:
-        """Whether these copies live as long as the forward pass: those of a module's own weights.
+        """Whether these copies live as long as the forward pass: autocast holds those of leaves.
 
-        The weights of torch.nn.DataParallel's replicas are copies themselves, and autocast holds
-        on to casts of leaves of the graph alone.
+        The weights of torch.nn.DataParallel's replicas are copies themselves.
         """
         return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
 
@@ -170,8 +169,7 @@ class BlockShape:
     @property
     def tied_parameters(self) -> int:
         """Parameters of a rank's table where it is the output matrix, too; else 0."""
-        tied = self.trained.tied_embeddings
-        return self.local_vocab_size * self.model.hidden_size if tied else 0
+        return self.local_vocab_size * self.model.hidden_size if self.trained.tied_embeddings else 0
 
     @property
     def message_bytes(self) -> int:

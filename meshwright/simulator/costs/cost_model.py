@@ -32,6 +32,8 @@ from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
 from meshwright.simulator.model import BlockKind
 
+COMMUNICATION_OF = {Axis.TP: Category.TP_COMM, Axis.CP: Category.CP_COMM}
+
 
 class BlockCost:
     """Forward and backward cost of one block for one microbatch; recompute is in backward."""
@@ -105,7 +107,7 @@ class CostModel:
                 pass_s = self.stack.host_per_layer_pass_s
                 return Category.HOST, constant_cost(operator.num_passes, pass_s)
             case Collective() | RingMessages():
-                return self._exposed(operator, shape)
+                return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 
     def _product_cost(self, product: Gemm | ImplicitGemm, precision: Precision) -> Cost:
         key = (product, precision)
@@ -118,17 +120,12 @@ class CostModel:
             )
         return self._products[key]
 
-    def _exposed(
-        self, operator: Collective | RingMessages, shape: BlockShape
-    ) -> tuple[Category, Cost]:
-        if isinstance(operator, Collective) and operator.axis is Axis.TP:
-            return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
-        return Category.CP_COMM, self._exposed_cp_cost(operator, shape)
-
-    def _exposed_tp_cost(self, operator: Collective, shape: BlockShape) -> Cost:
-        """Return the part of a tensor-parallel collective that its product does not hide."""
-        span = self.tp_span(shape.tp)
-        cost = self.collective(operator.op, operator.size_bytes, span, Axis.TP)
+    def _exposed_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
+        """Return the part of communication that what runs beside it does not hide."""
+        span = self._span(operator.axis, shape.tp, shape.cp)
+        if isinstance(operator, RingMessages):
+            return self._exposed_ring_cost(operator, span, shape)
+        cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost
         # No more can hide than the product lasts that runs beside it.
@@ -136,35 +133,28 @@ class CostModel:
         hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
         return Cost(cost.time_ps - hidden_ps, cost.source)
 
-    def _exposed_cp_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
-        """Return the time of a collective, or what steps of attention leave of a ring's messages.
-
-        A step ends when all ranks have computed and sent: the slowest link between two neighbours,
-        between nodes if the ring leaves one, holds up each.
-        """
-        span = self.cp_span(shape.tp, shape.cp)
-        if isinstance(operator, Collective):
-            return self.collective(operator.op, operator.size_bytes, span, Axis.CP)
-        messages, size_bytes = operator, operator.size_bytes + operator.beside_bytes
+    def _exposed_ring_cost(
+        self, messages: RingMessages, span: GroupSpan, shape: BlockShape
+    ) -> Cost:
+        # A step ends when all ranks have computed and sent: the slowest link between neighbours
+        # holds up each, which is one between nodes if the ring leaves a node.
+        size_bytes = messages.size_bytes + messages.beside_bytes
         if messages.op is CollectiveOp.ALL_GATHER:
-            time_ps, source = self.collective(messages.op, size_bytes, span, Axis.CP)
+            sent, latency_ps = self.collective(messages.op, size_bytes, span, messages.axis), 0
         else:
             sent, latency = self.message(size_bytes, crosses_nodes=span.crosses_nodes)
-            time_ps, source = sent.time_ps + latency.time_ps, sent.source
-        cover_ps = 0
-        if messages.hides_under is not None:
-            _, whole = self.operator_cost(messages.hides_under, shape)
-            cover_ps = whole.time_ps // messages.hides_under.ranks
-        return Cost(messages.steps * max(0, time_ps - cover_ps), source)
+            latency_ps = latency.time_ps
+        cover = messages.hides_under
+        cover_ps = (
+            0 if cover is None else self.operator_cost(cover, shape)[1].time_ps // cover.ranks
+        )
+        exposed_ps = max(0, sent.time_ps + latency_ps - cover_ps)
+        return Cost(messages.steps * exposed_ps, sent.source)
 
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
         # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
         return self._span(Axis.TP, tp, 1)
-
-    def cp_span(self, tp: int, cp: int) -> GroupSpan:
-        """Return the worst span of a context-parallel group around which *tp* ranks are."""
-        return self._span(Axis.CP, tp, cp)
 
     def _span(self, axis: Axis, tp: int, cp: int) -> GroupSpan:
         key = axis, tp, cp

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from meshwright.hwprofiles import CollectiveOp, ContextParallel
 from meshwright.simulator.graph import (
+    STATISTIC_BYTES,
     Beside,
     Block,
     Dim,
@@ -24,6 +25,8 @@ from meshwright.simulator.graph import (
     attended,
     copy,
     flash,
+    larger,
+    several,
 )
 from meshwright.simulator.layout import Axis
 
@@ -102,7 +105,8 @@ def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Hea
     size, wide = pair.nbytes, 2 * pair.nbytes
     forward = [_sent(size, others)]
     backward = [_sent(size, 1), _sent(size, others - 1, wide), _sent(wide, 1)]
-    received = Dim("received", 4)
+    # What is attended to and what comes in meanwhile; of two ranks there is no more to come.
+    received = Dim("received", 1 + several(others))
     return _in_fp32(block, (query, key, value), heads, (forward, backward), received)
 
 
@@ -111,7 +115,7 @@ def _gathered_once(block: Block, query: Tensor, key: Tensor, value: Tensor, head
     size, ranks = _pair(key).nbytes, heads.ranks
     gather = Exchange(CollectiveOp.ALL_GATHER, Axis.CP, size * ranks, 1)
     moves = [gather], [gather, _sent(2 * size, ranks - 1)]
-    return _in_fp32(block, (query, key, value), heads, moves, Dim("received", ranks + 2))
+    return _in_fp32(block, (query, key, value), heads, moves, Dim("received", ranks))
 
 
 def _sent(size: Size, steps: Size, beside: Size = 0) -> Exchange:
@@ -139,13 +143,26 @@ def _in_fp32(
     # half of the keys beside a copy (13), and put into one tensor for each message (8 and 4).
     put_together = Traffic(out * (19 * ranks - 13))
     summed = Traffic(out * (5 * ranks + 5) + of_keys * (25 * ranks + 3) // 2)
-    got, six = _times(pair, received), _times(pair, Dim("gradients", 6))
+    got, kernels = _times(pair, received), Dim("kernels of a sum", larger(pair.numel, query.numel))
     lives = (
-        [got, _times(query, Dim("outputs", 9))],
-        [got, six, _times(query, Dim("gradients", 3))],
+        [got, _times(query, Dim("outputs", 8)), _times(_rows(query, heads), Dim("numbers", 2))],
+        [
+            got,
+            _times(key, Dim("gradients", 15)),
+            _times(query, Dim("gradients", 2)),
+            query.like("sum", dims=(kernels,), at={}),
+        ],
     )
     beside = Beside((*moves[0], put_together), (*moves[1], last, summed), lives)
     return attended(block, query, (key, value), heads, value.dims[-1].grain, beside)
+
+
+def _rows(query: Tensor, heads: Heads) -> Tensor:
+    """Return a number in fp32 of each row of scores."""
+    width = query.dims[-1]
+    at = {axis: heads.heads if dim is width else dim for axis, dim in query.at.items()}
+    dims = (*query.dims[:-1], heads.heads)
+    return query.like("numbers of rows", dims=dims, at=at, width=STATISTIC_BYTES)
 
 
 def _pair(key: Tensor) -> Tensor:
