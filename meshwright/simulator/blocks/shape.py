@@ -108,10 +108,7 @@ class BlockShape:
 
     @property
     def caches_casts(self) -> bool:
-        """Whether these copies live as long as the forward pass: autocast holds those of leaves.
-
-        The weights of torch.nn.DataParallel's replicas are copies themselves.
-        """
+        """Whether these copies live as long as the forward pass: not those of copied weights."""
         return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
 
     @property

@@ -136,8 +136,7 @@ class CostModel:
     def _exposed_ring_cost(
         self, messages: RingMessages, span: GroupSpan, shape: BlockShape
     ) -> Cost:
-        # A step ends when all ranks have computed and sent: the slowest link between neighbours
-        # holds up each, which is one between nodes if the ring leaves a node.
+        # A step ends when all have computed and sent: the slowest link between neighbours decides.
         size_bytes = messages.size_bytes + messages.beside_bytes
         if messages.op is CollectiveOp.ALL_GATHER:
             sent, latency_ps = self.collective(messages.op, size_bytes, span, messages.axis), 0
@@ -159,9 +158,8 @@ class CostModel:
     def _span(self, axis: Axis, tp: int, cp: int) -> GroupSpan:
         key = axis, tp, cp
         if key not in self._spans:
-            node_size = self.cluster.devices_per_node
-            mesh = Mesh(tp=tp, cp=cp, dp=self.world_size // (tp * cp), node_size=node_size)
-            self._spans[key] = mesh.span(axis)
+            node_size, dp = self.cluster.devices_per_node, self.world_size // (tp * cp)
+            self._spans[key] = Mesh(tp=tp, cp=cp, dp=dp, node_size=node_size).span(axis)
         return self._spans[key]
 
     def collective(self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: Axis) -> Cost:
