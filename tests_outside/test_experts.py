@@ -20,8 +20,11 @@ from torchtitan.models.deepseek_v3.model import model as deepseek
 from torchtitan.models.llama3.model import model as llama
 from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE, MoEArgs
-from transformers import MixtralConfig
+from torchtitan.models.qwen3.model import args as qwen3_args
+from torchtitan.models.qwen3.model import model as qwen3
+from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from witnesses import megatron_job
 from witnesses.boundary import modules_converted, values_answered
 
@@ -62,6 +65,14 @@ SHARED = Experts(
     hidden_size=384,
     shared_hidden_size=384,
     scores="sigmoid",
+)
+# Qwen3's heads: wider together than tokens, with norms.
+HEADS = SPEC.model_copy(
+    update={
+        "head_dim": 64,
+        "qk_norm": "head",
+        "experts": SPEC.experts.model_copy(update={"casts_shares": True}),
+    }
 )
 SHARING = SPEC.model_copy(update={"experts": SHARED})
 # Heads of one width: attention of a CPU knows no other.
@@ -108,26 +119,31 @@ def counted(make: Callable[[], Run], first: int, second: int) -> Measured:
         return count_pass(layer, [Given((first, second, SPEC.hidden_size))], RankOracle({}))
 
 
-def transformers_layer() -> Run:
-    """Return a layer of Mixtral with grouped products."""
-    experts = SPEC.experts
+def transformers_layer(model: ModelSpec) -> Run:
+    """Return a layer of Mixtral, or of Qwen3-MoE, with grouped products."""
+    experts = model.experts
     assert experts is not None
-    config = MixtralConfig(
-        hidden_size=SPEC.hidden_size,
-        intermediate_size=experts.hidden_size,
-        num_attention_heads=SPEC.num_heads,
-        num_key_value_heads=SPEC.num_kv_heads,
-        num_local_experts=experts.num_experts,
-        num_experts_per_tok=experts.experts_per_token,
-    )
+    heads = {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}
+    sizes = {"hidden_size": model.hidden_size, "num_experts_per_tok": experts.experts_per_token}
+    if model.qk_norm == "none":
+        sizes |= {"intermediate_size": experts.hidden_size}
+        config = MixtralConfig(**heads, **sizes, num_local_experts=experts.num_experts)
+    else:
+        sizes |= {"head_dim": model.head_dim, "moe_intermediate_size": experts.hidden_size}
+        config = Qwen3MoeConfig(
+            **heads, **sizes, num_experts=experts.num_experts, norm_topk_prob=True
+        )
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
-    layer = MixtralDecoderLayer(config, 0)
-    angles = torch.empty(NUM_SEQUENCES, TOKENS, SPEC.head_dim)
+    make = MixtralDecoderLayer if model.qk_norm == "none" else Qwen3MoeDecoderLayer
+    layer = make(config, 0)
+    angles = torch.empty(NUM_SEQUENCES, TOKENS, model.head_dim)
     return lambda x: layer(x, position_embeddings=(angles, angles), attention_mask=None)
 
 
-def test_an_expert_layer_of_transformers_is_byte_exact() -> None:
-    assert derived(SPEC, "fsdp") == counted(transformers_layer, NUM_SEQUENCES, TOKENS)
+@pytest.mark.parametrize("model", [SPEC, HEADS], ids=["mixtral", "qwen3"])
+def test_an_expert_layer_of_transformers_is_byte_exact(model: ModelSpec) -> None:
+    found = counted(lambda: transformers_layer(model), NUM_SEQUENCES, TOKENS)
+    assert derived(model, "fsdp") == found
 
 
 def moe_args(experts: Experts) -> MoEArgs:
@@ -153,6 +169,23 @@ def torchtitan_layer(experts: Experts) -> Run:
     layer.feed_forward = MoE(args, dim=width, hidden_dim=experts.hidden_size)
     angles = torch.empty(TOKENS, SPEC.head_dim // 2, dtype=torch.complex64)
     return lambda x: layer(x, angles, None)
+
+
+def qwen3_layer(experts: Experts) -> Run:
+    """Return a layer of torchtitan's Qwen3."""
+    sizes = qwen3_args.Qwen3ModelArgs(
+        dim=HEADS.hidden_size,
+        n_heads=HEADS.num_heads,
+        n_kv_heads=HEADS.num_kv_heads,
+        head_dim=HEADS.head_dim,
+        max_seq_len=TOKENS,
+        moe_enabled=True,
+        moe_inter_dim=experts.hidden_size,
+        moe_args=moe_args(experts),
+    )
+    layer = qwen3.TransformerBlock(0, sizes)
+    table = torch.empty(TOKENS, 2 * HEADS.head_dim, dtype=torch.float32)
+    return lambda x: layer(x, table, None)
 
 
 def deepseek_layer(experts: Experts) -> Run:
@@ -186,8 +219,13 @@ def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tupl
 
 @pytest.mark.parametrize(
     ("make", "model"),
-    [(torchtitan_layer, SPEC), (torchtitan_layer, SHARING), (deepseek_layer, LATENT)],
-    ids=["softmax", "sigmoid, shared", "latent attention"],
+    [
+        (torchtitan_layer, SPEC),
+        (torchtitan_layer, SHARING),
+        (qwen3_layer, HEADS),
+        (deepseek_layer, LATENT),
+    ],
+    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
 )
 def test_an_expert_layer_of_torchtitan_is_byte_exact(
     make: Callable[[Experts], Run], model: ModelSpec
@@ -276,11 +314,12 @@ def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
         num_experts=experts.num_experts,
         moe_grouped_gemm=False,
         normalization="RMSNorm" if model.norm == "rmsnorm" else None,
+        qk_layernorm=model.qk_norm == "head",
     )
     layer = TransformerLayer(config, spec.submodules, layer_number=1)
     dispatcher = layer.mlp.token_dispatcher
     balance(dispatcher, experts.num_experts, tp)
-    turned = torch.empty(TOKENS, 1, 1, SPEC.head_dim)
+    turned = torch.empty(TOKENS, 1, 1, model.rotary_dim)
 
     def run(x: Tensor) -> Tensor:
         out = layer(x, None, rotary_pos_emb=turned)[0]
@@ -300,8 +339,8 @@ def centered(model: ModelSpec) -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("model", "tp"),
-    [(SPEC, 1), (SHARING, 1), (centered(SPEC), 2), (centered(SHARING), 2)],
-    ids=["softmax", "sigmoid, shared", "softmax, tp", "sigmoid, shared, tp"],
+    [(SPEC, 1), (SHARING, 1), (HEADS, 1), (centered(SPEC), 2), (centered(SHARING), 2)],
+    ids=["softmax", "sigmoid, shared", "norms of heads", "softmax, tp", "sigmoid, shared, tp"],
 )
 def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(model: ModelSpec, tp: int) -> None:
     experts = model.experts

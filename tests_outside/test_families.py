@@ -17,6 +17,7 @@ from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
 from meshwright.simulator.model import (
     EMBEDDING,
+    EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
     BlockKind,
@@ -51,6 +52,21 @@ FALCON_RW_1B = {
     "multi_query": False, "parallel_attn": False, "bias": True, "vocab_size": 50304,
 }  # fmt: skip
 NEMO_12B = {"hidden_size": 5120, "num_hidden_layers": 40, "head_dim": 128, "vocab_size": 131072}
+QWEN3_235B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "moe_intermediate_size": 1536, "num_experts": 128, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_30B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
+}  # fmt: skip
+GLM_4_5 = {
+    "hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 92,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "moe_intermediate_size": 1536, "n_routed_experts": 160, "vocab_size": 151552,
+    "first_k_dense_replace": 3, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 # By model_type, what is not as in its configuration class, and published counts where there are.
 MODELS = [
     ("qwen2", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}, None),
@@ -66,6 +82,9 @@ MODELS = [
     ("olmo2", {}, None),
     ("glm4", {}, 9_400_279_040),
     ("mistral", NEMO_12B, 12_247_782_400),
+    ("qwen3_moe", QWEN3_30B, 30_532_122_624),
+    ("qwen3_moe", QWEN3_235B, 235_093_634_560),
+    ("glm4_moe", GLM_4_5, None),
 ]  # fmt: skip
 
 
@@ -76,7 +95,12 @@ def test_parameters_are_those_that_transformers_counts(
     config = CONFIG_MAPPING[model_type](**sizes)
     with torch.device("meta"):
         counted = AutoModelForCausalLM.from_config(config).num_parameters()
-    assert count_parameters(spec_of(config)) == counted
+    spec = spec_of(config)
+    # A bias of routing is a buffer.
+    biases = spec.experts is not None and spec.experts.routing_bias
+    layers = sum(run.num_blocks for run in spec.layer_runs if run.kind == EXPERT_LAYER)
+    counted += layers * spec.experts.num_experts if biases else 0
+    assert count_parameters(spec) == counted
     assert published in {None, counted}
 
 

@@ -40,6 +40,7 @@ def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]
 
 
 HEADS = {"head_dim": 128, "qk_norm": "head"}
+HALVES = {"rotary_fraction": 0.5}
 SQUARED = {"activation": "squared relu"}
 
 
@@ -60,6 +61,7 @@ def with_facts(saved: SavedPlan, facts: dict[str, object]) -> SavedPlan:
         ("megatron tp sp", HEADS),
         ("megatron llama interleaved", {}),
         ("megatron llama interleaved", HEADS),
+        ("megatron llama interleaved", HALVES),
     ],
 )
 def test_a_layer_of_megatrons_local_spec_is_byte_exact(name: str, facts: dict[str, object]) -> None:

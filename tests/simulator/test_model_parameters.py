@@ -117,7 +117,7 @@ def test_blocks_add_up_to_the_whole_model() -> None:
         counts = parameters_by_kind(model)
         layers = sum(count * counts[kind] for kind, count in model.layer_runs)
         # Biases of routing are no parameters of a step.
-        biases = {"deepseek-v3": 58 * 256, "kimi-k2": 60 * 384}.get(name, 0)
+        biases = {"deepseek-v3": 58 * 256, "kimi-k2": 60 * 384, "glm4.5": 89 * 160}.get(name, 0)
         assert counts["embedding"] + layers + counts["head"] + biases == count_parameters(model)
 
 

@@ -193,6 +193,7 @@ class MegatronJob:
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
+            rotary_percent=model.rotary_fraction,
             vp_stage=stage,
         )
         if job.precision is Precision.BF16:

@@ -66,6 +66,7 @@ SPELLINGS = {
     "olmo2": Spelling(norm=NormFormula.OLMO2),
     "phi3": Spelling(rotary=RotaryFormula.PHI3, packing=Packing.SLICES, fuses_mlp=True),
     "glm4": Spelling(rotary=RotaryFormula.GLM4, fuses_mlp=True),
+    "glm4_moe": Spelling(rotary=RotaryFormula.NEOX),
     "gpt_neox": Spelling(rotary=RotaryFormula.NEOX, packing=Packing.CHUNKS),
     "falcon": Spelling(packing=Packing.COPIES, norms_first=True),
     "falcon-groups": Spelling(packing=Packing.REPEATED, norms_first=True),

@@ -73,12 +73,14 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     lowering = block.lowering
     if not lowering.is_eager:
         turned = [pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given]
+    elif lowering.is_local:
+        turned = [_beside_rest(block, x, how.width) for x in given]
     elif how.formula is RotaryFormula.TABLE:
         angles = _repeated_angles(block, given[0], how)
         turned = [_by_halves(block, x, *angles) for x in given]
     elif how.formula is not RotaryFormula.LLAMA:
         turned = _by_parts(block, given, how)
-    elif lowering.is_local or lowering.spells_out:
+    elif lowering.spells_out:
         turned = [_by_halves(block, x) for x in given]
     else:
         turned = _by_complex_numbers(block, given)
@@ -116,6 +118,19 @@ def _by_parts(block: Block, given: Sequence[Tensor], how: Rotary) -> list[Tensor
     ]
 
 
+def _beside_rest(block: Block, x: Tensor, width: int) -> Tensor:
+    """Return *x* turned as Megatron-Core does it, which cuts off what has no positions.
+
+    It does so where that is nothing, too: an empty view whose gradient is as large as *x*
+    (core/models/common/embeddings/rope_utils.py).
+    """
+    if 0 < width < int(x.dims[-1].grain):
+        _, part, rest = _cut_heads(block, x, width)
+    else:
+        part, rest = x, block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
+    return _together(block, x, _by_halves(block, part), rest)
+
+
 def _repeated_angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
     """Return cosines and sines that queries and keys share; those of GLM4 are of each sequence."""
     width = STATISTIC_BYTES if block.lowering.casts else x.width
@@ -144,9 +159,8 @@ def _together(block: Block, x: Tensor, turned: Tensor, rest: Tensor) -> Tensor:
 def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     """Return ``x cos + (-second half, first half) sin``, perhaps of cosines that are kept.
 
-    Megatron-Core makes cosines and sines for each tensor, and cuts off before and puts behind it
-    what has no positions, which is nothing here (core/models/common/embeddings/rope_utils.py).
-    Those of transformers are there before, and in fp32 under autocast.
+    Megatron-Core makes cosines and sines for each tensor; those of transformers are there before,
+    and in fp32 under autocast.
     """
     lowering, angles = block.lowering, (x.dims[0], Dim("angles", x.dims[-1].grain))
     made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in ("cos", "sin")]
@@ -155,7 +169,6 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     width = STATISTIC_BYTES if lowering.casts else x.width
     wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
     product = (wide,) if width > x.width else ()
-    rest = _without_positions(block, x) if lowering.is_local else None
     one, two = block.traffic(x, x), block.traffic(x, x, x)
     slope = Gradient(x, tuple(read[:1]), (one,))
     outputs = [wide.like("along"), *made]
@@ -166,16 +179,7 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     inputs = [turned, *read[1:]]
     across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
     parts = [Gradient(each, hands_on=True) for each in (along, across)]
-    both = block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
-    if rest is None:
-        return both
-    whole = [Gradient(each, hands_on=True) for each in (both, rest)]
-    return block.add([both, rest], [both.like(both.name)], whole, one)
-
-
-def _without_positions(block: Block, x: Tensor) -> Tensor:
-    """Return an empty view of *x*, whose gradient is as large as *x*."""
-    return block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
+    return block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
 
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:

@@ -14,10 +14,11 @@ class Experts(Fields):
 
     ``hidden_size`` is the width of one expert, ``shared_hidden_size`` that of all shared ones
     together, through which every token goes; with ``shared_gate`` a product with one output weighs
-    what they make.  ``routing_bias`` is a number an expert that routing learns without a gradient
-    (DeepSeek-V3, arXiv 2412.19437, 2.1.2).  A token's experts come from ``groups_per_token`` of
-    ``num_groups`` groups.  The first ``first_dense_layers`` have an MLP; of the others each
-    ``layer_step``-th, counted from the model's first, has experts.
+    what they make.  With ``casts_shares`` transformers weighs what experts make in the format of
+    tokens, as it does of Qwen's, and else in fp32.  ``routing_bias`` is a number an expert that
+    routing learns without a gradient (DeepSeek-V3, arXiv 2412.19437, 2.1.2).  A token's experts
+    come from ``groups_per_token`` of ``num_groups`` groups.  The first ``first_dense_layers`` have
+    an MLP; of the others each ``layer_step``-th, counted from the model's first, has experts.
 
     >>> Experts(num_experts=8, experts_per_token=2, hidden_size=14336).shared_hidden_size
     0
@@ -30,6 +31,7 @@ class Experts(Fields):
     shared_gate: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     routing_bias: bool = False
+    casts_shares: bool = Field(default=False, exclude_if=lambda value: not value)
     num_groups: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     groups_per_token: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)

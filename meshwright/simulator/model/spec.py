@@ -24,17 +24,20 @@ MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
 
 
-Spelling = Literal["llama", "gemma", "olmo2", "phi3", "glm4", "gpt_neox", "falcon", "falcon-groups"]
+Spelling = Literal[
+    "llama", "gemma", "olmo2", "phi3", "glm4", "glm4_moe", "gpt_neox", "falcon", "falcon-groups"
+]
 FUSED_QKV = ("phi3", "gpt_neox", "falcon", "falcon-groups")  # one product in transformers' code
 FUSED_MLP = {"phi3", "glm4"}
+NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
 PATTERN = r"^[WF]+$"
-DENSE_FACTS = (  # not known beside experts or latent attention
+NOT_WITH_EXPERTS = ("parallel_mlp", "window")
+NOT_WITH_LATENT = (
+    *NOT_WITH_EXPERTS,
     "qk_norm",
     "norm_places",
-    "parallel_mlp",
     "rotary_fraction",
     "attention_softcap",
-    "window",
     "spelling",
 )
 KINDS_BY_LETTER = {"W": WINDOWED_LAYER, "F": TRANSFORMER_LAYER}
@@ -316,6 +319,9 @@ def _layer_fault(model: ModelSpec) -> str | None:
         f"spelling={model.spelling!r} is of a gated MLP": (
             model.spelling in FUSED_MLP and not model.gated_mlp
         ),
+        f"spelling={model.spelling!r} is of layers without experts": (
+            model.spelling in NEVER_WITH_EXPERTS and model.experts is not None
+        ),
         f"spelling={model.spelling!r} is of one product: fused_qkv=false does not go with it": (
             model.spelling in FUSED_QKV and not model.fused_qkv
         ),
@@ -334,9 +340,10 @@ def _part_fault(model: ModelSpec) -> str | None:
         needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
         needed |= {"attention_bias": False, "output_bias": False}
         needed |= {"head_dim": model.hidden_size // model.num_heads}
-    needed |= {"dropout": False}
-    needed |= {name: ModelSpec.model_fields[name].default for name in DENSE_FACTS}
     part = "latent" if model.latent is not None else "experts"
+    others = NOT_WITH_LATENT if part == "latent" else NOT_WITH_EXPERTS
+    needed |= {name: ModelSpec.model_fields[name].default for name in others}
+    needed |= {"dropout": False}
     for name, value in needed.items():
         if getattr(model, name) != value:
             return f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"

@@ -32,5 +32,5 @@ def routed(
         whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
         x = place(block, x, whole)
         if block.lowering.spells_out:
-            return place(block, transformers(block, x, dims), outside)
+            return place(block, transformers(block, x, dims, experts), outside)
         return torchtitan(block, x, dims, outside, shared)

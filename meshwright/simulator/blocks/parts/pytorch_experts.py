@@ -34,6 +34,7 @@ from meshwright.simulator.graph import (
     rounded_up,
     view,
 )
+from meshwright.simulator.model import Experts
 
 ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
 Shared = Callable[[Block, Tensor], Tensor]
@@ -81,13 +82,15 @@ def torchtitan(
     return result if out is None else _sum(block, out, result)
 
 
-def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
+def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
     """Return what grouped experts make of tokens (transformers/integrations/moe.py of 5.23)."""
     flat, hidden = dims.flat(block, x), x.dims[-1]
     logits = logits_of(block, flat, dims)
     scores = score(block, logits)
     shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
     shares = normalised(block, shares, in_place=True)
+    if experts.casts_shares:
+        shares = cast(block, shares, "shares cast", block.width)
     rows = taken(block, flat, "rows", (dims.rows, hidden)).values
     shares = view(block, shares, dims.rows)
     order = numbers(rows, "order of rows")
@@ -112,17 +115,19 @@ def transformers(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
 
 
 def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
-    """Return *rows* times a weight each, in fp32; a weight's gradient is a sum over its row."""
+    """Return *rows* times a weight each, in its format; its gradient is a sum over its row."""
     spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
     block.add([weights], [spread], [Gradient(weights)])
-    wide = rows.like("weighted rows", width=STATISTIC_BYTES)
+    wide = rows.like("weighted rows", width=weights.width)
     traffic = block.traffic(rows, wide)
     gradients = [
         Gradient(rows, (weights, rows), (traffic, traffic)),
         Gradient(spread, (weights, rows)),
     ]
-    scratch = ((), (wide.like("gradient in fp32"),))
-    return block.add([rows, spread], [wide], gradients, traffic, scratch=scratch)
+    # Where it is cast, that comes before the other gradient is summed over columns.
+    is_cast = wide.width > rows.width
+    last = wide.like("gradient in fp32") if is_cast else weights.like("sum of gradient")
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), (last,)))
 
 
 def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> Tensor:

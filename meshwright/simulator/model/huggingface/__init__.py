@@ -40,7 +40,7 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
 
     >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
     ...           "n_embd": 768, "n_layer": 12, "n_head": 12}
-    >>> read_config(config, path=Path("gpt2/config.json")["num_heads"]
+    >>> read_config(config, path=Path("gpt2/config.json"))["num_heads"]
     12
     """
     origin = shown_path(path)

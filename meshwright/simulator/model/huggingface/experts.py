@@ -4,11 +4,13 @@ Weights of losses that balance experts, factors and norms of scores, and jitter 
 """
 
 from meshwright.simulator.model.huggingface.llama import (
+    GLM4_HEAD_DIM,
     MISTRAL_KEYS,
     QWEN2_KEYS,
     gated_decoder,
     read_mistral,
     read_qwen2,
+    read_qwen3,
 )
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
@@ -44,7 +46,50 @@ def _read_qwen2_moe(reader: Reader) -> Fields:
             "hidden_size": reader.size("moe_intermediate_size"),
             "shared_hidden_size": reader.size("shared_expert_intermediate_size"),
             "shared_gate": True,
+            "casts_shares": True,
             "layer_step": reader.optional_size("decoder_sparse_step") or 1,
+        },
+    }
+
+
+def _read_qwen3_moe(reader: Reader) -> Fields:
+    """Return the fields of Qwen3-MoE's layers: every n-th has experts, and none is shared."""
+    if reader.switch("use_sliding_window", default=False):
+        reader.refuse("use_sliding_window", "is not supported; it must be false")
+    reader.refuse_listed("mlp_only_layers")
+    return {
+        **read_qwen3(reader),
+        "experts": {
+            "num_experts": reader.size("num_experts", "num_local_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": reader.size("moe_intermediate_size"),
+            "casts_shares": True,
+            "layer_step": reader.optional_size("decoder_sparse_step") or 1,
+        },
+    }
+
+
+def _read_glm4_moe(reader: Reader) -> Fields:
+    """Return the fields of GLM-4.5's layers: experts after dense layers, heads turned in part."""
+    width = reader.size("moe_intermediate_size")
+    return {
+        **gated_decoder(reader),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or GLM4_HEAD_DIM,
+        "attention_bias": reader.switch("attention_bias", default=False),
+        "qk_norm": "head" if reader.switch("use_qk_norm", default=False) else "none",
+        "rotary_fraction": reader.rotary_fraction(default=0.5),
+        "spelling": "glm4_moe",
+        "experts": {
+            "num_experts": reader.size("n_routed_experts", "num_local_experts", "num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": width,
+            "shared_hidden_size": width * (reader.optional_size("n_shared_experts") or 0),
+            "scores": "sigmoid",
+            "routing_bias": True,
+            "num_groups": reader.optional_size("n_group") or 1,
+            "groups_per_token": reader.optional_size("topk_group") or 1,
+            "first_dense_layers": reader.count("first_k_dense_replace", default=1),
         },
     }
 
@@ -110,6 +155,18 @@ _QWEN2_MOE_KEYS = f"""
     {QWEN2_KEYS} {_ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size
     num_experts qkv_bias shared_expert_intermediate_size
     """
+_QWEN3_MOE_KEYS = f"""
+    {QWEN2_KEYS} {_ROUTING_KEYS} attention_bias decoder_sparse_step mlp_only_layers
+    moe_intermediate_size num_experts num_local_experts
+    """
+_GLM4_MOE_KEYS = f"""
+    {_ROUTING_KEYS} attention_bias attention_dropout first_k_dense_replace head_dim hidden_act
+    hidden_size intermediate_size max_position_embeddings moe_intermediate_size n_group
+    n_routed_experts n_shared_experts num_attention_heads num_experts num_hidden_layers
+    num_key_value_heads num_local_experts num_nextn_predict_layers partial_rotary_factor
+    rope_parameters rope_scaling rope_theta routed_scaling_factor tie_word_embeddings topk_group
+    use_qk_norm vocab_size
+    """
 _DEEPSEEK_KEYS = f"""
     {_ROUTING_KEYS} attention_bias attention_dropout aux_loss_alpha auto_map ep_size
     first_k_dense_replace head_dim hidden_act hidden_size intermediate_size kv_lora_rank
@@ -124,7 +181,9 @@ _DEEPSEEK_KEYS = f"""
 EXPERT_FAMILIES = {
     "deepseek_v2": Architecture(_read_deepseek_v2, frozenset(_DEEPSEEK_KEYS.split())),
     "deepseek_v3": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
+    "glm4_moe": Architecture(_read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split())),
     "kimi_k2": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
     "mixtral": Architecture(_read_mixtral, frozenset(_MIXTRAL_KEYS.split())),
     "qwen2_moe": Architecture(_read_qwen2_moe, frozenset(_QWEN2_MOE_KEYS.split())),
+    "qwen3_moe": Architecture(_read_qwen3_moe, frozenset(_QWEN3_MOE_KEYS.split())),
 }

@@ -40,7 +40,8 @@ def read_qwen2(reader: Reader) -> dict[str, object]:
     }
 
 
-def _read_qwen3(reader: Reader) -> dict[str, object]:
+def read_qwen3(reader: Reader) -> dict[str, object]:
+    """Return the fields of Qwen3's layers: heads of any width, with norms."""
     has_bias = reader.switch("attention_bias", default=False)
     return {
         **gated_decoder(reader),
@@ -169,5 +170,5 @@ LLAMA_FAMILIES = {
     "olmo2": Architecture(_read_olmo2, frozenset(_OLMO2_KEYS.split())),
     "phi3": Architecture(_read_phi3, frozenset(_PHI3_KEYS.split())),
     "qwen2": Architecture(read_qwen2, frozenset(QWEN2_KEYS.split())),
-    "qwen3": Architecture(_read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split())),
+    "qwen3": Architecture(read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split())),
 }
