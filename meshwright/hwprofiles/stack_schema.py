@@ -118,6 +118,7 @@ class StackProfile(StackTraits):
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
     context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
+    expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
 
     attention: Attention
     zero_stage: ZeroStage
@@ -193,6 +194,7 @@ class StackProfile(StackTraits):
                 "allowed: a table [fp8] exactly where precisions lists fp8"
             )
         _check_gather(self)
+        _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
         return self
@@ -234,6 +236,15 @@ def _check_gradients(stack: StackProfile) -> None:
                     f"gradient_precisions: {each} is not a format of gradients; "
                     f"allowed: {_listed(tuple(sorted(stored)))}"
                 )
+
+
+def _check_experts(stack: StackProfile) -> None:
+    """Raise ProfileError where experts would be divided among ranks as no code here does it."""
+    if stack.expert_parallel and not (stack.megatron_layers and max(stack.zero_stages) <= 1):
+        raise ProfileError(
+            "expert_parallel: true is of Megatron-Core's layers and optimizer; allowed: with "
+            "megatron_layers and zero_stages 0 and 1"
+        )
 
 
 def _check_gather(stack: StackProfile) -> None:

@@ -102,7 +102,7 @@ class StepBounds:
     def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[Sharing], Column]:
         """Return how replicas share states, and which way each of *indices* does."""
         # Of a layout's other choices none moves these times: layouts that share them share a row.
-        names = ("tp", "cp", "dp", "zero_stage", *SWITCHES)
+        names = ("tp", "cp", "dp", "ep", "etp", "zero_stage", *SWITCHES)
         columns = [self._space.column(name)[indices] for name in names]
         leaves = self._left_sums[self._table.index[indices]]
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])

@@ -17,7 +17,13 @@ from meshwright.simulator import (
     parse_stages,
 )
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, stack_refusal
+from meshwright.simulator.layout import (
+    AXES,
+    SEARCHED_FIELDS,
+    experts_refusal,
+    near_multiples,
+    stack_refusal,
+)
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -95,10 +101,14 @@ def _check_division(job: TrainingJob, given: Given) -> None:
         raise PlanError(f"{refusal}: {model.name} cannot be split by tp={tp}")
     if num_stages > model.num_layers:
         raise PlanError(f"{num_stages} stages are more than the {model.num_layers} layers")
+    refusal = experts_refusal(model, _number(given, "ep"), _number(given, "etp"))
+    if refusal is not None:
+        raise PlanError(refusal)
     if job.global_batch_size % (dp * microbatch_size):
         raise PlanError(
             f"global_batch_size={job.global_batch_size} is not divisible by dp={dp} x "
-            f"microbatch_size={microbatch_size}"
+            f"microbatch_size={microbatch_size}; "
+            f"{near_multiples(job.global_batch_size, dp * microbatch_size)}"
         )
     if "schedule" in given and "num_virtual_stages" in given:
         schedule = get_schedule(cast("str", given["schedule"]))
@@ -123,13 +133,17 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
-        if each.name in given and not each.declaration.is_limited and each.name != "stages"
+        if each.name in given
+        and not (each.declaration.is_limited or each.declaration.of_experts)
+        and each.name != "stages"
     }
+    ep = _number(given, "ep")
     usual = {
         "tp": tp,
         "cp": given.get("cp", 1),
         "sequence_parallel": has_experts and tp != 1,
-        "dp": given.get("dp", 2 * _number(given, "dp_shard")),
+        "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
+        "ep": ep,
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),
         "schedule": stack.schedules[0],

@@ -1,5 +1,6 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ from meshwright.planner.space import (
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
+from meshwright.simulator.layout import Axis, Mesh, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
     Overheads,
@@ -37,22 +38,31 @@ from meshwright.simulator.replication import (
     sum_layers,
 )
 
+Progress = Callable[[str, int, int], None]
+
 
 class ParameterCounts:
     """Parameters of one rank's blocks for each tensor-parallel degree of a space."""
 
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
-        by_tp = {shape.tp: shape for shape in table.shapes}
+        by_degrees = {_degrees(shape): shape for shape in table.shapes}
         counts = {
-            tp: (
+            degrees: (
                 *(shape.parameters[kind] for kind in table.kinds),
                 shape.tied_parameters,
             )
-            for tp, shape in by_tp.items()
+            for degrees, shape in by_degrees.items()
         }
-        rows = [counts[shape.tp] for shape in table.shapes]
+        rows = [counts[_degrees(shape)] for shape in table.shapes]
         self._by_shape = np.array(rows, np.int64).reshape(len(rows), len(table.kinds) + 1)
+        self._experts = None
+        if any(shape.expert_parameters for shape in table.shapes):
+            experts = [
+                [shape.expert_parameters.get(kind, 0) for kind in table.kinds]
+                for shape in table.shapes
+            ]
+            self._experts = np.array(experts, np.int64)
         copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
         self._copies = np.array(copies, np.int64)
 
@@ -62,9 +72,20 @@ class ParameterCounts:
         weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 
+    def of_experts(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column | int:
+        """Return those of experts that other ranks than those of a replica hold."""
+        if self._experts is None:
+            return 0
+        weights = np.array(block_counts(self._kinds, stages), np.int64)
+        return np.asarray(self._experts[shape_index] @ weights, np.int64)
+
     def copies_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the bytes of the fp8 copies of weights of such a rank, for each of the layouts."""
         return np.asarray(self._copies[shape_index] * sum_layers(stages), np.int64)
+
+
+def _degrees(shape: BlockShape) -> tuple[int, int, int]:
+    return shape.tp, shape.ep, shape.expert_tp
 
 
 class PassWorkspaces:
@@ -96,7 +117,12 @@ class _Sizes(NamedTuple):
 
 
 def peak_bytes(
-    space: Space, table: ShapeTable, blocks: BlockTable, indices: NDArray[np.int64] | None = None
+    space: Space,
+    table: ShapeTable,
+    blocks: BlockTable,
+    indices: NDArray[np.int64] | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment.
 
@@ -105,9 +131,10 @@ def peak_bytes(
         table: Their shapes.
         blocks: Where what blocks hold is kept.
         indices: Which layouts; by default all.
+        progress: Called with what is being done, how much is done, and of how much.
     """
     return Footprint(space, table, blocks).peak_bytes(
-        np.arange(len(space)) if indices is None else indices
+        np.arange(len(space)) if indices is None else indices, progress
     )
 
 
@@ -121,16 +148,22 @@ class Footprint:
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
 
-    def peak_bytes(self, indices: NDArray[np.int64]) -> Column:
+    def peak_bytes(self, indices: NDArray[np.int64], progress: Progress | None = None) -> Column:
         """Return the live bytes of the fullest rank of each layout at its fullest moment."""
         peaks = np.zeros(len(self._space), np.int64)
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress(f"sizing the memory of {len(indices):,} layouts", done, total)
+
         if self._units is not None:
-            self._units.add_to(peaks, indices)
+            self._units.add_to(peaks, indices, tell)
         elif self._sizes is not None:
             kinds, number = kinds_of(self._space, indices)
             sharing = np.zeros(len(self._space), np.int64)
             sharing[indices] = number
-            for group in pipeline_groups(self._space, indices):
+            for done, group in enumerate(groups := list(pipeline_groups(self._space, indices))):
+                tell(done, len(groups))
                 first, member = distinct([sharing[group.indices]])
                 own = [kinds[each] for each in sharing[group.indices][first].tolist()]
                 shapes = self._table.index[group.indices]
@@ -177,11 +210,13 @@ def _group_peaks(
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.pipeline.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
+        experts = sizes.counts.of_experts(shapes, role.stages)
+        others = parameters - experts
         # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = -(-parameters // of_optimizer)
+        updated = -(-others // of_optimizer) + -(-experts // space.expert_shards[group.indices])
         static = (
-            -(-parameters // of_weights) * weight
-            + -(-parameters // of_gradients) * (state.gradient + state.bucket)
+            (-(-others // of_weights) + experts) * weight
+            + (-(-others // of_gradients) + experts) * (state.gradient + state.bucket)
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
@@ -247,14 +282,15 @@ def device_bytes_column(
         indices: Whose they are; by default of all.
     """
     chosen = slice(None) if indices is None else indices
-    axes = [space.column(axis)[chosen] for axis in Axis]
+    names = (*Axis, "ep", "etp")
+    axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
     is_tied = space.job.model.tied_embeddings
     each = [
         Overheads.of(
             cluster.device,
             space.stack,
-            num_communicators(dict(zip(Axis, row, strict=True)), is_tied=is_tied),
+            num_communicators(_mesh(dict(zip(names, row, strict=True))), is_tied=is_tied),
         )
         for row in np.stack(axes, axis=1)[first].tolist()
     ]
@@ -262,3 +298,9 @@ def device_bytes_column(
     allocated = live + workspace_bytes(cluster.device, space.stack)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
     return np.asarray(allocated + rounding + outside[member], np.int64)
+
+
+def _mesh(numbers: dict[str, int]) -> Mesh:
+    """Return the mesh of the numbers of its fields; nodes do not matter."""
+    ep, etp = numbers.pop("ep"), numbers.pop("etp")
+    return Mesh(node_size=1, experts=(etp or numbers["tp"], ep), **numbers)

@@ -56,9 +56,10 @@ class Kind(NamedTuple):
         # above 1 stand for all.
         plan = space.plan_without_stages(index)
         if plan.num_shards < plan.dp_cp:
-            plan = replace(plan, tp=1, cp=1, dp=4, dp_shard=2)
+            plan = replace(plan, tp=1, cp=1, dp=4, dp_shard=2, ep=1, etp=None)
         else:
-            plan = replace(plan, tp=1, cp=1, dp=1 + has_replicas, dp_shard=None)
+            dp = 1 + has_replicas
+            plan = replace(plan, tp=1, cp=1, dp=dp, dp_shard=None, ep=1, etp=None)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision
@@ -150,7 +151,7 @@ class ReplicaWorkspaces:
         workspace = sharded_workspace_bytes(
             units, kind.state, replication.shards, reshards=replication.reshards
         )
-        largest = max(size for part in parts for size in part.buckets)
+        largest = max(size for part in parts for size in part.all_buckets)
         return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)
 
     def _late_pair(

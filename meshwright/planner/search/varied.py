@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload, StackProfile
+from meshwright.hwprofiles import Offload
 from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
@@ -33,7 +33,7 @@ class Varied(NamedTuple):
             for each in PLAN_FIELDS.values()
             if each.name != "parameter_server"
             and known_values(each, space.job.model) != ()
-            and not _is_of_others(each, space.stack)
+            and not _is_of_others(each, space)
         ]
         codes = {
             name: np.unique(space.column(name)[is_offered]).tolist()
@@ -56,8 +56,14 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
     return "only one offered"
 
 
-def _is_of_others(field: PlanField, stack: StackProfile) -> bool:
-    """Return whether *field* is of an axis that few stacks have, and *stack* is none of them."""
+def _is_of_others(field: PlanField, space: Space) -> bool:
+    """Return whether *field* is of an axis that few stacks have, and that of *space* is not one.
+
+    Axes of experts are so of models without them, too.
+    """
+    stack = space.stack
+    if field.declaration.of_experts:
+        return not (stack.expert_parallel and known_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on
     known = AXES.get(Axis(axis)) if axis in set(Axis) else None
     return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))

@@ -15,8 +15,9 @@ from meshwright.hwprofiles import (
     StackProfile,
     StageSplit,
 )
+from meshwright.planner.space.experts import expert_degrees
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
-from meshwright.planner.space.pipelines import Pipeline, block_kinds
+from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
 from meshwright.planner.space.switches import (
     SWITCHES,
     Column,
@@ -97,6 +98,13 @@ class Space:
         return self.column("cp") * np.where(shards, shards, self.column("dp"))
 
     @cached_property
+    def expert_shards(self) -> Column:
+        """Ranks of each layout that share the optimizer's states of the same routed experts."""
+        tp, etp, ep = (self.column(name) for name in ("tp", "etp", "ep"))
+        ranks = tp * self.column(DP_CP) // (ep * np.where(etp, etp, tp))
+        return np.where(self.column("zero_stage"), ranks, 1)
+
+    @cached_property
     def sharing(self) -> Column:
         """Number of each layout's setting of its switches, however many ranks share a shard."""
         has_sets = np.asarray(self.num_shards < self.column(DP_CP), np.int64)
@@ -153,7 +161,7 @@ def enumerate_space(
     """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow.
 
     Raises:
-        PlanError: If *limits* ask for a value that says nothing of the model.
+        PlanError: If *limits* ask for a value that says nothing of the model, or leave nothing.
     """
     for field in SEARCHED_FIELDS:
         for value in limits.values(field.name) or ():
@@ -166,6 +174,8 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
+    if not len(rows):
+        raise PlanError(f"no layout of {job.model.name} on {num_gpus} GPUs is within {limits}")
     return Space(
         job=job,
         stack=stack,
@@ -300,18 +310,22 @@ def _block(
             return _microbatch_sizes(job, stack, limits, fixed, schedules)
         if field.name == "stages":
             return _stage_rules(job, stack, limits, fixed["pp"] * fixed["num_virtual_stages"])
+        if field.declaration.of_experts:
+            return sorted({pair[field.name == "etp"] for pair in experts})
         return _switches(job, stack, limits, field, fixed)
 
+    experts = expert_degrees(job, stack, limits, fixed)
     axes = [np.array(numbers(field), np.int64) for field in BASIC_FIELDS]
     sizes = tuple(map(len, axes))
     places = np.unravel_index(np.arange(prod(sizes)), sizes)
     rows = np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
     schedule, size = (rows[:, BASIC.index(name)] for name in ("schedule", "microbatch_size"))
     for pair in product(schedules, set(size.tolist())):
-        if not _is_runnable(job, stack, fixed, *pair):
+        if not is_runnable(job, stack, fixed, *pair):
             kept = (schedule != pair[0]) | (size != pair[1])
             rows, schedule, size = rows[kept], schedule[kept], size[kept]
-    return rows
+    ep, etp = (rows[:, BASIC.index(name)].tolist() for name in ("ep", "etp"))
+    return rows[[pair in experts for pair in zip(ep, etp, strict=True)]]
 
 
 def _microbatch_sizes(
@@ -326,7 +340,7 @@ def _microbatch_sizes(
         size
         for size in divisors(job.global_batch_size // fixed["dp"])
         if limits.allows("microbatch_size", size)
-        and any(_is_runnable(job, stack, fixed, schedule, size) for schedule in schedules)
+        and any(is_runnable(job, stack, fixed, schedule, size) for schedule in schedules)
     ]
 
 
@@ -339,16 +353,6 @@ def _stage_rules(
     for rule in rules:
         by_layers.setdefault(_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
     return list(by_layers.values())
-
-
-def _is_runnable(
-    job: TrainingJob, stack: StackProfile, fixed: dict[str, int], schedule: int, size: int
-) -> bool:
-    """Tell whether the stack's runtime of a schedule takes microbatches of *size* sequences."""
-    known = tuple(RUNTIMES[stack.pipeline_runtime].values())
-    num_microbatches = job.global_batch_size // fixed["dp"] // size
-    counts = (fixed["pp"], num_microbatches, fixed["num_virtual_stages"])
-    return known[schedule].refusal(*counts) is None
 
 
 def _switches(

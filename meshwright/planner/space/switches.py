@@ -29,7 +29,7 @@ Wanted: TypeAlias = dict[str, tuple[object, ...]]
 SWITCHES = tuple(
     each.name
     for each in SEARCHED_FIELDS
-    if not (each.declaration.is_basic or each.declaration.axis)
+    if not (each.declaration.is_basic or each.declaration.axis or each.declaration.of_experts)
 )
 MOST_KEY = 2**62
 MOST_PLACES = 8

@@ -3,7 +3,12 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention
-from meshwright.simulator.blocks.parts import context_parallel, latent_attention, routed
+from meshwright.simulator.blocks.parts import (
+    ExpertMesh,
+    context_parallel,
+    latent_attention,
+    routed,
+)
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.spelling import heads_apart, spelling_of
 from meshwright.simulator.graph import (
@@ -34,7 +39,7 @@ from meshwright.simulator.graph import (
     share,
     view,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis
 from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER, BlockKind, ModelSpec
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
@@ -49,6 +54,15 @@ class Columns(NamedTuple):
     tp: Size
     cp: Size
     microbatch_size: Size
+
+
+def expert_mesh(shape: BlockShape) -> ExpertMesh:
+    """Return how ranks share the experts of a layer."""
+    split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
+    if shape.ep == 1:
+        return ExpertMesh(split_on, split_on)
+    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+    return ExpertMesh(split_on, told, shape.ep)
 
 
 class LayerDims(NamedTuple):
@@ -75,6 +89,7 @@ class LayerDims(NamedTuple):
     scored: Dim
     outside: Placement
     cp: Size
+    experts: ExpertMesh
 
     @classmethod
     def of(cls, shape: BlockShape, columns: Columns) -> "LayerDims":
@@ -103,6 +118,7 @@ class LayerDims(NamedTuple):
             scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},
             cp=columns.cp,
+            experts=expert_mesh(shape),
         )
 
     def stream(self, block: Block, shape: BlockShape) -> Tensor:
@@ -293,7 +309,7 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
         widths = Widths(parts, Dim("shared inner", width))
         return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
-    return routed(block, x, experts, dims.outside, shared if width else None)
+    return routed(block, x, experts, dims.experts, dims.outside, shared if width else None)
 
 
 class Widths(NamedTuple):

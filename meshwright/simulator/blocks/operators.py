@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import MeshAxis
 
 
 class Gemm(NamedTuple):
@@ -123,7 +123,7 @@ class Collective(NamedTuple):
     name: str
     op: CollectiveOp
     size_bytes: int
-    axis: Axis
+    axis: MeshAxis
     hides_under: Gemm | None = None
 
     @property
@@ -141,7 +141,7 @@ class RingMessages(NamedTuple):
     name: str
     op: CollectiveOp
     size_bytes: int
-    axis: Axis
+    axis: MeshAxis
     steps: int
     beside_bytes: int = 0
     hides_under: FlashAttention | None = None

@@ -172,6 +172,8 @@ def _structure(shape: BlockShape) -> tuple[object, ...]:
         shape.in_pipeline,
         shape.defers_sums,
         shape.cp_type,
+        shape.ep,
+        None if shape.splits_experts_alike else shape.expert_tp,
         isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )

@@ -31,6 +31,7 @@ class Category(StrEnum):
     RECOMPUTE = "recompute"
     TP_COMM = "tp_comm"
     CP_COMM = "cp_comm"
+    EP_COMM = "ep_comm"
     PP_COMM = "pp_comm"
     DP_COMM = "dp_comm"
     HOST_COPY = "host_copy"
@@ -42,6 +43,7 @@ class Category(StrEnum):
 COMMUNICATION = (
     Category.TP_COMM,
     Category.CP_COMM,
+    Category.EP_COMM,
     Category.PP_COMM,
     Category.DP_COMM,
     Category.HOST_COPY,

@@ -29,10 +29,15 @@ from meshwright.simulator.costs.compute import (
     memory_bound_cost,
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
-from meshwright.simulator.layout import Axis, GroupSpan, Mesh
+from meshwright.simulator.costs.spans import GroupSpans
+from meshwright.simulator.layout import Axis, ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind
 
-COMMUNICATION_OF = {Axis.TP: Category.TP_COMM, Axis.CP: Category.CP_COMM}
+COMMUNICATION_OF: dict[MeshAxis, Category] = {
+    Axis.TP: Category.TP_COMM,
+    Axis.CP: Category.CP_COMM,
+    **dict.fromkeys(ExpertAxis, Category.EP_COMM),
+}
 
 
 class BlockCost:
@@ -59,8 +64,8 @@ class CostModel:
         self.blocks = BlockTable()
         self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
-        self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
-        self._spans: dict[tuple[Axis, int, int], GroupSpan] = {}
+        self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, MeshAxis], Cost] = {}
+        self._spans = GroupSpans(world_size, cluster.devices_per_node)
 
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
@@ -88,24 +93,24 @@ class CostModel:
 
     def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
         """Return what an operator costs and what kind of work it is."""
+        stack, device = self.stack, self.cluster.device
         match operator:
             case Gemm() | ImplicitGemm():
                 is_attention = isinstance(operator, Gemm) and operator.is_attention
                 category = Category.ATTENTION if is_attention else Category.MATMUL
                 return category, self._product_cost(operator, shape.precision)
             case FlashAttention():
-                cost = flash_attention_cost(
-                    operator, self.cluster.device, shape.precision, self.stack.flash_kernel
-                )
+                cost = flash_attention_cost(operator, device, shape.precision, stack.flash_kernel)
                 return Category.ATTENTION, cost
             case MemoryBound():
-                return Category.ELEMENTWISE, memory_bound_cost(operator, self.cluster.device)
+                return Category.ELEMENTWISE, memory_bound_cost(operator, device)
             case KernelLaunches():
-                gap_s = self.stack.kernel_gap_s
-                return Category.KERNEL_LAUNCH, constant_cost(operator.num_kernels, gap_s)
+                cost = constant_cost(operator.num_kernels, stack.kernel_gap_s)
+                return Category.KERNEL_LAUNCH, cost
             case HostPasses():
-                pass_s = self.stack.host_per_layer_pass_s
-                return Category.HOST, constant_cost(operator.num_passes, pass_s)
+                return Category.HOST, constant_cost(
+                    operator.num_passes, stack.host_per_layer_pass_s
+                )
             case Collective() | RingMessages():
                 return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 
@@ -122,7 +127,7 @@ class CostModel:
 
     def _exposed_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
         """Return the part of communication that what runs beside it does not hide."""
-        span = self._span(operator.axis, shape.tp, shape.cp)
+        span = self._spans.of_block(operator.axis, shape)
         if isinstance(operator, RingMessages):
             return self._exposed_ring_cost(operator, span, shape)
         cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
@@ -152,44 +157,29 @@ class CostModel:
 
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
-        # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
-        return self._span(Axis.TP, tp, 1)
+        return self._spans.in_step(Axis.TP, tp, 1)
 
-    def _span(self, axis: Axis, tp: int, cp: int) -> GroupSpan:
-        key = axis, tp, cp
-        if key not in self._spans:
-            node_size, dp = self.cluster.devices_per_node, self.world_size // (tp * cp)
-            self._spans[key] = Mesh(tp=tp, cp=cp, dp=dp, node_size=node_size).span(axis)
-        return self._spans[key]
-
-    def collective(self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: Axis) -> Cost:
+    def collective(
+        self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: MeshAxis
+    ) -> Cost:
         """Return the time of a collective over *axis* with nothing to hide it."""
         key = (op, size_bytes, span, axis)
         if key not in self._collectives:
             # While a step runs, data-parallel collectives get less of the network than a benchmark
             # does, by a share that is fitted; all others get what a benchmark gets.
-            in_step = axis is Axis.DP
             network = self.cluster.inter_node
-            call = CollectiveCall(
-                op=op,
-                size_bytes=size_bytes,
-                span=span,
-                cluster=self.cluster,
-                network_fraction=(
-                    self.stack.dp_bandwidth_fraction if in_step else network.busbw_fraction
-                ),
-                network_source=Source.FITTED if in_step else network.kind,
-            )
+            fraction, source = network.busbw_fraction, network.kind
+            if axis in {Axis.DP, ExpertAxis.EDP}:
+                fraction, source = self.stack.dp_bandwidth_fraction, Source.FITTED
+            call = CollectiveCall(op, size_bytes, span, self.cluster, fraction, source)
             self._collectives[key] = collective_cost(call)
         return self._collectives[key]
 
     def message(self, size_bytes: int, *, crosses_nodes: bool) -> MessageCost:
         """Return the time of one pipeline message between two devices."""
+        share = self.stack.p2p_bandwidth_fraction
         return p2p_cost(
-            size_bytes,
-            self.cluster,
-            crosses_nodes=crosses_nodes,
-            network_fraction=self.stack.p2p_bandwidth_fraction,
+            size_bytes, self.cluster, crosses_nodes=crosses_nodes, network_fraction=share
         )
 
     def memory_traffic(self, size_bytes: int) -> Cost:

@@ -16,7 +16,7 @@ from meshwright.simulator.graph.tensors import (
     product_of,
     product_place,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import MeshAxis
 
 FP8_BYTES = 1
 
@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
     """A collective; the larger of a rank's buffers."""
 
     op: CollectiveOp
-    axis: Axis
+    axis: MeshAxis
     nbytes: Size
 
 
@@ -111,7 +111,7 @@ class Exchange(NamedTuple):
     """
 
     op: CollectiveOp
-    axis: Axis
+    axis: MeshAxis
     nbytes: Size
     steps: Size
     beside: Size = 0
@@ -191,7 +191,7 @@ class Operator:
 
 
 def place_work(
-    found: Iterable[tuple[CollectiveOp, Axis]],
+    found: Iterable[tuple[CollectiveOp, MeshAxis]],
     one: Tensor,
     other: Tensor,
     *,

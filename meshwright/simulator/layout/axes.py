@@ -7,6 +7,7 @@ axis is a member of `Axis`, a line in `AXES` and a field of the plan.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
@@ -34,6 +35,24 @@ DP_CP, TP_CP = "dp_cp", "tp_cp"
 JOINT_AXES = {DP_CP: REPLICATED, TP_CP: IN_STEP}
 
 
+class ExpertAxis(StrEnum):
+    """Axes of the mesh of routed experts: the same ranks as `Axis` has, laid out once more.
+
+    The ranks of a pipeline stage are ``etp x ep x edp``, fastest first (`RankGenerator` of
+    megatron/core/parallel_state.py, core 0.16, order tp-cp-ep-dp-pp): neighbours split an expert's
+    widths, then come other experts, then ranks with the same experts.
+    """
+
+    ETP = "etp"
+    EP = "ep"
+    EDP = "edp"
+    ALL = "etp-ep"
+    """Ranks that have all experts between them."""
+
+
+MeshAxis: TypeAlias = Axis | ExpertAxis
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelAxis:
     """What is known of an axis.
@@ -55,13 +74,26 @@ class ParallelAxis:
     is_rare: bool = False
 
 
+def near_multiples(number: int, step: int) -> str:
+    """Return the multiples of *step* around *number* as a hint.
+
+    >>> near_multiples(100, 32), near_multiples(5, 32)
+    ('nearest: 96 or 128', 'nearest: 32')
+    """
+    below = number // step * step
+    return f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
+
+
 def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
     return job.model.split_refusal(degree)
 
 
 def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
     if job.global_batch_size % degree:
-        return f"global_batch_size={job.global_batch_size} is not divisible by dp={degree}"
+        return (
+            f"global_batch_size={job.global_batch_size} is not divisible by dp={degree}; "
+            f"{near_multiples(job.global_batch_size, degree)}"
+        )
     return None
 
 

@@ -35,6 +35,7 @@ class Declaration:
         without_attention: Values that a model without attention may have; None for all, empty where
             the field says nothing of such a model.
         axis: The axis whose degree it is.
+        of_experts: It lays routed experts out: a model without them has its default.
     """
 
     help: str = ""
@@ -50,6 +51,7 @@ class Declaration:
     acts_on: str | None = None
     without_attention: tuple[object, ...] | None = None
     axis: Axis | None = None
+    of_experts: bool = False
 
     def field(self, default: T) -> T:
         """Return a dataclass field with this declaration; to a type checker, its default."""

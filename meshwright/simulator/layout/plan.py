@@ -54,8 +54,8 @@ class ParameterServer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanFields:
-    """What a plan says: each field with its default and all that is known of it."""
+class Degrees:
+    """Ranks along each axis, and how they share what an axis splits."""
 
     tp: int = degree(Axis.TP)
     pp: int = degree(Axis.PP)
@@ -69,6 +69,29 @@ class PlanFields:
         acts_on=Axis.CP,
     ).field(None)
     """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
+
+    ep: int = Declaration(
+        help="Expert-parallel degree.",
+        metavar="N",
+        heading="ep",
+        is_limited=True,
+        offered_by="expert_parallel",
+        of_experts=True,
+    ).field(1)
+    """Ranks among which the routed experts of a layer are divided, of those of a pipeline stage."""
+
+    etp: int | None = Declaration(
+        help="Ranks that split each expert's widths [--tp].",
+        metavar="N",
+        heading="etp",
+        of_experts=True,
+    ).field(None)
+    """Ranks that split the widths of an expert; None: as many as split other layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFields(Degrees):
+    """What a plan says: each field with its default and all that is known of it."""
 
     num_virtual_stages: int = Declaration(
         help="Virtual stages of a pipeline rank.",
@@ -208,9 +231,10 @@ class ParallelPlan(PlanFields):
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
-        for name in (*AXES, "num_virtual_stages", "microbatch_size"):
+        for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+        self._check_experts()
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -225,6 +249,25 @@ class ParallelPlan(PlanFields):
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
             )
+
+    def _check_experts(self) -> None:
+        """Refuse degrees of experts that the ranks of a stage cannot have."""
+        if self.etp is not None and self.etp < 1:
+            raise PlanError(f"etp must be >= 1, got {self.etp}")
+        if self.ep == 1 and self.etp not in (None, self.tp):
+            raise PlanError(
+                f"etp={self.etp} does not go with ep=1; allowed: tp, which is {self.tp}"
+            )
+        ranks = self.world_size // self.pp
+        if self.ep > 1 and ranks % (self.ep * self.expert_tp):
+            raise PlanError(
+                f"ep={self.ep} x etp={self.expert_tp} does not divide the {ranks} ranks of a stage"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that split the widths of an expert."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def num_shards(self) -> int:

@@ -12,6 +12,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     LayerFact,
+    Offload,
     Precision,
     Recompute,
     StackProfile,
@@ -96,8 +97,9 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
         if offered is False:
             acts_on = field.declaration.acts_on
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
-            is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
-            yield Gap(field.name, field.name, (is_on, *effect), (False,))
+            is_on = Condition(field.name, gt, field.code(field.default))
+            said = field.name if field.kind is bool else f"{field.name} > {field.default}"
+            yield Gap(field.name, said, (is_on, *effect), (field.default,))
 
 
 def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
@@ -132,6 +134,9 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
         yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+    offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
+    reason = "offload with ep > 1"
+    yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     reason = "experts and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
@@ -200,6 +205,9 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
         refusal = known.refusal(job, plan.degree(axis))
         if refusal is not None:
             raise PlanError(refusal)
+    refusal = experts_refusal(job.model, plan.ep, plan.expert_tp)
+    if refusal is not None:
+        raise PlanError(refusal)
     if plan.sequence_parallel and job.seq_len % plan.number(TP_CP):
         ranks = f"tp={plan.tp}" if plan.cp == 1 else f"tp={plan.tp} x cp={plan.cp}"
         raise PlanError(f"seq_len={job.seq_len} is not divisible by {ranks}")
@@ -218,7 +226,25 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
 
 def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
     """Return the values of *field* that *model* may have, None for all."""
+    if field.declaration.of_experts and _experts_of(model) is None:
+        return (field.default,)
     return None if isinstance(model, ModelSpec) else field.declaration.without_attention
+
+
+def _experts_of(model: AnyModel) -> Experts | None:
+    return model.experts if isinstance(model, ModelSpec) else None
+
+
+def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
+    """Return why the experts of *model* cannot be divided or split so, or None when they can."""
+    experts = _experts_of(model)
+    if experts is None:
+        return None
+    if experts.num_experts % ep:
+        return f"num_experts={experts.num_experts} is not divisible by ep={ep}"
+    if experts.hidden_size % etp:
+        return f"hidden_size={experts.hidden_size} of experts is not divisible by etp={etp}"
+    return None
 
 
 def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | None:
@@ -227,8 +253,9 @@ def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | Non
     if known is None or value in known:
         return None
     allowed = ", ".join(str(each) for each in known) or "leave it out"
+    lacks = "experts" if field.declaration.of_experts else "attention"
     return (
-        f"{field.name}={value} does not go with {model.name}, which has no attention; "
+        f"{field.name}={value} does not go with {model.name}, which has no {lacks}; "
         f"allowed: {allowed}"
     )
 
@@ -260,11 +287,11 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
         if job.precision is Precision.FP8:
             return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
-        for field in PLAN_FIELDS.values():
-            refusal = model_refusal(field, getattr(plan, field.name), job.model)
-            if refusal is not None and known_values(field, job.model):
-                return refusal
-    else:
+    for field in PLAN_FIELDS.values():
+        refusal = model_refusal(field, getattr(plan, field.name), job.model)
+        if refusal is not None and known_values(field, job.model):
+            return refusal
+    if isinstance(job.model, ModelSpec):
         refusal = _layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
             job, job.model, stack
         )
