@@ -18,6 +18,11 @@ SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
 DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
 SEARCH = ["search", *BASE, "--max-tp", "4", "--max-pp", "4", "--max-micro-batch", "4"]
+ROUTED = ["mixtral-8x7b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16"]
+ROUTED += ["--seq-len", "2048", "--pp", "4"]
+EXPERTS = ["simulate", *ROUTED]
+SPLIT = [*EXPERTS, "--tp", "2", "--sequence-parallel", "--ep", "2"]
+EXPERT_SEARCH = ["search", *ROUTED, "--micro-batch", "1", "--zero", "1", "--max-vpp", "1"]
 
 STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "model": (["simulate", "llama2-7b", *BASE[1:], "--tp", "2", "--pp", "2"], []),
@@ -31,6 +36,10 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "set": (STEP, ["--set", "device.gemm.plateau_fraction=0.5"]),
     "tp": (STEP, ["--tp", "4"]),
     "pp": (STEP, ["--pp", "4"]),
+    "cp": (STEP, ["--cp", "2"]),
+    "cp_type": ([*STEP, "--cp", "2"], ["--cp-type", "all-to-all"]),
+    "ep": (EXPERTS, ["--ep", "2"]),
+    "etp": (SPLIT, ["--etp", "1"]),
     "dp": (STEP, ["--dp", "8"]),
     "vpp": (STEP, ["--vpp", "2"]),
     "micro_batch": (STEP, ["--micro-batch", "2"]),
@@ -57,12 +66,18 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
 SEARCH_CHANGES: dict[str, list[str]] = {
     "max_tp": ["--max-tp", "1"],
     "max_pp": ["--max-pp", "1"],
+    "max_cp": ["--max-cp", "1"],
+    "max_ep": ["--max-ep", "2"],
     "max_dp": ["--max-dp", "4"],
     "max_vpp": ["--max-vpp", "1"],
     "max_micro_batch": ["--max-micro-batch", "1"],
     "top": ["--top", "2"],
     "tp": ["--tp", "2"],
     "pp": ["--pp", "2"],
+    "cp": ["--cp", "2"],
+    "cp_type": ["--cp-type", "all-to-all"],
+    "ep": ["--ep", "2"],
+    "etp": ["--etp", "1"],
     "dp": ["--dp", "8"],
     "vpp": ["--vpp", "2"],
     "micro_batch": ["--micro-batch", "1"],
@@ -128,6 +143,8 @@ def test_an_option_of_simulate_changes_the_result(option: str, tmp_path: Path) -
 @pytest.mark.parametrize("option", [*SEARCH_CHANGES, *SWITCH_CHANGES])
 def test_an_option_of_search_changes_the_result(option: str, tmp_path: Path) -> None:
     command, words = SEARCH, SEARCH_CHANGES.get(option, [])
+    if option in {"ep", "etp", "max_ep"}:
+        command = EXPERT_SEARCH
     if option in SWITCH_CHANGES:
         command, words = SWITCHED, SWITCH_CHANGES[option]
     before, after = outcome(command, tmp_path), outcome([*command, *words], tmp_path)

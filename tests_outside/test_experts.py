@@ -31,11 +31,17 @@ from witnesses.boundary import modules_converted, values_answered
 from meshwright.hwprofiles import Attention, Kernels, Precision, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, Ending, walk
-from meshwright.simulator.model import EXPERT_LAYER, Experts, LatentAttention, ModelSpec
+from meshwright.simulator.layout import Mesh, Stage
+from meshwright.simulator.model import EXPERT_LAYER, BlockRun, Experts, LatentAttention, ModelSpec
+from meshwright.simulator.replication import reduced_parts, replication_of
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.megatron import default_dtype
 
 from megatron.core import parallel_state  # isort: skip  (after the witness, which stands for Apex)
+from megatron.core.distributed import (  # isort: skip
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.moe import moe_utils, token_dispatcher  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
@@ -88,7 +94,7 @@ ROWS = NUM_SEQUENCES * TOKENS * 2
 Run = Callable[[Tensor], Tensor]
 
 
-def derived(model: ModelSpec, stack: str, tp: int = 1) -> Measured:
+def derived(model: ModelSpec, stack: str, tp: int = 1, ep: int = 1, etp: int = 1) -> Measured:
     """Return what the graph says of an expert layer."""
     profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
     job = TrainingJob(
@@ -97,6 +103,9 @@ def derived(model: ModelSpec, stack: str, tp: int = 1) -> Measured:
     attention = Attention.UNFUSED if profile.megatron_layers else Attention.FLASH
     plan = ParallelPlan(
         tp=tp,
+        dp=max(1, ep * etp // tp),
+        ep=ep,
+        etp=etp,
         sequence_parallel=tp > 1,
         microbatch_size=NUM_SEQUENCES,
         stages=(2,),
@@ -275,9 +284,10 @@ def dispatched(tp: int) -> Iterator[None]:
         yield
 
 
-def balance(dispatcher: token_dispatcher.MoEAlltoAllTokenDispatcher, num: int, tp: int) -> None:
-    """Answer what *dispatcher* asks of rows that have no data: *num* experts get as many each."""
-    order = SimpleNamespace(tolist=lambda: list(range(tp * num)))
+def balance(dispatcher: token_dispatcher.MoEAlltoAllTokenDispatcher, rows: int, etp: int) -> None:
+    """Answer what *dispatcher* asks of a rank's *rows* that have no data: experts get as many."""
+    num, ep = dispatcher.num_experts, dispatcher.ep_size
+    order = SimpleNamespace(tolist=lambda: list(range(etp * num)))
     dispatcher.sort_input_by_local_experts = order
     dispatcher.restore_output_by_local_experts = order
     preprocess = dispatcher.preprocess
@@ -285,20 +295,32 @@ def balance(dispatcher: token_dispatcher.MoEAlltoAllTokenDispatcher, num: int, t
     def balanced(routing_map: Tensor) -> object:
         preprocess(routing_map)
         dispatcher.output_splits_tp = None  # all ranks send equally many
-        return SimpleNamespace(tolist=lambda: [ROWS // num] * num)
+        if ep > 1:
+            dispatcher.input_splits = dispatcher.output_splits = [rows // ep] * ep
+        return SimpleNamespace(tolist=lambda: [etp * ep * rows // num] * (num // ep))
 
     dispatcher.preprocess = balanced
 
 
-def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
-    """Return a layer of Megatron-Core's local spec on one of *tp* ranks."""
+def megatron_module(
+    model: ModelSpec, experts: Experts, tp: int, ep: int, etp: int
+) -> TransformerLayer:
+    """Return a layer of Megatron-Core's local spec on one of a few ranks."""
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, 1, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tp,
+        1,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=False,
+    )
     job = TrainingJob(model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS)
     plan = ParallelPlan(tp=tp, sequence_parallel=tp > 1, stages=(2,))
     config = megatron_job.transformer_config(job, plan)
     config = replace(
         config,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         moe_ffn_hidden_size=experts.hidden_size,
         num_moe_experts=experts.num_experts,
         moe_router_topk=experts.experts_per_token,
@@ -316,9 +338,14 @@ def megatron_layer(model: ModelSpec, experts: Experts, tp: int) -> Run:
         normalization="RMSNorm" if model.norm == "rmsnorm" else None,
         qk_layernorm=model.qk_norm == "head",
     )
-    layer = TransformerLayer(config, spec.submodules, layer_number=1)
+    return TransformerLayer(config, spec.submodules, layer_number=1)
+
+
+def megatron_layer(model: ModelSpec, experts: Experts, tp: int, ep: int, etp: int) -> Run:
+    """Return a pass through such a layer."""
+    layer = megatron_module(model, experts, tp, ep, etp)
     dispatcher = layer.mlp.token_dispatcher
-    balance(dispatcher, experts.num_experts, tp)
+    balance(dispatcher, ROWS // tp, etp)
     turned = torch.empty(TOKENS, 1, 1, model.rotary_dim)
 
     def run(x: Tensor) -> Tensor:
@@ -338,29 +365,79 @@ def centered(model: ModelSpec) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("model", "tp"),
-    [(SPEC, 1), (SHARING, 1), (HEADS, 1), (centered(SPEC), 2), (centered(SHARING), 2)],
-    ids=["softmax", "sigmoid, shared", "norms of heads", "softmax, tp", "sigmoid, shared, tp"],
+    ("model", "tp", "ep", "etp"),
+    [
+        (SPEC, 1, 1, 1),
+        (SHARING, 1, 1, 1),
+        (HEADS, 1, 1, 1),
+        (centered(SPEC), 2, 1, 2),
+        (centered(SHARING), 2, 1, 2),
+        (SPEC, 1, 4, 1),
+        (centered(SHARING), 2, 4, 1),
+        (centered(SPEC), 2, 2, 2),
+        (centered(SPEC), 2, 8, 1),
+    ],
 )
-def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(model: ModelSpec, tp: int) -> None:
+def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(
+    model: ModelSpec, tp: int, ep: int, etp: int
+) -> None:
     experts = model.experts
     assert experts is not None
-    with fake_cluster(0, tp), dispatched(tp):
+    groups = {(0, 1): "tp", tuple(range(0, etp * ep, etp)): "ep"}
+    if etp > 1 < ep:
+        groups[tuple(range(etp * ep))] = "etp-ep"
+    with fake_cluster(0, max(tp, ep * etp)), dispatched(tp):
         with default_dtype(torch.bfloat16):
-            layer = megatron_layer(model, experts, tp)
+            layer = megatron_layer(model, experts, tp, ep, etp)
         given = Given((TOKENS // tp, NUM_SEQUENCES, SPEC.hidden_size))
-        found = count_pass(layer, [given], RankOracle({(0, 1): "tp"}))
+        found = count_pass(layer, [given], RankOracle(groups))
     # Attention keeps a buffer of scores and a number to scale them by: see test_layers.py.
     buffer = 2 * NUM_SEQUENCES * SPEC.num_heads // tp * TOKENS**2
     # Exchanges between the ranks of an expert, of which there is one, note how many rows they send.
-    noted = 24 * (tp > 1)
+    noted = 24 * (etp > 1 == ep)
     lasting = buffer + 4 + noted
     # Without shared experts the forward pass is fullest in attention, before they do.
     early = 0 if experts.shared_hidden_size else noted
-    assert derived(model, "megatron-core", tp=tp) == replace(
+    assert derived(model, "megatron-core", tp=tp, ep=ep, etp=etp) == replace(
         found,
         saved_bytes=found.saved_bytes - lasting,
         forward_peak_bytes=found.forward_peak_bytes - lasting + early,
         backward_peak_bytes=found.backward_peak_bytes - lasting,
         left_bytes=found.left_bytes - buffer - noted,
     )
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 4, 1), (2, 2, 2), (2, 4, 1)])
+def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
+    tp: int, ep: int, etp: int
+) -> None:
+    """A stage behind the first, so that each kind of weights has one bucket."""
+    model = centered(SPEC)
+    experts = model.experts
+    assert experts is not None
+    ranks = 8
+    with fake_cluster(0, ranks), dispatched(tp):
+        with default_dtype(torch.bfloat16):
+            layer = megatron_module(model, experts, tp, ep, etp)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        found = DistributedDataParallel(layer.config, settings, layer, disable_bucketing=True)
+        counted = [
+            [(each.numel_unpadded, buffer.data_parallel_world_size) for each in buffer.buckets]
+            for buffer in (*found.buffers, *found.expert_parallel_buffers)
+        ]
+    plan = ParallelPlan(
+        tp=tp, dp=ranks // tp, ep=ep, etp=etp, zero_stage=1, sequence_parallel=tp > 1, stages=(2,)
+    )
+    stack = load_stack("megatron-core")
+    shape = BlockShape.of(
+        TrainingJob(model=model, global_batch_size=8, seq_len=TOKENS), plan, stack
+    )
+    replication = replication_of(plan, stack, Mesh.of(plan))
+    assert replication.experts is not None
+    stage = Stage((BlockRun(EXPERT_LAYER, 1),), has_embedding=False, has_head=False)
+    (part,) = reduced_parts(shape, stage, replication)
+    ours = [
+        [(size, replication.dp_cp) for size in part.buckets],
+        [(size, replication.experts.dp_cp) for size in part.expert_buckets],
+    ]
+    assert counted == ours

@@ -7,6 +7,7 @@ from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml
 from meshwright.hwprofiles.kinds import (
     Attention,
     CollectiveOp,
+    ContextParallel,
     Kernels,
     LayerFact,
     LossKernel,
@@ -82,6 +83,7 @@ __all__ = [
     "Cluster",
     "CollectiveFact",
     "CollectiveOp",
+    "ContextParallel",
     "Device",
     "DeviceOverheads",
     "FileKind",

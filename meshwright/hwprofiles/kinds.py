@@ -62,6 +62,18 @@ class Attention(StrEnum):
     FLASH = "flash"
 
 
+class ContextParallel(StrEnum):
+    """How ranks that each hold a part of the tokens attend to those of all.
+
+    Keys and values go around a ring while the ranks compute (Ring Attention, arXiv 2310.01889), all
+    ranks gather them, or tokens are swapped for heads before and after (Ulysses, arXiv 2309.14509).
+    """
+
+    RING = "ring"
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+
+
 class Recompute(StrEnum):
     """What the backward pass computes again: nothing, the attention core, or whole layers.
 

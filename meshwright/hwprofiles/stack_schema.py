@@ -1,5 +1,6 @@
 """What a training software stack can express, and how it behaves."""
 
+import operator
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +20,7 @@ from meshwright.hwprofiles.base import (
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
+    ContextParallel,
     LossKernel,
     Offload,
     ParameterGather,
@@ -79,6 +81,9 @@ class StackProfile(StackTraits):
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
 
+    ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
+    the stack's habit first; none where it does not divide sequences.
+
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
@@ -112,6 +117,8 @@ class StackProfile(StackTraits):
     offload_accumulates: Flag = True
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
+    context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
+    expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
 
     attention: Attention
     zero_stage: ZeroStage
@@ -171,6 +178,7 @@ class StackProfile(StackTraits):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
+        _check_distinct("context_parallel", self.context_parallel)
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
@@ -186,6 +194,7 @@ class StackProfile(StackTraits):
                 "allowed: a table [fp8] exactly where precisions lists fp8"
             )
         _check_gather(self)
+        _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
         return self
@@ -227,6 +236,15 @@ def _check_gradients(stack: StackProfile) -> None:
                     f"gradient_precisions: {each} is not a format of gradients; "
                     f"allowed: {_listed(tuple(sorted(stored)))}"
                 )
+
+
+def _check_experts(stack: StackProfile) -> None:
+    """Raise ProfileError where experts would be divided among ranks as no code here does it."""
+    if stack.expert_parallel and not (stack.megatron_layers and max(stack.zero_stages) <= 1):
+        raise ProfileError(
+            "expert_parallel: true is of Megatron-Core's layers and optimizer; allowed: with "
+            "megatron_layers and zero_stages 0 and 1"
+        )
 
 
 def _check_gather(stack: StackProfile) -> None:

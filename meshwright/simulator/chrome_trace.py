@@ -119,7 +119,7 @@ def _notes(result: StepResult) -> TraceNotes:
 
 def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
     first = built.setting.mesh.rank({Axis.PP: pp_rank})
-    last = first + built.setting.plan.tp * built.setting.plan.dp - 1
+    last = first + built.setting.mesh.stride(Axis.PP) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     process = f"pipeline rank {pp_rank} ({ranks})"
     yield _metadata("process_name", pp_rank, 0, EventArguments(name=process))

@@ -10,6 +10,7 @@ import pytest
 from meshwright.hwprofiles import (
     GIBI,
     Attention,
+    ContextParallel,
     Kernels,
     Precision,
     Recompute,
@@ -96,6 +97,7 @@ SMALL = spec("small", num_layers=4, hidden_size=512, num_heads=8, tied_embedding
 FEW = SpaceLimits(
     recompute=(Recompute.NONE,), sequence_parallel=(False,), max_tp=2, max_microbatch_size=2
 )
+FEW_CUT = {"recompute": (Recompute.NONE, Recompute.SELECTIVE), "max_microbatch_size": 2}
 # Each switch that a stack offers, in small spaces of which every layout is simulated.
 SWITCHED = {
     f"switches of {stack}": Case(
@@ -184,6 +186,16 @@ CASES = {
     "experts in some layers": Case(
         PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
     ),
+    "experts divided among nodes": Case(
+        ROUTED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            max_microbatch_size=1, max_pp=2, sequence_parallel=(True,), recompute=(Recompute.NONE,)
+        ),
+    ),
     "experts in sharded units": Case(
         ROUTED,
         "dgx-h100",
@@ -191,6 +203,27 @@ CASES = {
         4,
         32,
         limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
+        changes=(("casts_shards_alone", False),),
+    ),
+    "context parallel in a ring": Case(
+        SMALL, "dgx-h100", "megatron-core", 8, 8, limits=SpaceLimits(**FEW_CUT, max_cp=4)
+    ),
+    "tokens swapped for heads between nodes": Case(
+        SMALL,
+        "a100-4xhdr200",
+        "megatron-core",
+        16,
+        8,
+        limits=SpaceLimits(**FEW_CUT, cp=(2, 4)),
+        changes=(("context_parallel", (ContextParallel.ALL_TO_ALL, ContextParallel.RING)),),
+    ),
+    "context parallel with sharded parameters": Case(
+        SMALL,
+        "dgx-h100",
+        "torchtitan",
+        8,
+        32,
+        limits=SpaceLimits(**FEW_CUT, cp=(2,)),
         changes=(("casts_shards_alone", False),),
     ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),

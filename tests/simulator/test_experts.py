@@ -1,12 +1,23 @@
 """Layers with routed experts beside dense ones, and what their stacks refuse."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
-from meshwright.hwprofiles import Precision, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model
+from meshwright.hwprofiles import CollectiveOp, Precision, Recompute, load_cluster, load_stack
+from meshwright.simulator import (
+    CostModel,
+    ModelSpec,
+    ParallelPlan,
+    TrainingJob,
+    load_model,
+    simulate,
+)
+from meshwright.simulator.account import rank_traffic
 from meshwright.simulator.blocks import BlockShape, hardware_flops, model_flops, walk
 from meshwright.simulator.graph import Backward, FusedAttention, Memory, Phase, Product, Traffic
-from meshwright.simulator.layout import stack_refusal
+from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -91,6 +102,17 @@ def test_only_active_parameters_make_model_flops() -> None:
     assert model_flops(job) == 6 * 4096 * (weights + attention)
     plan = ParallelPlan(stages=(32,))
     assert hardware_flops(job, plan, load_stack("megatron-core")) == model_flops(job)
+    again, divided = (
+        hardware_flops(
+            job,
+            replace(
+                plan, recompute=Recompute.FULL, tp=tp, dp=8 // tp, ep=ep, etp=1 if ep > 1 else None
+            ),
+            load_stack("megatron-core"),
+        )
+        for tp, ep in ((1, 1), (4, 8))
+    )
+    assert divided == again > model_flops(job)
     assert round(count_active_parameters(load_model("deepseek-v3")) / 1e9) == 38
     assert count_active_parameters(DENSE) == count_parameters(DENSE)
 
@@ -113,6 +135,98 @@ def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
     assert calls == [*attention, told, *rows, ("reduce_scatter", 2 * tokens)]
 
 
+EIGHT = DENSE.model_copy(
+    update={"experts": Experts(num_experts=8, experts_per_token=2, hidden_size=WIDTH)}
+)
+
+
+def calls_of(found: Backward, phase: Phase) -> list[tuple[str, str, object]]:
+    steps = [step for step in found.tape.steps if step.phase is phase and hasattr(step.work, "op")]
+    return [(str(step.work.axis), str(step.work.op), step.work.nbytes) for step in steps]
+
+
+def test_rows_go_to_the_ranks_of_their_experts_and_back() -> None:
+    """Each token has two rows; a rank's own tokens are as many as it gets."""
+    found = walked(EIGHT, "megatron-core", ParallelPlan(dp=4, ep=4, stages=(2,)))
+    rows, weights = 2 * TOKENS * 2 * HIDDEN, 2 * TOKENS * 2
+    there = [("ep", "all_to_all", rows), ("ep", "all_to_all", weights)]
+    told = ("ep", "all_gather", 4 * 8 * 8)  # rows of 8 experts, of 4 ranks
+    assert calls_of(found, Phase.FORWARD) == [told, *there, ("ep", "all_to_all", rows)]
+    assert sorted(calls_of(found, Phase.BACKWARD)) == sorted([*there, ("ep", "all_to_all", rows)])
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 4, 1), (2, 4, 1), (2, 2, 2), (2, 8, None)])
+def test_divided_experts_multiply_as_much_and_hold_their_part(
+    tp: int, ep: int, etp: int | None
+) -> None:
+    """With even routing ``ep`` times as many rows meet each of a rank's ``E / ep`` experts."""
+    whole = ParallelPlan(tp=tp, dp=16 // tp, sequence_parallel=tp > 1, stages=(2,))
+    found, one = (
+        walked(EIGHT, "megatron-core", plan) for plan in (replace(whole, ep=ep, etp=etp), whole)
+    )
+    flops = [
+        sum(step.work.flops for step in each.tape.steps if isinstance(step.work, Product))
+        for each in (found, one)
+    ]
+    assert flops[0] == flops[1]
+    sizes = [
+        sum(x.numel for x in each.tape.block.weights if len(x.dims) == 3) for each in (one, found)
+    ]
+    assert sizes[0] * tp == 3 * 8 * HIDDEN * WIDTH
+    assert sizes[1] == 3 * 8 * HIDDEN * WIDTH // (ep * (etp or tp))
+
+
+def test_gradients_of_experts_are_reduced_over_ranks_that_hold_the_same() -> None:
+    """Four ranks hold an expert at dp=16 and ep=4, and share its optimizer's states."""
+    plan = ParallelPlan(dp=16, ep=4, zero_stage=1, stages=(2,))
+    stack, job = (
+        load_stack("megatron-core"),
+        replace(job_of(EIGHT), global_batch_size=16),
+    )
+    traffic = rank_traffic(job, plan, stack, 0)
+    reduced: Counter[object] = Counter()
+    for each in traffic:
+        if each.op is CollectiveOp.REDUCE_SCATTER:
+            reduced[each.axis] += each.size_bytes * each.num_calls
+    ranks = {each.axis: each.num_ranks for each in traffic}
+    experts = 2 * 3 * 8 * HIDDEN * WIDTH // 4
+    padded = -(-50257 // 128) * 128 - 50257
+    others = count_parameters(EIGHT) - 4 * experts + 2 * padded * HIDDEN
+    assert (ranks[Axis.DP], ranks[ExpertAxis.EDP], ranks[ExpertAxis.EP]) == (16, 4, 4)
+    assert reduced == {Axis.DP: 4 * others, ExpertAxis.EDP: 4 * experts}
+    memory = simulate(job, plan, load_cluster("dgx-h100"), stack).memory.by_stage[0]
+    assert memory.gradients_bytes == 4 * (others + experts)
+    assert memory.optimizer_states_bytes == 12 * (-(-others // 16) + experts // 4)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_ranks", "published_us"),
+    [
+        ("dgx-h100", 8, 1271),
+        ("dgx-h100", 16, 5701),
+        ("dgx-h100", 32, 7937),
+        ("dgx-h100", 64, 8946),
+        ("gb200-nvl72", 8, 738),
+        ("gb200-nvl72", 64, 878),
+    ],
+)
+def test_an_all_to_all_takes_what_was_published(
+    cluster: str, num_ranks: int, published_us: int
+) -> None:
+    """The means of dispatch and combine, arXiv 2603.07685, Table 7.
+
+    Across nodes nothing is fitted to them: the cards' share of the line rate is that of
+    all-reduces, 0.80 where 64 ranks reached 0.92.
+    """
+    rows = 4096 * 8 * 7168 * 2
+    span = Mesh(
+        dp=num_ranks, experts=(1, num_ranks), node_size=load_cluster(cluster).devices_per_node
+    )
+    costs = CostModel(load_cluster(cluster), load_stack("megatron-core"), num_ranks)
+    found = costs.collective(CollectiveOp.ALL_TO_ALL, rows, span.span(ExpertAxis.EP), ExpertAxis.EP)
+    assert found.time_ps / 1e6 == pytest.approx(published_us, rel=0.16)
+
+
 @pytest.mark.parametrize(
     ("name", "stack", "changes", "message"),
     [
@@ -123,6 +237,13 @@ def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
         ("deepseek-v3", "torchtitan", {}, "stack torchtitan shards layers of one kind; deepseek"),
         ("deepseek-v3", "fsdp", {}, "latent of deepseek-v3 is not offered by stack fsdp; "),
         ("kimi-k2", "megatron-core", {"tp": 2, "sequence_parallel": True}, "tp=2 is not offered"),
+        (
+            "llama3-8b",
+            "megatron-core",
+            {"ep": 8, "dp": 8},
+            "ep=8 does not go with llama3-8b, which",
+        ),
+        ("mixtral-8x7b", "torchtitan", {"ep": 8, "dp": 8}, "ep=8 is not offered by stack torchtit"),
     ],
 )
 def test_what_no_stack_runs_is_refused(

@@ -43,12 +43,11 @@ from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.parameters import local_shape, padded_vocab_size, parameter_tensors
 from meshwright.simulator.replication.buckets import (
-    GradientBucket,
-    StagePart,
     bucket_parts,
     gradient_buckets,
 )
 from meshwright.simulator.replication.data_parallel import stage_parameters, sum_parameters
+from meshwright.simulator.replication.parts import GradientBucket, StagePart
 from meshwright.simulator.step.build import build_step
 
 RELAXED = settings(deadline=None, max_examples=80)

@@ -17,7 +17,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
-from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.memory import (
     Overheads,
@@ -526,7 +526,8 @@ def test_a_rank_is_in_a_communicator_for_each_group(
     degrees: tuple[int, ...], expected: int, *, tied: bool
 ) -> None:
     tp, dp, pp = degrees
-    assert num_communicators({Axis.TP: tp, Axis.DP: dp, Axis.PP: pp}, is_tied=tied) == expected
+    mesh = Mesh(tp=tp, dp=dp, pp=pp, node_size=8)
+    assert num_communicators(mesh, is_tied=tied) == expected
 
 
 def test_sums_of_gradients_leave_with_the_last_backward() -> None:

@@ -32,8 +32,10 @@ def test_every_field_is_declared_written_and_has_an_option() -> None:
 
 
 def test_every_axis_has_a_field_and_one_takes_the_rest() -> None:
-    assert [*ParallelPlan().degrees] == [axis for axis in PLAN_FIELDS if axis in set(Axis)]
-    assert {*ParallelPlan().degrees} == {*AXES}
+    degrees = ParallelPlan(tp=2, cp=2).degrees
+    assert [*degrees] == [axis for axis in PLAN_FIELDS if axis in set(Axis)]
+    assert {*degrees} == {*AXES}
+    assert {*AXES} - {*ParallelPlan(tp=2).degrees} == {Axis.CP}, "told where it is not 1"
     assert sum(known.takes_rest for known in AXES.values()) == 1
 
 

@@ -369,7 +369,7 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
         passes = [virtual_stage_cost(costs, shape, part.stage) for part in parts]
         reduces, gathers = (
             [
-                price(costs, bucket_exchanges(exchange, part.buckets, wire, replicas)).time_ps
+                price(costs, bucket_exchanges(exchange, part, wire, replicas)).time_ps
                 for part in parts
             ]
             for exchange in (gradient_reductions, parameter_gathers)

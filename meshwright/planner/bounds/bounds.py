@@ -31,7 +31,7 @@ from meshwright.planner.space import (
     distinct,
 )
 from meshwright.simulator import CostModel
-from meshwright.simulator.layout import Mesh
+from meshwright.simulator.layout import DP_CP, Mesh
 from meshwright.simulator.ledger import left_sums, price, tied_table
 from meshwright.simulator.replication import WireBytes, replication_of
 from meshwright.simulator.step import PPM, overhead_per_million
@@ -73,9 +73,9 @@ class StepBounds:
 
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]
-        # Neighbours on the pipeline axis are tp x dp ranks apart.  From a node's size on, messages
-        # leave their node; below, some do not, and the lesser of both times holds for all.
-        per_stage = self._space.column("tp")[indices] * self._space.column("dp")[indices]
+        # Neighbours on the pipeline axis are tp x cp x dp ranks apart.  From a node's size on,
+        # messages leave their node; below, some do not, and the lesser of both times is for all.
+        per_stage = self._space.column("tp")[indices] * self._space.column(DP_CP)[indices]
         is_far = per_stage[:, None] >= self._costs.cluster.devices_per_node
         messages, blocks = times.messages[shapes], times.blocks[shapes]
         forward, backward = blocks[:, 0::2], blocks[:, 1::2]
@@ -102,7 +102,7 @@ class StepBounds:
     def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[Sharing], Column]:
         """Return how replicas share states, and which way each of *indices* does."""
         # Of a layout's other choices none moves these times: layouts that share them share a row.
-        names = ("tp", "dp", "zero_stage", *SWITCHES)
+        names = ("tp", "cp", "dp", "ep", "etp", "zero_stage", *SWITCHES)
         columns = [self._space.column(name)[indices] for name in names]
         leaves = self._left_sums[self._table.index[indices]]
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])

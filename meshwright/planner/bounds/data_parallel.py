@@ -14,6 +14,7 @@ from meshwright.simulator.ledger import (
     bucket_exchanges,
     gradient_norm,
     gradient_reductions,
+    held_exchanges,
     left_sums,
     parameter_gathers,
     price,
@@ -21,15 +22,16 @@ from meshwright.simulator.ledger import (
     tensor_sums,
 )
 from meshwright.simulator.replication import (
+    HeldParameters,
     Replication,
     StagePart,
     WireBytes,
     bucket_parts,
     buffer_copies,
+    held_parameters,
     reduced_parts,
     stage_bucket_limit,
     sum_layers,
-    sum_parameters,
     update_cost,
 )
 
@@ -78,25 +80,29 @@ class StageParts:
     """What stages are made of, each counted once."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[int, Stage, int, bool], tuple[StagePart, ...]] = {}
-        self._parameters: dict[tuple[int, tuple[Stage, ...]], int] = {}
+        self._buckets: dict[tuple[object, ...], tuple[StagePart, ...]] = {}
+        self._parameters: dict[tuple[object, ...], HeldParameters] = {}
 
     def of_buckets(
         self, shape: BlockShape, stage: Stage, replication: Replication
     ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
-        dp, shards = replication.dp, replication.zero_stage > 0
-        key = (shape.tp, stage, stage_bucket_limit(shape, stage, dp), shards)
+        dp_cp, shards = replication.dp_cp, replication.zero_stage > 0
+        key = (*_degrees(shape), stage, stage_bucket_limit(shape, stage, dp_cp), shards)
         if key not in self._buckets:
-            self._buckets[key] = bucket_parts(shape, stage, dp, shards=shards)
+            self._buckets[key] = bucket_parts(shape, stage, dp_cp, shards=shards)
         return self._buckets[key]
 
-    def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+    def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> HeldParameters:
         """Return the parameters of a rank that holds *stages*."""
-        key = (shape.tp, stages)
+        key = (*_degrees(shape), stages)
         if key not in self._parameters:
-            self._parameters[key] = sum_parameters(shape, stages)
+            self._parameters[key] = held_parameters(shape, stages)
         return self._parameters[key]
+
+
+def _degrees(shape: BlockShape) -> tuple[int, int, int]:
+    return shape.tp, shape.ep, shape.expert_tp
 
 
 class DataParallelCosts:
@@ -113,7 +119,7 @@ class DataParallelCosts:
         self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
     ) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
-        key = (shape.tp, role.stages, replication, wire)
+        key = (*_degrees(shape), role.stages, replication, wire)
         if key not in self._known:
             norm = _norm_ps(self._costs, shape, role.stages, replication)
             times = self._without_sums(shape, role, replication, wire)
@@ -138,7 +144,7 @@ class DataParallelCosts:
         first, last = (parts[role.stages[end]][-1].stage for end in (0, -1))
         gathers = {stage: self._gathers(parts[stage], replication, wire) for stage in parts}
         reductions = [[0]]
-        if self._stack.overlap_gradient_reduce and replication.dp > 1:
+        if self._stack.overlap_gradient_reduce and replication.has_replicas:
             known = {
                 stage: self._times(gradient_reductions, parts[stage], replication, wire)
                 for stage in parts
@@ -215,19 +221,18 @@ class DataParallelCosts:
         wire: WireBytes,
     ) -> list[int]:
         """Return the time of the *exchange* of each of *parts*, in their order."""
+        alike = {(part.buckets, part.expert_buckets): part for part in parts}
         known = {
-            buckets: price(
-                self._costs, bucket_exchanges(exchange, buckets, wire, replication)
-            ).time_ps
-            for buckets in dict.fromkeys(part.buckets for part in parts)
+            buckets: price(self._costs, bucket_exchanges(exchange, part, wire, replication)).time_ps
+            for buckets, part in alike.items()
         }
-        return [known[part.buckets] for part in parts]
+        return [known[part.buckets, part.expert_buckets] for part in parts]
 
     def _whole_ps(
-        self, exchange: Exchange, parameters: int, replication: Replication, wire: WireBytes
+        self, exchange: Exchange, held: HeldParameters, replication: Replication, wire: WireBytes
     ) -> int:
-        """Return the time of the *exchange* of a rank's *parameters* as one."""
-        return price(self._costs, exchange(parameters, wire, replication)).time_ps
+        """Return the time of the *exchange* of what a rank has *held* as one."""
+        return price(self._costs, held_exchanges(exchange, held, wire, replication)).time_ps
 
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes) -> int:
         key = (shape.tp, left_sums(shape), stages, wire.reduce_bytes)
@@ -240,7 +245,7 @@ class DataParallelCosts:
         self, parts: tuple[StagePart, ...], replication: Replication, wire: WireBytes
     ) -> list[int]:
         if (
-            replication.dp == 1
+            not replication.has_replicas
             or replication.gather_op is None
             or not self._stack.overlap_parameter_gather
         ):
@@ -252,9 +257,10 @@ def _norm_ps(
     costs: CostModel, shape: BlockShape, stages: tuple[Stage, ...], replication: Replication
 ) -> int:
     """Return the time of the sums of the gradient norm."""
-    pp = costs.world_size // (shape.tp * replication.dp)
+    pp = costs.world_size // (shape.tp * replication.dp_cp)
     node_size = costs.cluster.devices_per_node
-    mesh = Mesh(node_size=node_size, tp=shape.tp, dp=replication.dp, pp=pp)
+    dp = replication.dp_cp // shape.cp
+    mesh = Mesh(node_size=node_size, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
 
 

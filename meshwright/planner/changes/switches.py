@@ -21,7 +21,7 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
     for name, field in PLAN_FIELDS.items():
         yield from ({name: value} for value in field.choices if value != getattr(plan, name))
     yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage > plan.zero_stage)
-    if plan.num_shards < plan.dp:
+    if plan.num_shards < plan.dp_cp:
         yield {"dp_shard": plan.dp}
     for size in sorted({1, plan.microbatch_size // 2}):
         if 0 < size < plan.microbatch_size:

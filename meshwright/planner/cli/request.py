@@ -192,7 +192,8 @@ def _dp(draft: Draft) -> int:
     num_gpus = setting.world_size
     others = {axis: draft.number(axis) for axis, known in AXES.items() if not known.takes_rest}
     product = prod(others.values())
-    text = " x ".join(f"{axis}={degree}" for axis, degree in others.items())
+    told = {axis: degree for axis, degree in others.items() if degree > 1 or not AXES[axis].is_rare}
+    text = " x ".join(f"{axis}={degree}" for axis, degree in told.items())
     if given is None:
         if num_gpus % product:
             raise PlanError(

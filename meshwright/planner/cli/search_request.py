@@ -7,7 +7,7 @@ from typing import Any, cast
 from meshwright.hwprofiles import StageSplit
 from meshwright.planner.cli.request import Setting, check_fields
 from meshwright.planner.options import Given, option_of
-from meshwright.planner.space import SpaceLimits
+from meshwright.planner.space import SpaceLimits, is_searched
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -17,7 +17,13 @@ from meshwright.simulator import (
     parse_stages,
 )
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import SEARCHED_FIELDS, near_multiples, stack_refusal
+from meshwright.simulator.layout import (
+    AXES,
+    SEARCHED_FIELDS,
+    experts_refusal,
+    near_multiples,
+    stack_refusal,
+)
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -77,7 +83,9 @@ def _check_degrees(setting: Setting, given: Given) -> None:
     shards = _number(given, "dp_shard")
     if shards < 1 or num_gpus % shards:
         raise PlanError(f"gpus={num_gpus} is not a multiple of dp_shard={shards}")
-    is_complete = degrees.keys() <= given.keys()
+    limits = SpaceLimits(**{name: (given[name],) for name in degrees if name in given})
+    free = {each for each in AXES if is_searched(each, setting.job, setting.stack, limits)}
+    is_complete = free <= given.keys()
     if num_gpus % product or (is_complete and product != num_gpus):
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
         word = "is not" if is_complete else "is not a multiple of"
@@ -93,6 +101,9 @@ def _check_division(job: TrainingJob, given: Given) -> None:
         raise PlanError(f"{refusal}: {model.name} cannot be split by tp={tp}")
     if num_stages > model.num_layers:
         raise PlanError(f"{num_stages} stages are more than the {model.num_layers} layers")
+    refusal = experts_refusal(model, _number(given, "ep"), _number(given, "etp"))
+    if refusal is not None:
+        raise PlanError(refusal)
     if job.global_batch_size % (dp * microbatch_size):
         raise PlanError(
             f"global_batch_size={job.global_batch_size} is not divisible by dp={dp} x "
@@ -122,12 +133,17 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
-        if each.name in given and not each.declaration.is_limited and each.name != "stages"
+        if each.name in given
+        and not (each.declaration.is_limited or each.declaration.of_experts)
+        and each.name != "stages"
     }
+    ep = _number(given, "ep")
     usual = {
         "tp": tp,
+        "cp": given.get("cp", 1),
         "sequence_parallel": has_experts and tp != 1,
-        "dp": given.get("dp", 2 * _number(given, "dp_shard")),
+        "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
+        "ep": ep,
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),
         "schedule": stack.schedules[0],

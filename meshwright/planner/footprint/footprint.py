@@ -22,8 +22,8 @@ from meshwright.planner.space import (
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
-from meshwright.simulator.layout import Axis, Stage
+from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
+from meshwright.simulator.layout import Axis, Mesh, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
     Overheads,
@@ -46,16 +46,23 @@ class ParameterCounts:
 
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
-        by_tp = {shape.tp: shape for shape in table.shapes}
+        by_degrees = {_degrees(shape): shape for shape in table.shapes}
         counts = {
-            tp: (
+            degrees: (
                 *(shape.parameters[kind] for kind in table.kinds),
                 shape.tied_parameters,
             )
-            for tp, shape in by_tp.items()
+            for degrees, shape in by_degrees.items()
         }
-        rows = [counts[shape.tp] for shape in table.shapes]
+        rows = [counts[_degrees(shape)] for shape in table.shapes]
         self._by_shape = np.array(rows, np.int64).reshape(len(rows), len(table.kinds) + 1)
+        self._experts = None
+        if any(shape.expert_parameters for shape in table.shapes):
+            experts = [
+                [shape.expert_parameters.get(kind, 0) for kind in table.kinds]
+                for shape in table.shapes
+            ]
+            self._experts = np.array(experts, np.int64)
         copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
         self._copies = np.array(copies, np.int64)
 
@@ -65,9 +72,20 @@ class ParameterCounts:
         weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 
+    def of_experts(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column | int:
+        """Return those of experts that other ranks than those of a replica hold."""
+        if self._experts is None:
+            return 0
+        weights = np.array(block_counts(self._kinds, stages), np.int64)
+        return np.asarray(self._experts[shape_index] @ weights, np.int64)
+
     def copies_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the bytes of the fp8 copies of weights of such a rank, for each of the layouts."""
         return np.asarray(self._copies[shape_index] * sum_layers(stages), np.int64)
+
+
+def _degrees(shape: BlockShape) -> tuple[int, int, int]:
+    return shape.tp, shape.ep, shape.expert_tp
 
 
 class PassWorkspaces:
@@ -192,11 +210,13 @@ def _group_peaks(
     peaks = np.zeros(len(group.indices), np.int64)
     for role in group.pipeline.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
+        experts = sizes.counts.of_experts(shapes, role.stages)
+        others = parameters - experts
         # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = -(-parameters // of_optimizer)
+        updated = -(-others // of_optimizer) + -(-experts // space.expert_shards[group.indices])
         static = (
-            -(-parameters // of_weights) * weight
-            + -(-parameters // of_gradients) * (state.gradient + state.bucket)
+            (-(-others // of_weights) + experts) * weight
+            + (-(-others // of_gradients) + experts) * (state.gradient + state.bucket)
             + updated * state.optimizer
             + sizes.counts.copies_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
@@ -262,14 +282,15 @@ def device_bytes_column(
         indices: Whose they are; by default of all.
     """
     chosen = slice(None) if indices is None else indices
-    axes = [space.column(axis)[chosen] for axis in Axis]
+    names = (*Axis, "ep", "etp")
+    axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
     is_tied = space.job.model.tied_embeddings
     each = [
         Overheads.of(
             cluster.device,
             space.stack,
-            num_communicators(dict(zip(Axis, row, strict=True)), is_tied=is_tied),
+            num_communicators(_mesh(dict(zip(names, row, strict=True))), is_tied=is_tied),
         )
         for row in np.stack(axes, axis=1)[first].tolist()
     ]
@@ -277,3 +298,9 @@ def device_bytes_column(
     allocated = live + workspace_bytes(cluster.device, space.stack)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
     return np.asarray(allocated + rounding + outside[member], np.int64)
+
+
+def _mesh(numbers: dict[str, int]) -> Mesh:
+    """Return the mesh of the numbers of its fields; nodes do not matter."""
+    ep, etp = numbers.pop("ep"), numbers.pop("etp")
+    return Mesh(node_size=1, experts=(etp or numbers["tp"], ep), **numbers)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.layout import GroupSpan, Mesh, Stage
+from meshwright.simulator.layout import DP_CP, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
     FULLNESS,
     BlockBytes,
@@ -55,10 +55,11 @@ class Kind(NamedTuple):
         # Only whether a layout has replicas, and sets of shards, decides its parts: any degrees
         # above 1 stand for all.
         plan = space.plan_without_stages(index)
-        if plan.num_shards < plan.dp:
-            plan = replace(plan, tp=1, dp=4, dp_shard=2)
+        if plan.num_shards < plan.dp_cp:
+            plan = replace(plan, tp=1, cp=1, dp=4, dp_shard=2, ep=1, etp=None)
         else:
-            plan = replace(plan, tp=1, dp=1 + has_replicas, dp_shard=None)
+            dp = 1 + has_replicas
+            plan = replace(plan, tp=1, cp=1, dp=dp, dp_shard=None, ep=1, etp=None)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision
@@ -73,7 +74,7 @@ class Kind(NamedTuple):
     def cast_bytes(self, num_parameters: int) -> int:
         """Return what holds gradients that are reduced together in another format than theirs."""
         casts, replication = self.wire.casts, self.replication
-        if casts is None or replication.dp == 1:
+        if casts is None or replication.dp_cp == 1:
             return 0
         return casts.buffer_bytes(num_parameters, replication.shards.gradients)
 
@@ -87,7 +88,7 @@ class Kind(NamedTuple):
 
 def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
     """Return the ways in which layouts share states, and which one each has."""
-    has_replicas = space.column("dp")[indices] > 1
+    has_replicas = space.column(DP_CP)[indices] > 1
     zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
     flags = (has_replicas, space.column("pp")[indices] > 1)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
@@ -150,7 +151,7 @@ class ReplicaWorkspaces:
         workspace = sharded_workspace_bytes(
             units, kind.state, replication.shards, reshards=replication.reshards
         )
-        largest = max(size for part in parts for size in part.buckets)
+        largest = max(size for part in parts for size in part.all_buckets)
         return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)
 
     def _late_pair(

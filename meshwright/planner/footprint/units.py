@@ -127,7 +127,7 @@ class UnitPeaks:
         """
         kinds, member = kinds_of(self._space, indices)
         is_offered = [
-            each.replication.dp == 1 or each.replication.zero_stage == 3 for each in kinds
+            each.replication.dp_cp == 1 or each.replication.zero_stage == 3 for each in kinds
         ]
         offered = np.array(is_offered, np.bool_)[member]
         indices, member = indices[offered], member[offered]

@@ -111,7 +111,9 @@ def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[str]:
     return [
         f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
-        if each not in shown and (value := _value(result, plan, each)) is not None
+        if each not in shown
+        and (value := _value(result, plan, each)) is not None
+        and not ((each.declaration.axis or each.declaration.of_experts) and value == each.default)
     ]
 
 
@@ -198,7 +200,8 @@ def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[P
     return [
         field
         for field in SEARCHED_FIELDS
-        if field.declaration.axis or len({_value(result, plan, field) for plan in plans}) > 1
+        if (field.declaration.axis and field.declaration.is_basic)
+        or len({_value(result, plan, field) for plan in plans}) > 1
     ]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload
-from meshwright.planner.space import COLUMNS, Space, SpaceLimits
-from meshwright.simulator.layout import PLAN_FIELDS, PlanField, known_values
+from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
 
 class Held(NamedTuple):
@@ -31,7 +31,9 @@ class Varied(NamedTuple):
         fields = [
             each
             for each in PLAN_FIELDS.values()
-            if each.name != "parameter_server" and known_values(each, space.job.model) != ()
+            if each.name != "parameter_server"
+            and known_values(each, space.job.model) != ()
+            and not _is_of_others(each, space)
         ]
         codes = {
             name: np.unique(space.column(name)[is_offered]).tolist()
@@ -41,6 +43,30 @@ class Varied(NamedTuple):
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held)
+
+
+def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
+    """Return why a field that nobody asked for has one value."""
+    axis = field.declaration.axis or field.declaration.acts_on
+    if axis in set(Axis) and AXES[Axis(axis)].is_rare:
+        if not is_searched(Axis(axis), space.job, space.stack, limits):
+            return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
+        if not field.declaration.axis:
+            return "not searched"
+    return "only one offered"
+
+
+def _is_of_others(field: PlanField, space: Space) -> bool:
+    """Return whether *field* is of an axis that few stacks have, and that of *space* is not one.
+
+    Axes of experts are so of models without them, too.
+    """
+    stack = space.stack
+    if field.declaration.of_experts:
+        return not (stack.expert_parallel and known_values(field, space.job.model) is None)
+    axis = field.declaration.axis or field.declaration.acts_on
+    known = AXES.get(Axis(axis)) if axis in set(Axis) else None
+    return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))
 
 
 def _held(
@@ -57,4 +83,4 @@ def _held(
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
-            yield Held(name, value, "only one offered" if pins is None else "asked for")
+            yield Held(name, value, _reason(field, space, limits) if pins is None else "asked for")

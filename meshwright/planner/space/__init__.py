@@ -11,8 +11,10 @@ from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
     BASIC,
+    LONG_SEQUENCE,
     Space,
     enumerate_space,
+    is_searched,
 )
 from meshwright.planner.space.switches import SWITCHES, Column, distinct
 from meshwright.planner.space.waste import waste_hints
@@ -20,6 +22,7 @@ from meshwright.planner.space.waste import waste_hints
 __all__ = [
     "BASIC",
     "COLUMNS",
+    "LONG_SEQUENCE",
     "PERIODS",
     "RULES",
     "SWITCHES",
@@ -36,6 +39,7 @@ __all__ = [
     "distinct",
     "enumerate_space",
     "fullest_moments",
+    "is_searched",
     "lacks",
     "pipeline_roles",
     "representative_microbatches",

@@ -52,6 +52,11 @@ class SpaceLimits:
             return False
         return largest is None or cast("int", value) <= cast("int", largest)
 
+    def asks_for(self, name: str) -> bool:
+        """Return whether a largest value of a field is given, or others than the habit."""
+        values = self.values(name) or (None,)
+        return set(values) != {None} or PLAN_FIELDS[name].limit in self._limits
+
     def pinned(self, **values: tuple[object, ...]) -> "SpaceLimits":
         """Return the same limits with other allowed values."""
         return SpaceLimits(**self._limits | values)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator import Schedule
+from meshwright.hwprofiles import StackProfile
+from meshwright.simulator import RUNTIMES, Schedule, TrainingJob
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockKind, layer_kinds
 
@@ -120,3 +121,13 @@ def pipeline_roles(stages: Sequence[Stage], pp: int) -> list[Role]:
     for rank in range(pp):
         members.setdefault(tuple(stages[rank::pp]), []).append(rank)
     return [Role(rank_stages, ranks[0], ranks[-1]) for rank_stages, ranks in members.items()]
+
+
+def is_runnable(
+    job: TrainingJob, stack: StackProfile, fixed: dict[str, int], schedule: int, size: int
+) -> bool:
+    """Tell whether the stack's runtime of a schedule takes microbatches of *size* sequences."""
+    known = tuple(RUNTIMES[stack.pipeline_runtime].values())
+    num_microbatches = job.global_batch_size // fixed["dp"] // size
+    counts = (fixed["pp"], num_microbatches, fixed["num_virtual_stages"])
+    return known[schedule].refusal(*counts) is None

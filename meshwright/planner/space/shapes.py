@@ -8,11 +8,13 @@ from numpy.typing import NDArray
 from meshwright.planner.space.pipelines import ENDS, block_kinds
 from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
-from meshwright.simulator import CostModel
+from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import PLAN_FIELDS, sums_microbatches, syncs_by_default
 from meshwright.simulator.model import BlockKind, rank_parameters
 from meshwright.simulator.step import message_between
+
+SWITCHED = ("sequence_parallel", "recompute", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class ShapeTable:
     @classmethod
     def of(cls, space: Space) -> "ShapeTable":
         """Return the shapes of every layout of *space*."""
-        names = ("tp", "microbatch_size", "sequence_parallel", "recompute", "attention")
+        names = ("tp", "cp", "cp_type", "ep", "etp", "microbatch_size", *SWITCHED)
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
         flags = (in_pipeline.astype(np.int64), _defers_sums(space))
         columns = [*(space.column(name) for name in names), *flags]
@@ -47,11 +49,19 @@ def _defers_sums(space: Space) -> Column:
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
-    degrees = set(space.column("tp")[rows].tolist())  # `np.unique` would load numpy.ma
+    plans = [space.plan_without_stages(row) for row in rows.tolist()]
     multiple = space.stack.vocabulary_multiple
-    parameters = {tp: rank_parameters(space.job.model, tp, multiple) for tp in degrees}
-    plans = (space.plan_without_stages(row) for row in rows.tolist())
-    return tuple(BlockShape.of(space.job, plan, space.stack, parameters[plan.tp]) for plan in plans)
+    parameters = {
+        degrees: rank_parameters(space.job.model, degrees[0], multiple, *degrees[1:])
+        for degrees in {_degrees(plan) for plan in plans}
+    }
+    return tuple(
+        BlockShape.of(space.job, plan, space.stack, parameters[_degrees(plan)]) for plan in plans
+    )
+
+
+def _degrees(plan: ParallelPlan) -> tuple[int, int, int | None]:
+    return plan.tp, plan.ep, plan.etp
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class ShapeTimes:
 
     blocks: NDArray[np.int64]
     messages: NDArray[np.int64]
-    known: dict[tuple[int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
+    known: dict[tuple[int, int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
     priced: set[int]
 
     @classmethod
@@ -80,7 +90,7 @@ class ShapeTimes:
             shape = table.shapes[index]
             # Recomputation is of layers: shapes that differ in it share the ends and the messages.
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
-            key = (shape.tp, shape.microbatch_size, *flags)
+            key = (shape.tp, shape.cp, shape.microbatch_size, *flags)
             if key not in self.known:
                 ends = _block_times(shape, costs, ENDS)
                 self.known[key] = ends, _message_times(shape, costs, table.kinds)

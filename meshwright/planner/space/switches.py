@@ -26,7 +26,11 @@ Column: TypeAlias = NDArray[np.int64]
 Setting: TypeAlias = dict[str, object]
 Wanted: TypeAlias = dict[str, tuple[object, ...]]
 
-SWITCHES = tuple(each.name for each in SEARCHED_FIELDS if not each.declaration.is_basic)
+SWITCHES = tuple(
+    each.name
+    for each in SEARCHED_FIELDS
+    if not (each.declaration.is_basic or each.declaration.axis or each.declaration.of_experts)
+)
 MOST_KEY = 2**62
 MOST_PLACES = 8
 
@@ -39,10 +43,16 @@ class Place(NamedTuple):
     """
 
     pp: int
+    cp: int
     dp: int
     zero_stage: int
     has_several: int
     is_lacking: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank holds the same parameters."""
+        return self.cp * self.dp == 1
 
 
 def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted) -> list[Setting]:
@@ -57,6 +67,7 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
     if stack.strategy is not Strategy.MESH or place.is_lacking:
         return [dict.fromkeys(SWITCHES)]
     choices = (
+        _context(stack, place, wanted),
         _shards(stack, place, wanted),
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
@@ -78,6 +89,16 @@ def _chosen(
     yield from ({name: each} for each in others if values is None or each in values)
 
 
+def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield how ranks attend to each other's tokens: the stack's habit unless asked for."""
+    asked = wanted.get("cp_type", ())
+    others = [each for each in stack.context_parallel[1:] if each in asked]
+    habit = stack.context_parallel[0] if stack.context_parallel else None
+    if place.cp == 1:
+        return _chosen("cp_type", habit, [], {})
+    return _chosen("cp_type", habit, others, wanted)
+
+
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
     """Yield the ranks that share a set of shards."""
     others = divisors(place.dp)[-2::-1] if stack.hybrid_sharding and place.zero_stage else []
@@ -87,7 +108,7 @@ def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setti
 def _resharding(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
     """Yield whether gathered parameters are freed after a forward pass."""
     name = "reshard_after_forward"
-    if place.zero_stage < MAX_ZERO_STAGE or place.dp == 1:
+    if place.zero_stage < MAX_ZERO_STAGE or place.is_whole:
         return _chosen(name, True, [], wanted)  # noqa: FBT003
     frees = place.pp == 1 or stack.reshards_in_pipelines
     return _chosen(name, frees, [not frees] if stack.hybrid_sharding or not frees else [], wanted)
@@ -98,7 +119,7 @@ def _syncs(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Settin
     name, habit = "sync_each_microbatch", bool(syncs_by_default(stack, place.zero_stage, place.pp))
     if place.pp > 1:
         return _chosen(name, habit, [], wanted)
-    if place.dp == 1 or not place.has_several:
+    if place.is_whole or not place.has_several:
         return _chosen(name, habit, [], {})
     return _chosen(name, habit, [not habit] if stack.optional_microbatch_sync else [], wanted)
 
@@ -113,14 +134,14 @@ def _formats(
     for kept, reduced in offered_formats(stack, job.precision):
         said = None if kept == usual.kept else kept
         follows = chosen_formats(stack, job.precision, Formats(said, None)).reduced
-        pair = Formats(said, None if reduced == follows or place.dp == 1 else reduced)
+        pair = Formats(said, None if reduced == follows or place.is_whole else reduced)
         is_own = reduced in (None, Precision.FP32, job.precision.storage, usual.reduced)
         if pair in seen or not (
             _is_wanted(kept_wanted, kept, said)
             and (
                 is_own
                 if reduced_wanted is None
-                else place.dp == 1 or _is_wanted(reduced_wanted, reduced, pair.reduced)
+                else place.is_whole or _is_wanted(reduced_wanted, reduced, pair.reduced)
             )
         ):
             continue

@@ -3,7 +3,7 @@
 from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
-from meshwright.simulator.layout import PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import DP_CP, PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -59,7 +59,9 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
     for axis in Axis:
         for field in PLAN_FIELDS.values():
             value = getattr(plan, field.name)
-            is_idle = field.declaration.acts_on is axis and plan.degree(axis) == 1
+            acts_on = field.declaration.acts_on
+            is_meant = acts_on == axis or (acts_on == DP_CP and axis is Axis.DP)
+            is_idle = is_meant and plan.number(str(acts_on)) == 1
             # States that are offloaded are sharded, too, over one rank.
             is_used = field.name == "zero_stage" and plan.offload is not Offload.NONE
             if is_idle and value != field.default and not is_used:

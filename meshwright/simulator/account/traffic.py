@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.costs import sent_ratio
-from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import MeshAxis, ParallelPlan, TrainingJob
 from meshwright.simulator.ledger import (
     LedgerEntry,
     Moment,
@@ -26,7 +26,7 @@ REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
 class Traffic(NamedTuple):
     """Equal collectives of one rank in one step; ``size_bytes`` as in `Collective`."""
 
-    axis: Axis
+    axis: MeshAxis
     op: CollectiveOp
     size_bytes: int
     num_ranks: int
@@ -93,7 +93,7 @@ def message_traffic(
 
 def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tuple[Traffic, ...]:
     """Return what is sent at *moments*, with what fills it up; a rank alone sends nothing."""
-    counted: Counter[tuple[Axis, CollectiveOp, int, int]] = Counter()
+    counted: Counter[tuple[MeshAxis, CollectiveOp, int, int]] = Counter()
     for entry in entries:
         for each in entry.collectives if entry.moment in moments else ():
             size_bytes = each.size_bytes + each.padding_bytes
@@ -111,7 +111,7 @@ def norm_ranks(plan: ParallelPlan) -> int:
     return plan.tp * plan.pp * shards
 
 
-def sent_bytes(traffic: tuple[Traffic, ...], axis: Axis) -> Fraction:
+def sent_bytes(traffic: tuple[Traffic, ...], axis: MeshAxis) -> Fraction:
     """Return what a rank sends over *axis* in a step."""
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))
 

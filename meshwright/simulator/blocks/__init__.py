@@ -17,6 +17,7 @@ from meshwright.simulator.blocks.operators import (
     KernelLaunches,
     MemoryBound,
     Operator,
+    RingMessages,
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
@@ -42,6 +43,7 @@ __all__ = [
     "MemoryBound",
     "NamedBytes",
     "Operator",
+    "RingMessages",
     "fuses_qkv",
     "hardware_flops",
     "makes_gradients",

@@ -3,7 +3,12 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention
-from meshwright.simulator.blocks.parts import latent_attention, routed
+from meshwright.simulator.blocks.parts import (
+    ExpertMesh,
+    context_parallel,
+    latent_attention,
+    routed,
+)
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.spelling import heads_apart, spelling_of
 from meshwright.simulator.graph import (
@@ -34,7 +39,7 @@ from meshwright.simulator.graph import (
     share,
     view,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis
 from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER, BlockKind, ModelSpec
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
@@ -44,15 +49,26 @@ PUT_TOGETHER = {RotaryFormula.NEOX, RotaryFormula.PHI3, RotaryFormula.GLM4}
 
 
 class Columns(NamedTuple):
-    """Tensor-parallel ranks and microbatch sizes of many shapes that are alike but for these."""
+    """Ranks and microbatch sizes of many shapes that are alike but for these."""
 
     tp: Size
+    cp: Size
     microbatch_size: Size
+
+
+def expert_mesh(shape: BlockShape) -> ExpertMesh:
+    """Return how ranks share the experts of a layer."""
+    split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
+    if shape.ep == 1:
+        return ExpertMesh(split_on, split_on)
+    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+    return ExpertMesh(split_on, told, shape.ep)
 
 
 class LayerDims(NamedTuple):
     """Dims of a model's layers and ends, and of what runs through them.
 
+    ``tokens`` are those of a context-parallel rank, of ``cp``: all but attention goes by them.
     ``outside`` is where activations lie outside of tensor-parallel regions, ``scored`` is of the
     tokens on a rank that reach the output matrix.
     """
@@ -72,13 +88,15 @@ class LayerDims(NamedTuple):
     vocabulary: Dim
     scored: Dim
     outside: Placement
+    cp: Size
+    experts: ExpertMesh
 
     @classmethod
     def of(cls, shape: BlockShape, columns: Columns) -> "LayerDims":
         """Return the dims of *shape* with the sizes of *columns* in the place of its own."""
         model = shape.model
-        tokens, width = Dim("tokens", shape.seq_len), model.head_dim
-        own = columns.microbatch_size * shape.seq_len
+        tokens, width = Dim("tokens", shape.seq_len // columns.cp), model.head_dim
+        own = columns.microbatch_size * tokens.size
         own = own // columns.tp if shape.sequence_parallel else own
         return cls(
             tokens=tokens,
@@ -99,6 +117,8 @@ class LayerDims(NamedTuple):
             ),
             scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},
+            cp=columns.cp,
+            experts=expert_mesh(shape),
         )
 
     def stream(self, block: Block, shape: BlockShape) -> Tensor:
@@ -181,9 +201,13 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen
         if block.lowering.copies_operands and _leaves_gaps(model):
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
         heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
-        attend = scored if is_unfused else flash
         with block.part("core"):
-            context = attend(block, query, key, value, heads)
+            if shape.cp_type is not None:
+                over = heads._replace(ranks=dims.cp)
+                context = context_parallel(block, query, key, value, over, shape.cp_type)
+            else:
+                attend = scored if is_unfused else flash
+                context = attend(block, query, key, value, heads)
         if model.positions == "rotary" and spelling.rotary in PUT_TOGETHER:
             # What puts a head together lays all out head by head, and so does attention.
             context = copy(block, context, "attention by tokens", copies_back=False)
@@ -285,7 +309,7 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
         widths = Widths(parts, Dim("shared inner", width))
         return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
-    return routed(block, x, experts, dims.outside, shared if width else None)
+    return routed(block, x, experts, dims.experts, dims.outside, shared if width else None)
 
 
 class Widths(NamedTuple):

@@ -25,7 +25,7 @@ from meshwright.simulator.graph import (
     Transfer,
     WeightGradients,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import (
     EMBEDDING,
     EXPERT_LAYER,
@@ -148,8 +148,13 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
     """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
-    sizes = columns or Columns(shape.tp, shape.microbatch_size)
-    mesh = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
+    sizes = columns or Columns(shape.tp, shape.cp, shape.microbatch_size)
+    mesh: dict[MeshAxis, Size] = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
+    widths: Size = sizes.tp if shape.splits_experts_alike else shape.expert_tp
+    if shape.ep > 1:
+        mesh |= {ExpertAxis.EP: shape.ep, ExpertAxis.ALL: shape.ep * widths}
+    if not shape.splits_experts_alike and shape.expert_tp > 1:
+        mesh[ExpertAxis.ETP] = widths
     block = Block(mesh, lowering_of(shape), shape.element_bytes)
     if isinstance(shape.trained, ModelSpec):
         return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import MeshAxis
 
 
 class Gemm(NamedTuple):
@@ -65,6 +65,7 @@ class ImplicitGemm(NamedTuple):
 class FlashAttention(NamedTuple):
     """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
+    Of *ranks* that share its rows each has as many operations, and runs them in as many steps.
     One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
     many.  Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
     more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).
@@ -80,13 +81,16 @@ class FlashAttention(NamedTuple):
     backward: bool = False
     causal: bool = True
     window: int = 0
+    ranks: int = 1
 
     @property
     def flops(self) -> int:
         """Operations with the masked half left out."""
         halves = (5 if self.backward else 2) * (1 if self.causal else 2)
         skipped = self.seq_len - self.window if self.window else 0
-        return halves * self.batch_heads * (self.seq_len**2 - skipped**2) * self.head_dim
+        return (
+            halves * self.batch_heads * (self.seq_len**2 - skipped**2) * self.head_dim // self.ranks
+        )
 
 
 class MemoryBound(NamedTuple):
@@ -119,12 +123,45 @@ class Collective(NamedTuple):
     name: str
     op: CollectiveOp
     size_bytes: int
-    axis: Axis
+    axis: MeshAxis
     hides_under: Gemm | None = None
+
+    @property
+    def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
+        """The operation, the size and how often it runs."""
+        return ((self.op, self.size_bytes, 1),)
+
+
+class RingMessages(NamedTuple):
+    """Messages to the next rank on the ring of *axis*, in *steps* of attention that may hide them.
+
+    ``beside_bytes`` go at the same time in a message of their own; ``op`` is what carries them.
+    """
+
+    name: str
+    op: CollectiveOp
+    size_bytes: int
+    axis: MeshAxis
+    steps: int
+    beside_bytes: int = 0
+    hides_under: FlashAttention | None = None
+
+    @property
+    def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
+        """The operation, the size and the number of the messages of one size."""
+        sizes = filter(None, (self.size_bytes, self.beside_bytes))
+        return tuple((self.op, size, self.steps) for size in sizes if self.steps)
 
 
 Operator = (
-    Gemm | ImplicitGemm | FlashAttention | MemoryBound | KernelLaunches | HostPasses | Collective
+    Gemm
+    | ImplicitGemm
+    | FlashAttention
+    | MemoryBound
+    | KernelLaunches
+    | HostPasses
+    | Collective
+    | RingMessages
 )
 
 

@@ -1,7 +1,7 @@
 """The operators of a block as they are priced: merged products, traffic, collectives, launches."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, cast
 
@@ -17,12 +17,14 @@ from meshwright.simulator.blocks.operators import (
     KernelLaunches,
     MemoryBound,
     Operator,
+    RingMessages,
 )
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     PARTIAL,
     Backward,
     Convolution,
+    Exchange,
     FusedAttention,
     Kind,
     Phase,
@@ -41,6 +43,12 @@ from meshwright.simulator.model import EMBEDDING, LAYERS, BlockKind, ModelSpec
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
 EMBEDDING_KERNELS = 3
 HEAD_KERNELS = 8
+# Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
+# corrections of its output and its numbers; sums of the gradients of queries, keys and values.
+# PyTorch's: attention, two casts, five kernels for the output, three for its numbers and the copy
+# that is sent; three sums, copies of two halves that are summed, and of three tensors.
+ENGINE_STEP_KERNELS = 3, 4
+STEP_KERNELS = 12, 9
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
 
@@ -106,7 +114,14 @@ class PricedBlock(NamedTuple):
         moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
         moves = not isinstance(moved, int) or moved > 0
         traffic = [MemoryBound("element-wise kernels", moved)] if moves else []
-        return (*products.values(), *_convolutions(steps), *flash, *traffic, *calls)
+        rings = list(_ring_messages(steps, flash))
+        extra = (KernelLaunches("steps of a ring", self._ring_kernels(flash[0])),) if rings else ()
+        return (*products.values(), *_convolutions(steps), *flash, *traffic, *calls, *rings, *extra)
+
+    def _ring_kernels(self, attention: FlashAttention) -> int:
+        """Return the kernels that a ring of one step would not have."""
+        of_step = ENGINE_STEP_KERNELS if self.shape.stack.transformer_engine else STEP_KERNELS
+        return of_step[attention.backward] * (attention.ranks - 1)
 
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
@@ -265,13 +280,28 @@ def _flash(
     seen = model.seen_tokens(kind, seq_len)
     return FlashAttention(
         "attention",
-        batch_heads=_number(work.scores) // (seq_len * seen),
+        batch_heads=_number(work.scores * work.ranks) // (seq_len * seen),
         seq_len=seq_len,
         head_dim=_head_dim(work, phase),
         backward=phase is Phase.BACKWARD,
         causal=model.causal,
         window=seen if seen < seq_len else 0,
+        ranks=_number(work.ranks),
     )
+
+
+def _ring_messages(
+    steps: Sequence[Step], attention: Sequence[FlashAttention]
+) -> Iterator[RingMessages]:
+    """Yield the messages of a phase; a layer has one attention, beside whose steps they go."""
+    for step in steps:
+        work = step.work
+        if isinstance(work, Exchange):
+            sizes = (_number(each) for each in (work.nbytes, work.steps, work.beside))
+            size_bytes, count, beside_bytes = sizes
+            cover = None if work.waits else attention[0]
+            place = work.axis, count, beside_bytes, cover
+            yield RingMessages("keys and values", work.op, size_bytes, *place)
 
 
 def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:
@@ -285,7 +315,7 @@ def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:
 def _num_kernels(found: Backward, phase: Phase) -> int:
     """Return the kernels of a phase: one for each piece of work, and for each copy both ways."""
     steps = (step for step in found.tape.steps if step.phase is phase)
-    count = sum(not isinstance(step.work, Transfer) for step in steps)
+    count = sum(not isinstance(step.work, Transfer | Exchange) for step in steps)
     copies = [op for op in found.tape.block.operators if not op.work and op.outputs[0].base is None]
     return count + (len(copies) if phase is not Phase.RECOMPUTE else 0)
 
@@ -308,5 +338,5 @@ def _collectives(
         number = 0 if work.op is CollectiveOp.ALL_GATHER else 1
         is_column = first[op.price] is Kind.PLACE and phase is Phase.BACKWARD
         cover = products.get((op.price, number)) if is_column else None
-        calls.append(Collective("tp", work.op, _number(work.nbytes), work.axis, cover))
+        calls.append(Collective(work.axis.value, work.op, _number(work.nbytes), work.axis, cover))
     return calls

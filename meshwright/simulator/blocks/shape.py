@@ -6,6 +6,7 @@ from math import ceil
 
 from meshwright.hwprofiles import (
     Attention,
+    ContextParallel,
     Fp8Recipe,
     Precision,
     Recompute,
@@ -17,33 +18,72 @@ from meshwright.simulator.model import (
     AnyModel,
     BlockKind,
     ModelSpec,
+    ParameterTensor,
+    expert_parameters,
+    local_shape,
     padded_vocab_size,
     rank_parameters,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockShape:
+class WeightShape:
+    """A model and the ranks that share its weights.
+
+    ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind;
+    ``expert_parameters`` those of routed experts among them where experts are divided among ranks:
+    other ranks than those of a replica hold them.
+    """
+
+    trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
+    tp: int
+    # The model, the ranks and the stack decide them.
+    parameters: Mapping[BlockKind, int] = field(compare=False)
+    expert_parameters: Mapping[BlockKind, int] = field(compare=False, default_factory=dict)
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def model(self) -> ModelSpec:
+        """The transformer; blocks of others do not ask for it."""
+        assert isinstance(self.trained, ModelSpec)
+        return self.trained
+
+    def local_shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a tensor."""
+        return local_shape(self.trained, tensor, tp=self.tp, ep=self.ep, etp=self.etp)
+
+    @property
+    def splits_experts_alike(self) -> bool:
+        """Whether an expert is split over as many ranks as other layers, which are the same."""
+        return self.expert_tp == self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that split the widths of an expert."""
+        return self.tp if self.etp is None else self.etp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape(WeightShape):
     """Model, batch and tensor-parallel choices; plans that share them share operator times.
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind.
+    ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``.
     """
 
-    trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
     seq_len: int
     precision: Precision
     microbatch_size: int
-    tp: int
     sequence_parallel: bool
     recompute: Recompute
     attention: Attention
     stack: StackProfile = field(hash=False)
-    # The model, tp and the stack decide them.
-    parameters: Mapping[BlockKind, int] = field(compare=False)
     in_pipeline: bool = False
     defers_sums: bool = False
+    cp: int = 1
+    cp_type: ContextParallel | None = None
 
     @classmethod
     def of(
@@ -64,21 +104,21 @@ class BlockShape:
             recompute=plan.recompute,
             attention=plan.attention,
             stack=stack,
-            parameters=parameters or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple),
+            parameters=parameters
+            or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple, plan.ep, plan.etp),
+            expert_parameters=expert_parameters(job.model, plan.tp, plan.ep, plan.etp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
+            cp=plan.cp,
+            cp_type=_cp_type(plan, stack),
+            ep=plan.ep,
+            etp=plan.etp,
         )
 
     @property
-    def model(self) -> ModelSpec:
-        """The transformer; blocks of others do not ask for it."""
-        assert isinstance(self.trained, ModelSpec)
-        return self.trained
-
-    @property
     def num_tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.microbatch_size * self.seq_len
+        """Tokens of a microbatch that a context-parallel rank has."""
+        return self.microbatch_size * self.seq_len // self.cp
 
     @property
     def num_local_tokens(self) -> int:
@@ -102,11 +142,7 @@ class BlockShape:
 
     @property
     def caches_casts(self) -> bool:
-        """Whether these copies live as long as the forward pass: those of a module's own weights.
-
-        The weights of torch.nn.DataParallel's replicas are copies themselves, and autocast holds
-        on to casts of leaves of the graph alone.
-        """
+        """Whether these copies live as long as the forward pass: not those of copied weights."""
         return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
 
     @property
@@ -164,13 +200,19 @@ class BlockShape:
     @property
     def tied_parameters(self) -> int:
         """Parameters of a rank's table where it is the output matrix, too; else 0."""
-        tied = self.trained.tied_embeddings
-        return self.local_vocab_size * self.model.hidden_size if tied else 0
+        return self.local_vocab_size * self.model.hidden_size if self.trained.tied_embeddings else 0
 
     @property
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def _cp_type(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
+    """Return how ranks attend to each other's tokens; a ring where the stack has no way to."""
+    if plan.cp == 1:
+        return None
+    return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
 
 
 def fuses_qkv(shape: BlockShape) -> bool:

@@ -84,6 +84,7 @@ class BlockTable:
         for group in alike.values():
             columns = Columns(
                 column(shape.tp for shape in group),
+                column(shape.cp for shape in group),
                 column(shape.microbatch_size for shape in group),
             )
             for kind in kinds or group[0].parameters:
@@ -170,6 +171,9 @@ def _structure(shape: BlockShape) -> tuple[object, ...]:
         shape.attention,
         shape.in_pipeline,
         shape.defers_sums,
+        shape.cp_type,
+        shape.ep,
+        None if shape.splits_experts_alike else shape.expert_tp,
         isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )

@@ -110,6 +110,23 @@ def tree_s(call: CollectiveCall) -> float:
     return path.latency_s + _rounds(call.op) * call.size_bytes / path.busbw_bytes_per_s
 
 
+def pairwise_s(call: CollectiveCall) -> float:
+    """Return the seconds of an all-to-all: each member sends its part to every other one.
+
+    NCCL sends all at once: what leaves a node goes through the member's share of the ports, the
+    rest over the link of the node, and the slower of both decides.
+    """
+    span, part = call.span, call.size_bytes / call.span.num_ranks
+    rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
+    latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
+    across_s = latency_s + (span.num_ranks - span.ranks_per_node) * part / rate
+    if span.ranks_per_node == 1:
+        return across_s
+    local_bytes = span.ranks_per_node * part
+    inside = _inside(call, span.ranks_per_node)
+    return max(across_s, _linear_s(call.op, local_bytes, span.ranks_per_node, inside))
+
+
 def hierarchical_s(call: CollectiveCall) -> float:
     """Return the seconds of work in the node first, then of equal ranks over the nodes.
 
@@ -141,10 +158,8 @@ Algorithm = Callable[[CollectiveCall], float]
 _GATHERING = frozenset({CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER})
 _ROOTED = frozenset({CollectiveOp.BROADCAST, CollectiveOp.REDUCE})
 ALGORITHMS: dict[str, tuple[Algorithm, frozenset[CollectiveOp]]] = {
-    "ring": (
-        ring_s,
-        _GATHERING | _ROOTED | {CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_TO_ALL},
-    ),
+    "ring": (ring_s, _GATHERING | _ROOTED | {CollectiveOp.ALL_REDUCE}),
+    "pairwise": (pairwise_s, frozenset({CollectiveOp.ALL_TO_ALL})),
     "tree": (tree_s, _ROOTED | {CollectiveOp.ALL_REDUCE}),
     "hierarchical": (hierarchical_s, _GATHERING | {CollectiveOp.ALL_REDUCE}),
 }

@@ -30,6 +30,8 @@ class Category(StrEnum):
     HOST = "host"
     RECOMPUTE = "recompute"
     TP_COMM = "tp_comm"
+    CP_COMM = "cp_comm"
+    EP_COMM = "ep_comm"
     PP_COMM = "pp_comm"
     DP_COMM = "dp_comm"
     HOST_COPY = "host_copy"
@@ -38,7 +40,14 @@ class Category(StrEnum):
     BUBBLE = "bubble"
 
 
-COMMUNICATION = (Category.TP_COMM, Category.PP_COMM, Category.DP_COMM, Category.HOST_COPY)
+COMMUNICATION = (
+    Category.TP_COMM,
+    Category.CP_COMM,
+    Category.EP_COMM,
+    Category.PP_COMM,
+    Category.DP_COMM,
+    Category.HOST_COPY,
+)
 
 _CATEGORY_INDEX = {category: index for index, category in enumerate(Category)}
 _SOURCE_INDEX = {source: index for index, source in enumerate(Source)}

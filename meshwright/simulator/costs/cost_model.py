@@ -13,6 +13,7 @@ from meshwright.simulator.blocks import (
     KernelLaunches,
     MemoryBound,
     Operator,
+    RingMessages,
 )
 from meshwright.simulator.costs.collectives import (
     CollectiveCall,
@@ -28,8 +29,15 @@ from meshwright.simulator.costs.compute import (
     memory_bound_cost,
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
-from meshwright.simulator.layout import Axis, GroupSpan, Mesh
+from meshwright.simulator.costs.spans import GroupSpans
+from meshwright.simulator.layout import Axis, ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind
+
+COMMUNICATION_OF: dict[MeshAxis, Category] = {
+    Axis.TP: Category.TP_COMM,
+    Axis.CP: Category.CP_COMM,
+    **dict.fromkeys(ExpertAxis, Category.EP_COMM),
+}
 
 
 class BlockCost:
@@ -56,8 +64,8 @@ class CostModel:
         self.blocks = BlockTable()
         self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
-        self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, Axis], Cost] = {}
-        self._tp_spans: dict[int, GroupSpan] = {}
+        self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, MeshAxis], Cost] = {}
+        self._spans = GroupSpans(world_size, cluster.devices_per_node)
 
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
@@ -85,26 +93,26 @@ class CostModel:
 
     def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
         """Return what an operator costs and what kind of work it is."""
+        stack, device = self.stack, self.cluster.device
         match operator:
             case Gemm() | ImplicitGemm():
                 is_attention = isinstance(operator, Gemm) and operator.is_attention
                 category = Category.ATTENTION if is_attention else Category.MATMUL
                 return category, self._product_cost(operator, shape.precision)
             case FlashAttention():
-                cost = flash_attention_cost(
-                    operator, self.cluster.device, shape.precision, self.stack.flash_kernel
-                )
+                cost = flash_attention_cost(operator, device, shape.precision, stack.flash_kernel)
                 return Category.ATTENTION, cost
             case MemoryBound():
-                return Category.ELEMENTWISE, memory_bound_cost(operator, self.cluster.device)
+                return Category.ELEMENTWISE, memory_bound_cost(operator, device)
             case KernelLaunches():
-                gap_s = self.stack.kernel_gap_s
-                return Category.KERNEL_LAUNCH, constant_cost(operator.num_kernels, gap_s)
+                cost = constant_cost(operator.num_kernels, stack.kernel_gap_s)
+                return Category.KERNEL_LAUNCH, cost
             case HostPasses():
-                pass_s = self.stack.host_per_layer_pass_s
-                return Category.HOST, constant_cost(operator.num_passes, pass_s)
-            case Collective():
-                return Category.TP_COMM, self._exposed_tp_cost(operator, shape)
+                return Category.HOST, constant_cost(
+                    operator.num_passes, stack.host_per_layer_pass_s
+                )
+            case Collective() | RingMessages():
+                return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 
     def _product_cost(self, product: Gemm | ImplicitGemm, precision: Precision) -> Cost:
         key = (product, precision)
@@ -117,10 +125,12 @@ class CostModel:
             )
         return self._products[key]
 
-    def _exposed_tp_cost(self, operator: Collective, shape: BlockShape) -> Cost:
-        """Return the part of a tensor-parallel collective that its product does not hide."""
-        span = self.tp_span(shape.tp)
-        cost = self.collective(operator.op, operator.size_bytes, span, Axis.TP)
+    def _exposed_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
+        """Return the part of communication that what runs beside it does not hide."""
+        span = self._spans.of_block(operator.axis, shape)
+        if isinstance(operator, RingMessages):
+            return self._exposed_ring_cost(operator, span, shape)
+        cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost
         # No more can hide than the product lasts that runs beside it.
@@ -128,43 +138,48 @@ class CostModel:
         hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
         return Cost(cost.time_ps - hidden_ps, cost.source)
 
+    def _exposed_ring_cost(
+        self, messages: RingMessages, span: GroupSpan, shape: BlockShape
+    ) -> Cost:
+        # A step ends when all have computed and sent: the slowest link between neighbours decides.
+        size_bytes = messages.size_bytes + messages.beside_bytes
+        if messages.op is CollectiveOp.ALL_GATHER:
+            sent, latency_ps = self.collective(messages.op, size_bytes, span, messages.axis), 0
+        else:
+            sent, latency = self.message(size_bytes, crosses_nodes=span.crosses_nodes)
+            latency_ps = latency.time_ps
+        cover = messages.hides_under
+        cover_ps = (
+            0 if cover is None else self.operator_cost(cover, shape)[1].time_ps // cover.ranks
+        )
+        exposed_ps = max(0, sent.time_ps + latency_ps - cover_ps)
+        return Cost(messages.steps * exposed_ps, sent.source)
+
     def tp_span(self, tp: int) -> GroupSpan:
         """Return the worst span of a tensor-parallel group."""
-        if tp not in self._tp_spans:
-            # Tensor ranks are the innermost axis of any mesh: how the others are cut is no matter.
-            node_size = self.cluster.devices_per_node
-            mesh = Mesh(tp=tp, dp=self.world_size // tp, node_size=node_size)
-            self._tp_spans[tp] = mesh.span(Axis.TP)
-        return self._tp_spans[tp]
+        return self._spans.in_step(Axis.TP, tp, 1)
 
-    def collective(self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: Axis) -> Cost:
+    def collective(
+        self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: MeshAxis
+    ) -> Cost:
         """Return the time of a collective over *axis* with nothing to hide it."""
         key = (op, size_bytes, span, axis)
         if key not in self._collectives:
             # While a step runs, data-parallel collectives get less of the network than a benchmark
             # does, by a share that is fitted; all others get what a benchmark gets.
-            in_step = axis is Axis.DP
             network = self.cluster.inter_node
-            call = CollectiveCall(
-                op=op,
-                size_bytes=size_bytes,
-                span=span,
-                cluster=self.cluster,
-                network_fraction=(
-                    self.stack.dp_bandwidth_fraction if in_step else network.busbw_fraction
-                ),
-                network_source=Source.FITTED if in_step else network.kind,
-            )
+            fraction, source = network.busbw_fraction, network.kind
+            if axis in {Axis.DP, ExpertAxis.EDP}:
+                fraction, source = self.stack.dp_bandwidth_fraction, Source.FITTED
+            call = CollectiveCall(op, size_bytes, span, self.cluster, fraction, source)
             self._collectives[key] = collective_cost(call)
         return self._collectives[key]
 
     def message(self, size_bytes: int, *, crosses_nodes: bool) -> MessageCost:
         """Return the time of one pipeline message between two devices."""
+        share = self.stack.p2p_bandwidth_fraction
         return p2p_cost(
-            size_bytes,
-            self.cluster,
-            crosses_nodes=crosses_nodes,
-            network_fraction=self.stack.p2p_bandwidth_fraction,
+            size_bytes, self.cluster, crosses_nodes=crosses_nodes, network_fraction=share
         )
 
     def memory_traffic(self, size_bytes: int) -> Cost:

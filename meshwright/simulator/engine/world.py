@@ -17,7 +17,7 @@ from meshwright.simulator.engine.run import (
 )
 from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
-from meshwright.simulator.layout import Axis, Mesh
+from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
 
 
 class StandingClock(Environment):
@@ -51,9 +51,9 @@ def simulate_folded(work: StepWork) -> StepTimes:
 def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
     """Run *work* with every rank of *mesh*, each meeting its real groups.
 
-    Ranks of a tensor-parallel group enter every action together, a data-parallel group runs a
-    collective when all its members are ready.  On a symmetric cluster the times equal those
-    of `simulate_folded` to the picosecond.
+    Ranks of a tensor- and context-parallel group enter every action together, those that hold the
+    same parameters run a collective when all are ready.  On a symmetric cluster the times equal
+    those of `simulate_folded` to the picosecond.
     """
     if mesh.degree(Axis.PP) != work.pp:
         raise ValueError(f"mesh has pp={mesh.degree(Axis.PP)}, the work pp={work.pp}")
@@ -83,15 +83,15 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
     ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
     for rank in range(mesh.world_size):
         pp_rank = mesh.coordinates(rank)[Axis.PP]
-        first = {axis: mesh.group(rank, axis)[0] for axis in Axis}
-        tp_first, dp_first, pp_first = first[Axis.TP], first[Axis.DP], first[Axis.PP]
-        if mesh.degree(Axis.TP) > 1 and (Axis.TP, tp_first) not in meetings:
-            meetings[Axis.TP, tp_first] = Meeting(env, mesh.degree(Axis.TP), max)
+        together = mesh.group(rank, *IN_STEP)
+        tp_first, pp_first = together[0], mesh.group(rank, Axis.PP)[0]
+        replicas = mesh.group(rank, *REPLICATED)
+        dp_first = replicas[0]
+        if len(together) > 1 and (Axis.TP, tp_first) not in meetings:
+            meetings[Axis.TP, tp_first] = Meeting(env, len(together), max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            meeting = collective_meeting(
-                env, mesh.degree(Axis.DP), stream, shared_port=work.shared_port
-            )
+            meeting = collective_meeting(env, len(replicas), stream, shared_port=work.shared_port)
             streams[dp_first] = stream, meeting
         if ties and (Axis.PP, pp_first) not in meetings:
             # Of a pipeline's ranks only the first and the last hold the tied table.

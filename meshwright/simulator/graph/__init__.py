@@ -1,9 +1,11 @@
 """A block written once: operators over tensors with named dims, and what a walk derives of it."""
 
 from meshwright.simulator.graph.attention import (
+    Beside,
     Heads,
     Rotary,
     RotaryFormula,
+    attended,
     flash,
     rotary,
     scored,
@@ -23,6 +25,7 @@ from meshwright.simulator.graph.lowering import EightBits, Lowering, WeightGradi
 from meshwright.simulator.graph.memory import Memory
 from meshwright.simulator.graph.operators import (
     Convolution,
+    Exchange,
     FusedAttention,
     Gradient,
     Kind,
@@ -79,10 +82,12 @@ __all__ = [
     "STATISTIC_BYTES",
     "Activation",
     "Backward",
+    "Beside",
     "Block",
     "Convolution",
     "Dim",
     "EightBits",
+    "Exchange",
     "FusedAttention",
     "Gradient",
     "Heads",
@@ -109,6 +114,7 @@ __all__ = [
     "WeightGradients",
     "Work",
     "activation",
+    "attended",
     "biased",
     "cast",
     "cast_operands",

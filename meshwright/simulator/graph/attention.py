@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import Scratch, product
-from meshwright.simulator.graph.operators import FusedAttention, Gradient, Kind, Traffic
+from meshwright.simulator.graph.operators import FusedAttention, Gradient, Kind, Traffic, Work
 from meshwright.simulator.graph.pointwise import (
     STATISTIC_BYTES,
     Reads,
@@ -20,7 +20,7 @@ from meshwright.simulator.graph.pointwise import (
     pointwise,
     view,
 )
-from meshwright.simulator.graph.tensors import Dim, Tensor
+from meshwright.simulator.graph.tensors import Dim, Size, Tensor
 
 
 class Heads(NamedTuple):
@@ -32,6 +32,7 @@ class Heads(NamedTuple):
         seen: How many of them a query sees at most: fewer where there is a window.
         causal: Only earlier ones.
         drops: Probabilities are dropped.
+        ranks: Context-parallel ranks that share the rows, and run as many steps.
     """
 
     heads: Dim
@@ -39,6 +40,7 @@ class Heads(NamedTuple):
     seen: int
     causal: bool
     drops: bool
+    ranks: Size = 1
 
 
 class RotaryFormula(StrEnum):
@@ -182,23 +184,56 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return fused attention; backward reads all three, the output and a number a row."""
+    return attended(block, query, (key, value), heads, value.dims[-1].grain)
+
+
+class Beside(NamedTuple):
+    """What goes with attention to tokens of other ranks: work and short-lived tensors of a pass."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+    scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+
+
+NOTHING_BESIDE = Beside()
+
+
+def attended(
+    block: Block,
+    query: Tensor,
+    given: Sequence[Tensor],
+    heads: Heads,
+    deep: Size,
+    beside: Beside = NOTHING_BESIDE,
+) -> Tensor:
+    """Return fused attention of *query* to what is *given*, keys and values or one tensor of both.
+
+    Args:
+        block: Where it is written down.
+        query: Rows of this rank.
+        given: Tokens of this rank.
+        heads: What it is over; *seen* counts tokens of all ranks.
+        deep: Width of a head's values.
+        beside: What else it runs.
+    """
     width = query.dims[-1]
     parts = {axis: heads.heads if dim is width else dim for axis, dim in query.at.items()}
     dims = (*query.dims[:-1], heads.heads)
     rows = query.like("log-sum-exp", dims=dims, at=parts, width=STATISTIC_BYTES)
-    wide, deep = width.grain, value.dims[-1].grain
+    wide = width.grain
     out = last_dim(query, "attention", Dim("attention", heads.heads.size * deep, deep))
     scores = rows.numel * heads.seen
-    read = (query, key, value, out, rows)
+    read = (query, *given, out, rows)
     # Backward makes the scores again and four products more (Dao 2023, arXiv 2307.08691, 4.1).
-    backward = FusedAttention(scores, 3 * wide + 2 * deep)
+    backward = FusedAttention(scores, 3 * wide + 2 * deep, heads.ranks)
     gradients = [
-        Gradient(query, read, (backward,)),
-        Gradient(key, read, at=key.at),
-        Gradient(value, read, at=value.at),
+        Gradient(query, read, (backward, *beside.backward)),
+        *(Gradient(each, read, at=each.at) for each in given),
     ]
-    forward = FusedAttention(scores, wide + deep)
-    return block.add([query, key, value], [out, rows], gradients, forward, kind=Kind.ATTENTION)
+    work = FusedAttention(scores, wide + deep, heads.ranks), *beside.forward
+    return block.add(
+        [query, *given], [out, rows], gradients, *work, kind=Kind.ATTENTION, scratch=beside.scratch
+    )
 
 
 def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:

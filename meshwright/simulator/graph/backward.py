@@ -18,7 +18,7 @@ from meshwright.simulator.graph.operators import (
 from meshwright.simulator.graph.order import Node, Region, placed_again
 from meshwright.simulator.graph.tape import Phase, Step, Tape
 from meshwright.simulator.graph.tensors import Placement, Tensor, changes
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import MeshAxis
 
 
 class Arrived(NamedTuple):
@@ -138,7 +138,7 @@ class Backward:
         self._summed.append(wider)
 
     def _placed_back(
-        self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, Axis]]
+        self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
     ) -> tuple[tuple[Work, ...], bool]:
         """Return the collectives that move a gradient back, and whether its storage stays."""
         width = self.tape.block.width if op.eight_bits else None

@@ -16,7 +16,7 @@ from meshwright.simulator.graph.tensors import (
     product_of,
     product_place,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import MeshAxis
 
 FP8_BYTES = 1
 
@@ -68,10 +68,15 @@ class Convolution(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """A fused attention call: products of the whole square of scores, *widths* those of all."""
+    """A fused attention call: products of the whole square of scores, *widths* those of all.
+
+    In a ring it runs in as many steps as there are context-parallel *ranks*, each of which has
+    that part of the rows.
+    """
 
     scores: Size
     widths: Size
+    ranks: Size = 1
 
     @property
     def flops(self) -> Size:
@@ -89,11 +94,31 @@ class Transfer(NamedTuple):
     """A collective; the larger of a rank's buffers."""
 
     op: CollectiveOp
-    axis: Axis
+    axis: MeshAxis
     nbytes: Size
 
 
-Work: TypeAlias = Product | Convolution | FusedAttention | Traffic | Transfer
+class Exchange(NamedTuple):
+    """Messages to the next rank of a ring, and as many from the one before, while attention runs.
+
+    Args:
+        op: What carries them.
+        axis: Whose ring.
+        nbytes: Of a message.
+        steps: How often one is sent, each beside a step of the operator's attention.
+        beside: Bytes of another message that goes at the same time, 0 for none.
+        waits: Nothing runs at the same time.
+    """
+
+    op: CollectiveOp
+    axis: MeshAxis
+    nbytes: Size
+    steps: Size
+    beside: Size = 0
+    waits: bool = False
+
+
+Work: TypeAlias = Product | Convolution | FusedAttention | Traffic | Transfer | Exchange
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -166,7 +191,7 @@ class Operator:
 
 
 def place_work(
-    found: Iterable[tuple[CollectiveOp, Axis]],
+    found: Iterable[tuple[CollectiveOp, MeshAxis]],
     one: Tensor,
     other: Tensor,
     *,

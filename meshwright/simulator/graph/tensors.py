@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis, Partial, Replicate, Split, redistribute
+from meshwright.simulator.layout import MeshAxis, Partial, Replicate, Split, redistribute
 
 Size: TypeAlias = "int | NDArray[np.int64]"
 Holds: TypeAlias = "bool | NDArray[np.bool_]"
-Mesh: TypeAlias = Mapping[Axis, Size]  # ranks of each axis; an axis of one rank is left out
+Mesh: TypeAlias = Mapping[MeshAxis, Size]  # ranks of each axis; an axis of one rank is left out
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,7 +34,9 @@ class Dim:
 
 
 PARTIAL = Dim("partial", 0)  # stands in a placement where a tensor is a sum over the axis
-Placement: TypeAlias = Mapping[Axis, Dim]  # of each axis the dim that it splits; else replicated
+Placement: TypeAlias = Mapping[
+    MeshAxis, Dim
+]  # of each axis the dim that it splits; else replicated
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -156,7 +158,7 @@ def product_of(sizes: Iterable[Size]) -> Size:
     return result
 
 
-def changes(source: Placement, target: Placement) -> list[tuple[CollectiveOp, Axis]]:
+def changes(source: Placement, target: Placement) -> list[tuple[CollectiveOp, MeshAxis]]:
     """Return the collectives between two placements; cutting out a slice needs none.
 
     >>> rows = Dim("rows", 8)
@@ -194,7 +196,7 @@ def product_place(one: Placement, other: Placement, out: tuple[Dim, ...]) -> Pla
     Raises:
         ValueError: If an axis splits different dims, or one that only one operand has split.
     """
-    place: dict[Axis, Dim] = {}
+    place: dict[MeshAxis, Dim] = {}
     for axis in dict.fromkeys((*one, *other)):
         dims = {at[axis] for at in (one, other) if axis in at}
         if len(dims) > 1:

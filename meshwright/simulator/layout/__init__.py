@@ -1,6 +1,17 @@
 """How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
 
-from meshwright.simulator.layout.axes import AXES, Axis, divides, near_multiples
+from meshwright.simulator.layout.axes import (
+    AXES,
+    DP_CP,
+    IN_STEP,
+    JOINT_AXES,
+    REPLICATED,
+    Axis,
+    ExpertAxis,
+    MeshAxis,
+    divides,
+    near_multiples,
+)
 from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -38,6 +49,7 @@ from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
     attention_kernels,
     check_sharding,
+    experts_refusal,
     known_values,
     model_refusal,
     reduces_once,
@@ -61,16 +73,22 @@ from meshwright.simulator.layout.stages import (
 
 __all__ = [
     "AXES",
+    "DP_CP",
+    "IN_STEP",
+    "JOINT_AXES",
     "MAX_ZERO_STAGE",
     "PLAN_FIELDS",
+    "REPLICATED",
     "SEARCHED_FIELDS",
     "SERVER_FIELDS",
     "STACKS_OWN",
     "Axis",
     "Casts",
+    "ExpertAxis",
     "Formats",
     "GroupSpan",
     "Mesh",
+    "MeshAxis",
     "ParallelPlan",
     "ParameterServer",
     "Partial",
@@ -89,6 +107,7 @@ __all__ = [
     "default_attention",
     "default_precision",
     "divides",
+    "experts_refusal",
     "gradient_bytes",
     "in_option_order",
     "join_stages",

@@ -7,20 +7,50 @@ axis is a member of `Axis`, a line in `AXES` and a field of the plan.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.model import ModelSpec
 
 
 class Axis(StrEnum):
     """Axes of the device mesh, fastest first.
 
-    Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then data, then
-    pipeline (Narayanan et al. 2021, section 3).
+    Ranks are numbered as in Megatron-LM: tensor parallel varies fastest, then context, then data,
+    then pipeline (Narayanan et al. 2021, section 3; tp-cp-ep-dp-pp of Megatron-Core).
     """
 
     TP = "tp"
+    CP = "cp"
     DP = "dp"
     PP = "pp"
+
+
+# Neighbouring axes along which ranks hold the same parameters: gradients are reduced, and states
+# sharded, over all of them.  Ranks of one context-parallel group see parts of the same sequences.
+REPLICATED = (Axis.CP, Axis.DP)
+IN_STEP = (Axis.TP, Axis.CP)  # neighbours that work on one microbatch, action by action
+# Numbers of ranks over several axes, as Megatron-Core calls their groups.
+DP_CP, TP_CP = "dp_cp", "tp_cp"
+JOINT_AXES = {DP_CP: REPLICATED, TP_CP: IN_STEP}
+
+
+class ExpertAxis(StrEnum):
+    """Axes of the mesh of routed experts: the same ranks as `Axis` has, laid out once more.
+
+    The ranks of a pipeline stage are ``etp x ep x edp``, fastest first (`RankGenerator` of
+    megatron/core/parallel_state.py, core 0.16, order tp-cp-ep-dp-pp): neighbours split an expert's
+    widths, then come other experts, then ranks with the same experts.
+    """
+
+    ETP = "etp"
+    EP = "ep"
+    EDP = "edp"
+    ALL = "etp-ep"
+    """Ranks that have all experts between them."""
+
+
+MeshAxis: TypeAlias = Axis | ExpertAxis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +63,7 @@ class ParallelAxis:
         most: Largest degree that a rule for stages can lay out; None without a limit.
         offered_by: Trait of the stacks that have the axis; None where all do.
         takes_rest: Whether its degree is what the others leave of the devices.
+        is_rare: Whether people are told of its degree only where that is not 1.
     """
 
     title: str
@@ -40,6 +71,7 @@ class ParallelAxis:
     most: Callable[[TrainingJob], int] | None = None
     offered_by: str | None = None
     takes_rest: bool = False
+    is_rare: bool = False
 
 
 def near_multiples(number: int, step: int) -> str:
@@ -65,6 +97,23 @@ def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
     return None
 
 
+def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
+    """Return why sequences cannot be cut in parts of equal work.
+
+    Each rank of a causal model has one early and one late of ``2 cp`` parts (Megatron-Core's
+    `get_batch_on_this_cp_rank`, the load balancer of PyTorch's context_parallel).
+    """
+    if degree == 1:
+        return None
+    is_transformer = isinstance(job.model, ModelSpec)
+    if not (isinstance(job.model, ModelSpec) and job.model.causal):
+        lacks = "is not causal" if is_transformer else "has no attention"
+        return f"cp={degree} does not go with {job.model.name}, which {lacks}; allowed: 1"
+    if job.seq_len % (2 * degree):
+        return f"seq_len={job.seq_len} is not divisible by 2 x cp={degree}"
+    return None
+
+
 def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
     return None
 
@@ -72,6 +121,12 @@ def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
 AXES: dict[Axis, ParallelAxis] = {
     Axis.TP: ParallelAxis(
         title="Tensor-parallel", refusal=_tensors_refusal, offered_by="tensor_parallel"
+    ),
+    Axis.CP: ParallelAxis(
+        title="Context-parallel",
+        refusal=_tokens_refusal,
+        offered_by="context_parallel",
+        is_rare=True,
     ),
     Axis.DP: ParallelAxis(title="Data-parallel", refusal=_batch_refusal, takes_rest=True),
     Axis.PP: ParallelAxis(

@@ -31,10 +31,11 @@ class Declaration:
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
         offered_by: Trait of the stacks that offer it, or that lists which values they offer.
-        acts_on: Axis without which it has no effect.
+        acts_on: Axis without which it has no effect, or the number of ranks that share parameters.
         without_attention: Values that a model without attention may have; None for all, empty where
             the field says nothing of such a model.
         axis: The axis whose degree it is.
+        of_experts: It lays routed experts out: a model without them has its default.
     """
 
     help: str = ""
@@ -47,9 +48,10 @@ class Declaration:
     is_basic: bool = False
     choices: Callable[[], tuple[str, ...]] | None = None
     offered_by: str | None = None
-    acts_on: Axis | None = None
+    acts_on: str | None = None
     without_attention: tuple[object, ...] | None = None
     axis: Axis | None = None
+    of_experts: bool = False
 
     def field(self, default: T) -> T:
         """Return a dataclass field with this declaration; to a type checker, its default."""
@@ -63,7 +65,7 @@ def degree(axis: Axis) -> int:
         help=f"{AXES[axis].title} degree{rest}.",
         heading=axis.value,
         is_limited=True,
-        is_basic=True,
+        is_basic=not AXES[axis].is_rare,
         offered_by=AXES[axis].offered_by,
         axis=axis,
     )

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from math import gcd, prod
 from typing import NamedTuple
 
-from meshwright.simulator.layout.axes import Axis
+from meshwright.simulator.layout.axes import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.layout.plan import ParallelPlan
 
 
@@ -63,36 +63,54 @@ class Mesh:
 
     Args:
         node_size: Devices of a node.
+        experts: Ranks that split an expert's widths, and ranks with different experts.
         degrees: Ranks along each axis by its name; 1 where none is given.
 
     >>> Mesh(tp=8, dp=6, pp=64, node_size=8).world_size
     3072
     """
 
-    __slots__ = ("_degrees", "node_size")
+    __slots__ = ("_degrees", "_experts", "node_size")
 
-    def __init__(self, *, node_size: int, **degrees: int) -> None:
+    def __init__(
+        self, *, node_size: int, experts: tuple[int, int] = (1, 1), **degrees: int
+    ) -> None:
         assert degrees.keys() <= set(Axis), "each degree is that of an axis"
         self.node_size = node_size
         self._degrees = {axis: degrees.get(axis, 1) for axis in Axis}
+        self._experts = experts
 
     @classmethod
     def of(cls, plan: ParallelPlan, node_size: int = 1) -> "Mesh":
         """Return the mesh of *plan*."""
-        return cls(node_size=node_size, **{axis.value: plan.degree(axis) for axis in Axis})
+        degrees = {axis.value: plan.degree(axis) for axis in Axis}
+        return cls(node_size=node_size, experts=(plan.expert_tp, plan.ep), **degrees)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return prod(self._degrees.values())
 
-    def stride(self, axis: Axis) -> int:
-        """Return the distance in rank numbers of neighbours on *axis*: the ranks of faster ones."""
+    def stride(self, axis: MeshAxis) -> int:
+        """Return the distance in rank numbers of neighbours on *axis*: the ranks of faster ones.
+
+        >>> mesh = Mesh(tp=2, dp=16, experts=(1, 8), node_size=8)
+        >>> [(mesh.stride(axis), mesh.degree(axis)) for axis in (ExpertAxis.EP, ExpertAxis.EDP)]
+        [(1, 8), (8, 4)]
+        """
+        if isinstance(axis, ExpertAxis):
+            faster_experts = {ExpertAxis.EP: self._experts[:1], ExpertAxis.EDP: self._experts}
+            return prod(faster_experts.get(axis, ()))
         faster = takewhile(lambda other: other is not axis, Axis)
         return prod(self._degrees[each] for each in faster)
 
-    def degree(self, axis: Axis) -> int:
+    def degree(self, axis: MeshAxis) -> int:
         """Return the number of ranks along *axis*."""
+        if isinstance(axis, ExpertAxis):
+            etp, ep = self._experts
+            if axis is ExpertAxis.EDP:
+                return self.stride(Axis.PP) // (etp * ep)
+            return {ExpertAxis.ETP: etp, ExpertAxis.EP: ep, ExpertAxis.ALL: etp * ep}[axis]
         return self._degrees[axis]
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
@@ -107,15 +125,22 @@ class Mesh:
         """Return the rank at a position, the first one of each axis that is left out."""
         return sum(self.stride(axis) * place for axis, place in coordinates.items())
 
-    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """Return the ranks of the communicator of *axis* that *rank* belongs to."""
-        stride, degree = self.stride(axis), self.degree(axis)
+    def group(self, rank: int, *axes: MeshAxis) -> tuple[int, ...]:
+        """Return the ranks of the communicator that *rank* belongs to, over neighbouring *axes*.
+
+        >>> Mesh(tp=2, cp=2, dp=2, node_size=8).group(3, Axis.CP, Axis.DP)
+        (1, 3, 5, 7)
+        """
+        stride, degree = self.stride(axes[0]), prod(map(self.degree, axes))
         first = rank - (rank // stride % degree) * stride
         return tuple(range(first, first + stride * degree, stride))
 
-    def span(self, axis: Axis) -> GroupSpan:
-        """Return the worst span of any communicator of *axis*: most nodes, fewest members."""
-        return self.span_of(self.stride(axis), self.degree(axis))
+    def span(self, *axes: MeshAxis) -> GroupSpan:
+        """Return the worst span of any communicator over neighbouring *axes*.
+
+        It has the most nodes, and then the fewest members on one.
+        """
+        return self.span_of(self.stride(axes[0]), prod(map(self.degree, axes)))
 
     def span_of(self, stride: int, degree: int) -> GroupSpan:
         """Return the worst span of groups of *degree* ranks that are *stride* apart."""

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, StageSplit
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    Offload,
+    Precision,
+    Recompute,
+    StageSplit,
+)
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
@@ -47,12 +54,44 @@ class ParameterServer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanFields:
-    """What a plan says: each field with its default and all that is known of it."""
+class Degrees:
+    """Ranks along each axis, and how they share what an axis splits."""
 
     tp: int = degree(Axis.TP)
     pp: int = degree(Axis.PP)
+    cp: int = degree(Axis.CP)
     dp: int = degree(Axis.DP)
+
+    cp_type: ContextParallel | None = Declaration(
+        help="How ranks with parts of a sequence attend to all of it [the stack's].",
+        heading="cp type",
+        offered_by="context_parallel",
+        acts_on=Axis.CP,
+    ).field(None)
+    """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
+
+    ep: int = Declaration(
+        help="Expert-parallel degree.",
+        metavar="N",
+        heading="ep",
+        is_limited=True,
+        offered_by="expert_parallel",
+        of_experts=True,
+    ).field(1)
+    """Ranks among which the routed experts of a layer are divided, of those of a pipeline stage."""
+
+    etp: int | None = Declaration(
+        help="Ranks that split each expert's widths [--tp].",
+        metavar="N",
+        heading="etp",
+        of_experts=True,
+    ).field(None)
+    """Ranks that split the widths of an expert; None: as many as split other layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFields(Degrees):
+    """What a plan says: each field with its default and all that is known of it."""
 
     num_virtual_stages: int = Declaration(
         help="Virtual stages of a pipeline rank.",
@@ -75,7 +114,7 @@ class PlanFields:
         option="zero",
         heading="zero",
         is_basic=True,
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(0)
     """What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states, 2 gradients, too,
     3 parameters, too."""
@@ -155,7 +194,7 @@ class PlanFields:
         metavar="fp32|fp16|bf16",
         heading="reduce",
         group="replication",
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(None)
     """Number format in which they are reduced; None is the stack's, or what goes with the gradient
     precision."""
@@ -164,7 +203,7 @@ class PlanFields:
         help="Reduce gradients in every microbatch.",
         heading="sync",
         group="replication",
-        acts_on=Axis.DP,
+        acts_on=DP_CP,
     ).field(None)
     """Reduce gradients in every microbatch, not in the last alone; None is the stack's habit."""
 
@@ -192,9 +231,10 @@ class ParallelPlan(PlanFields):
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have."""
-        for name in (*AXES, "num_virtual_stages", "microbatch_size"):
+        for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+        self._check_experts()
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -210,10 +250,34 @@ class ParallelPlan(PlanFields):
                 f"hold the embedding and the head; got {min(self.stages)}"
             )
 
+    def _check_experts(self) -> None:
+        """Refuse degrees of experts that the ranks of a stage cannot have."""
+        if self.etp is not None and self.etp < 1:
+            raise PlanError(f"etp must be >= 1, got {self.etp}")
+        if self.ep == 1 and self.etp not in (None, self.tp):
+            raise PlanError(
+                f"etp={self.etp} does not go with ep=1; allowed: tp, which is {self.tp}"
+            )
+        ranks = self.world_size // self.pp
+        if self.ep > 1 and ranks % (self.ep * self.expert_tp):
+            raise PlanError(
+                f"ep={self.ep} x etp={self.expert_tp} does not divide the {ranks} ranks of a stage"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that split the widths of an expert."""
+        return self.tp if self.etp is None else self.etp
+
     @property
     def num_shards(self) -> int:
-        """Data-parallel ranks that share one set of shards."""
-        return self.dp if self.dp_shard is None else self.dp_shard
+        """Ranks that share one set of shards: context-parallel ones always do."""
+        return self.cp * (self.dp if self.dp_shard is None else self.dp_shard)
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold the same parameters, over which gradients are reduced."""
+        return self.number(DP_CP)
 
     @property
     def gradient_formats(self) -> Formats:
@@ -231,9 +295,19 @@ class ParallelPlan(PlanFields):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Ranks along each axis, in the order of the fields: as plans are written."""
-        axes = (each.declaration.axis for each in PLAN_FIELDS.values())
-        return {axis.value: self.degree(axis) for axis in axes if axis is not None}
+        """Ranks along each axis that people are told of, in the order of the fields."""
+        axes = [axis for each in PLAN_FIELDS.values() if (axis := each.declaration.axis)]
+        return {
+            axis.value: self.degree(axis)
+            for axis in axes
+            if self.degree(axis) > 1 or not AXES[axis].is_rare
+        }
+
+    def number(self, name: str) -> int:
+        """Return a field as the whole number of a column, or the ranks over several axes."""
+        if name in JOINT_AXES:
+            return prod(self.degree(axis) for axis in JOINT_AXES[name])
+        return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property
     def num_stages(self) -> int:

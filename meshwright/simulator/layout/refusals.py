@@ -8,9 +8,18 @@ from functools import reduce
 from operator import and_, eq, gt
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import Attention, Precision, Recompute, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    LayerFact,
+    Offload,
+    Precision,
+    Recompute,
+    StackProfile,
+    Strategy,
+)
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
@@ -63,6 +72,8 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
     yield from _trait_gaps(stack)
     yield from _zero_gaps(stack)
+    if stack.context_parallel and isinstance(job.model, ModelSpec):
+        yield from _context_gaps(stack, job.model, job.seq_len)
     if stack.casts_shards_alone and job.precision is not Precision.FP32:
         yield from _precision_gaps(job.precision)
     if isinstance(job.model, ModelSpec):
@@ -78,16 +89,17 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
     ]
     for field, offered in traits:
         if isinstance(offered, tuple):
-            for code, value in enumerate(field.choices):
+            for value in field.choices:
                 if value not in offered:
-                    said = f"{field.name}={value}"
-                    yield Gap(field.name, said, (Condition(field.name, eq, code),), offered)
+                    has_value = Condition(field.name, eq, field.code(value))
+                    yield Gap(field.name, f"{field.name}={value}", (has_value,), offered)
     for field, offered in traits:
         if offered is False:
             acts_on = field.declaration.acts_on
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
-            is_on = Condition(field.name, eq, field.code(True))  # noqa: FBT003  (one value)
-            yield Gap(field.name, field.name, (is_on, *effect), (False,))
+            is_on = Condition(field.name, gt, field.code(field.default))
+            said = field.name if field.kind is bool else f"{field.name} > {field.default}"
+            yield Gap(field.name, said, (is_on, *effect), (field.default,))
 
 
 def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
@@ -118,20 +130,55 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
     """
     if stack.is_fully_sharded:
         num = experts.num_experts
-        cuts = Condition(Axis.DP, lambda dp, total: total % dp != 0, num)
+        cuts = Condition(DP_CP, lambda ranks, total: total % ranks != 0, num)
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
         yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+    offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
+    reason = "offload with ep > 1"
+    yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     reason = "experts and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
+
+
+def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
+    """Yield the plans with context parallelism that *stack* does not run.
+
+    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads, and
+    none goes with attention whose scores lie in memory (attn_forward_func_with_cp).
+    """
+    split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
+    kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
+    unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
+    yield Gap(kernels.name, "cp > 1 with attention=unfused", (split, unfused), (Attention.FLASH,))
+    by_operator = Condition(modes.name, eq, modes.code(Recompute.SELECTIVE_OP))
+    others = tuple(each for each in stack.recompute_modes if each is not Recompute.SELECTIVE_OP)
+    reason = f"cp > 1 with recompute={Recompute.SELECTIVE_OP}"
+    yield Gap(modes.name, reason, (split, by_operator), others)
+    if model.latent is not None:
+        yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
+    swap = ContextParallel.ALL_TO_ALL
+    for each in stack.context_parallel:
+        codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
+        for has_type in (Condition(types.name, eq, code) for code in codes):
+            if each == swap:
+                cuts = Condition(TP_CP, lambda ranks, heads: heads % ranks != 0, model.num_kv_heads)
+                reason = f"tp x cp that does not divide the {model.num_kv_heads} key heads"
+                allowed = f"a divisor of {model.num_kv_heads} for tp x cp", "another cp_type"
+                yield Gap(
+                    Axis.CP, f"{reason} ({swap})", (split, has_type, cuts), allowed, model.name
+                )
+            elif LayerFact.WINDOW in model.layer_facts(seq_len):
+                reason = f"cp_type={each} with sliding windows"
+                yield Gap(types.name, reason, (split, has_type), (swap,), model.name)
 
 
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:
     """Yield the plans without shards that would be computed in fp32, whatever is asked for."""
     allowed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
     for axis in (Axis.TP, Axis.PP):
-        alone = Condition(Axis.DP, eq, 1), Condition(axis, gt, 1)
+        alone = Condition(DP_CP, eq, 1), Condition(axis, gt, 1)
         yield Gap(Axis.DP, f"{precision} with {axis} but without dp", alone, allowed)
 
 
@@ -140,7 +187,7 @@ def _zero_gaps(stack: StackProfile) -> Iterator[Gap]:
     in_pipelines = tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
     for stage in range(MAX_ZERO_STAGE + 1):
         name = f"zero_stage={stage}"
-        has_stage = (Condition("zero_stage", eq, stage), Condition("dp", gt, 1))
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
         if stage not in in_pipelines:
             reason = name if stage not in stack.zero_stages else f"{name} in a pipeline"
             yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
@@ -158,8 +205,12 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
         refusal = known.refusal(job, plan.degree(axis))
         if refusal is not None:
             raise PlanError(refusal)
-    if plan.sequence_parallel and job.seq_len % plan.tp:
-        raise PlanError(f"seq_len={job.seq_len} is not divisible by tp={plan.tp}")
+    refusal = experts_refusal(job.model, plan.ep, plan.expert_tp)
+    if refusal is not None:
+        raise PlanError(refusal)
+    if plan.sequence_parallel and job.seq_len % plan.number(TP_CP):
+        ranks = f"tp={plan.tp}" if plan.cp == 1 else f"tp={plan.tp} x cp={plan.cp}"
+        raise PlanError(f"seq_len={job.seq_len} is not divisible by {ranks}")
     sequences = job.global_batch_size // plan.dp
     if sequences % plan.microbatch_size:
         raise PlanError(
@@ -175,7 +226,25 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
 
 def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
     """Return the values of *field* that *model* may have, None for all."""
+    if field.declaration.of_experts and _experts_of(model) is None:
+        return (field.default,)
     return None if isinstance(model, ModelSpec) else field.declaration.without_attention
+
+
+def _experts_of(model: AnyModel) -> Experts | None:
+    return model.experts if isinstance(model, ModelSpec) else None
+
+
+def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
+    """Return why the experts of *model* cannot be divided or split so, or None when they can."""
+    experts = _experts_of(model)
+    if experts is None:
+        return None
+    if experts.num_experts % ep:
+        return f"num_experts={experts.num_experts} is not divisible by ep={ep}"
+    if experts.hidden_size % etp:
+        return f"hidden_size={experts.hidden_size} of experts is not divisible by etp={etp}"
+    return None
 
 
 def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | None:
@@ -184,8 +253,9 @@ def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | Non
     if known is None or value in known:
         return None
     allowed = ", ".join(str(each) for each in known) or "leave it out"
+    lacks = "experts" if field.declaration.of_experts else "attention"
     return (
-        f"{field.name}={value} does not go with {model.name}, which has no attention; "
+        f"{field.name}={value} does not go with {model.name}, which has no {lacks}; "
         f"allowed: {allowed}"
     )
 
@@ -198,11 +268,11 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):
-        if gap.lacks(lambda name: PLAN_FIELDS[name].code(getattr(plan, name))):
+        if gap.lacks(plan.number):
             value = getattr(plan, gap.field)
             whose = f" for {gap.model}" if gap.model else ""
             return _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
-    if plan.num_shards < plan.dp and not (stack.hybrid_sharding and plan.zero_stage):
+    if plan.num_shards < plan.dp_cp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
     if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):
         kept = plan.reshard_after_forward
@@ -217,11 +287,11 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
         if job.precision is Precision.FP8:
             return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
-        for field in PLAN_FIELDS.values():
-            refusal = model_refusal(field, getattr(plan, field.name), job.model)
-            if refusal is not None and known_values(field, job.model):
-                return refusal
-    else:
+    for field in PLAN_FIELDS.values():
+        refusal = model_refusal(field, getattr(plan, field.name), job.model)
+        if refusal is not None and known_values(field, job.model):
+            return refusal
+    if isinstance(job.model, ModelSpec):
         refusal = _layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
             job, job.model, stack
         )

@@ -19,6 +19,7 @@ from meshwright.simulator.ledger.replicas import (
     Exchange,
     bucket_exchanges,
     gradient_reductions,
+    held_exchanges,
     parameter_gathers,
 )
 from meshwright.simulator.ledger.setting import StepSetting
@@ -34,6 +35,7 @@ __all__ = [
     "bucket_exchanges",
     "gradient_norm",
     "gradient_reductions",
+    "held_exchanges",
     "left_sums",
     "message_collectives",
     "parameter_gathers",

@@ -120,7 +120,9 @@ def gradient_norm(
     0.2.2, distributed/utils.py).
     """
     world = strided_span(0, 1, mesh.world_size, mesh.node_size)
-    sums = [(Axis.DP, NORM_BYTES, world)]
+    # Experts that other ranks hold have an optimizer, and a norm, of their own
+    # (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters else 1)
     if shape.stack.norm_by_axis:
         norms = sum(len(unit_shards(shape, stage, 1)) for stage in stages) * NORM_BYTES
         sums = [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.costs import Cost, CostModel
-from meshwright.simulator.layout import Axis, GroupSpan
+from meshwright.simulator.layout import GroupSpan, MeshAxis
 from meshwright.simulator.replication import StagePart
 
 
@@ -40,7 +40,7 @@ class StepCollective(NamedTuple):
     ``cast_bytes`` are the memory traffic of casts to the format of the wire and back, each call.
     """
 
-    axis: Axis
+    axis: MeshAxis
     op: CollectiveOp
     size_bytes: int
     span: GroupSpan

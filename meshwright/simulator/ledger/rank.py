@@ -5,14 +5,15 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.blocks import BlockTable, Collective
-from meshwright.simulator.layout import Axis, Stage, join_stages
+from meshwright.simulator.blocks import BlockTable, Collective, RingMessages
+from meshwright.simulator.layout import IN_STEP, Axis, ExpertAxis, Stage, join_stages
 from meshwright.simulator.ledger.closing import batch_calls, gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
     bucket_exchanges,
     gradient_reductions,
+    held_exchanges,
     parameter_gathers,
 )
 from meshwright.simulator.ledger.setting import StepSetting
@@ -20,8 +21,8 @@ from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import (
     StagePart,
     bucket_parts,
+    held_parameters,
     part_gathers,
-    sum_parameters,
     used_map_bytes,
 )
 from meshwright.simulator.schedules import Refetches
@@ -60,21 +61,23 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
     of the messages it receives as many of each size.
     """
     shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
-    span, sizes = mesh.span(Axis.TP), block_bytes(blocks, shape)
+    spans = {axis: mesh.span(axis) for axis in (*IN_STEP, *ExpertAxis)}
+    sizes = block_bytes(blocks, shape)
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
         part = StagePart(stage, ())
         for kind, num_blocks in stage.blocks:
             operators = blocks.operators(shape, kind)
             calls = tuple(
-                StepCollective(Axis.TP, each.op, each.size_bytes, span, num_blocks)
+                StepCollective(each.axis, op, size_bytes, spans[each.axis], num_blocks * num_calls)
                 for each in (*operators.forward, *operators.recompute, *operators.backward)
-                if isinstance(each, Collective)
+                if isinstance(each, Collective | RingMessages)
+                for op, size_bytes, num_calls in each.collectives
             )
             yield LedgerEntry(Moment.OPERATORS, part, calls, count)
         # A stage sends forward unless it is the last, and backward unless it is the first.
         for size_bytes in filter(None, stage_messages(sizes, stage)):
-            calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses)
+            calls = message_collectives(shape, size_bytes, spans[Axis.TP], crosses_nodes=crosses)
             yield LedgerEntry(Moment.MESSAGE, part, calls, count)
 
 
@@ -89,13 +92,13 @@ def stage_entries(
         gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
     elif setting.gathers_in_pass:
         # Gathered are shards alone, and what is reduced is cut likewise.
-        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp)]
+        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp_cp)]
     reduced = [(part, setting.num_reductions) for part in parts]
     return tuple(
         LedgerEntry(
             moment,
             part,
-            bucket_exchanges(exchange, part.buckets, setting.wire, replication),
+            bucket_exchanges(exchange, part, setting.wire, replication),
             num_times,
         )
         for moment, exchange, exchanged in (
@@ -109,7 +112,7 @@ def stage_entries(
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
     """Yield what closes the step of a rank with *stages*, in the order of `Moment`."""
     shape, wire, replication = setting.shape, setting.wire, setting.replication
-    whole = sum_parameters(shape, stages)
+    held = held_parameters(shape, stages)
     closing = {
         Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
@@ -118,7 +121,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.UPDATED: [],
     }
     if not setting.parts[stages[0]]:
-        closing[Moment.PASSES_DONE] += gradient_reductions(whole, wire, replication)
+        closing[Moment.PASSES_DONE] += held_exchanges(gradient_reductions, held, wire, replication)
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
@@ -126,7 +129,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
     if stages[0].has_embedding or stages[-1].has_head:
         closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan.num_shards)
     if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
-        closing[Moment.UPDATED] = parameter_gathers(whole, wire, replication)
-    part = StagePart(join_stages(stages), (whole,))
+        closing[Moment.UPDATED] = held_exchanges(parameter_gathers, held, wire, replication)
+    part = StagePart(join_stages(stages), (sum(held),))
     for moment, collectives in closing.items():
         yield LedgerEntry(moment, part, tuple(collectives))

@@ -1,12 +1,11 @@
 """What data-parallel replicas exchange: gradients, and the parameters made of them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis
 from meshwright.simulator.ledger.collectives import StepCollective
-from meshwright.simulator.replication import Replication, WireBytes
+from meshwright.simulator.replication import HeldParameters, Replication, StagePart, WireBytes
 
 Exchange = Callable[[int, WireBytes, Replication], list[StepCollective]]
 
@@ -22,14 +21,14 @@ def gradient_reductions(
     size_bytes = num_parameters * wire.reduce_bytes
     filled_bytes = _filled(num_parameters, replication) * wire.reduce_bytes
     cast_bytes = 0
-    if wire.casts is not None and replication.dp > 1:
+    if wire.casts is not None and replication.dp_cp > 1:
         cast_bytes = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
     padding_bytes = filled_bytes - size_bytes
-    calls = [StepCollective(Axis.DP, op, size_bytes, span, 1, padding_bytes, cast_bytes)]
+    calls = [StepCollective(replication.axis, op, size_bytes, span, 1, padding_bytes, cast_bytes)]
     if replication.replica_span is not None:
         share, filled = (-(-each // span.num_ranks) for each in (size_bytes, filled_bytes))
         over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
-        calls.append(StepCollective(Axis.DP, *over, padding_bytes=filled - share))
+        calls.append(StepCollective(replication.axis, *over, padding_bytes=filled - share))
     return calls
 
 
@@ -42,17 +41,32 @@ def parameter_gathers(
     size_bytes = num_parameters * wire.gather_bytes
     padding_bytes = _filled(num_parameters, replication) * wire.gather_bytes - size_bytes
     call = replication.gather_op, size_bytes, replication.span
-    return [StepCollective(Axis.DP, *call, padding_bytes=padding_bytes)]
+    return [StepCollective(replication.axis, *call, padding_bytes=padding_bytes)]
+
+
+def held_exchanges(
+    exchange: Exchange, held: HeldParameters, wire: WireBytes, replication: Replication
+) -> list[StepCollective]:
+    """Return the *exchange* of all that a rank has *held*, experts after all else."""
+    return [
+        each
+        for count, holders in held.by_holders(replication)
+        for each in exchange(count, wire, holders)
+    ]
 
 
 def bucket_exchanges(
-    exchange: Exchange, buckets: Sequence[int], wire: WireBytes, replication: Replication
+    exchange: Exchange, part: StagePart, wire: WireBytes, replication: Replication
 ) -> tuple[StepCollective, ...]:
-    """Return the *exchange* of each of *buckets*, equal ones as calls of one."""
+    """Return the *exchange* of each bucket of *part*, equal ones as calls of one."""
+    by_holders = [(part.buckets, replication)]
+    if replication.experts is not None:
+        by_holders.append((part.expert_buckets, replication.experts))
     return tuple(
         each._replace(num_calls=num_calls)
+        for buckets, holders in by_holders
         for num_parameters, num_calls in Counter(buckets).items()
-        for each in exchange(num_parameters, wire, replication)
+        for each in exchange(num_parameters, wire, holders)
     )
 
 

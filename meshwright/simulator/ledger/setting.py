@@ -77,7 +77,7 @@ class StepSetting:
         """Whether the first forward pass gathers updated parameters, bucket by bucket."""
         replication = self.replication
         overlaps = self.shape.stack.overlap_parameter_gather and not replication.gathers_units
-        return overlaps and replication.gather_op is not None and replication.dp > 1
+        return overlaps and replication.gather_op is not None and replication.has_replicas
 
     def rank_stages(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the virtual stages of a pipeline rank."""

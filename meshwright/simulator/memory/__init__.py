@@ -27,6 +27,7 @@ from meshwright.simulator.memory.rank import (
     sharded_workspace_bytes,
     virtual_stage_memory,
     with_copies,
+    with_states,
     with_workspace,
 )
 from meshwright.simulator.memory.sent_messages import SentBytes
@@ -79,6 +80,7 @@ __all__ = [
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",
+    "with_states",
     "with_workspace",
     "workspace_bytes",
 ]

@@ -1,11 +1,18 @@
 """What a device holds beside live tensors: libraries, the allocator, the context, communicators."""
 
-from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple, Self
 
 from meshwright.hwprofiles import Cluster, Device, StackProfile, format_bytes
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout import Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import (
+    REPLICATED,
+    Axis,
+    ExpertAxis,
+    Mesh,
+    ParallelPlan,
+    TrainingJob,
+)
 
 NUM_PRODUCT_THREADS = 2
 """Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
@@ -36,8 +43,7 @@ class Overheads(NamedTuple):
         cls, job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
     ) -> Self:
         """Return those of a rank of *plan*."""
-        degrees = {axis: plan.degree(axis) for axis in Axis}
-        count = num_communicators(degrees, is_tied=job.model.tied_embeddings)
+        count = num_communicators(Mesh.of(plan), is_tied=job.model.tied_embeddings)
         return cls.of(cluster.device, stack, count)
 
     def reserved_bytes(self, live_bytes: int) -> int:
@@ -71,20 +77,28 @@ def workspace_bytes(device: Device, stack: StackProfile) -> int:
     return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine
 
 
-def num_communicators(degrees: Mapping[Axis, int], *, is_tied: bool) -> int:
+def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     """Return in how many communicators a rank is: each has buffers of its own (NVIDIA/nccl #864).
 
-    One along each axis that is split; where several are, one over all ranks (for the norm of the
-    gradients and the loss); and one between both ends of a pipeline that share a table.
+    One along each axis that is split, replicas' over context- and data-parallel ranks; where there
+    are several, one over all ranks (for the norm of the gradients and the loss); and one between
+    both ends of a pipeline that share a table.  Where experts are divided among ranks, each axis of
+    theirs has one more, and all ranks that have all experts between them another.
 
-    >>> num_communicators({Axis.TP: 8, Axis.DP: 1, Axis.PP: 1}, is_tied=True)
+    >>> num_communicators(Mesh(tp=8, node_size=8), is_tied=True)
     1
-    >>> num_communicators({Axis.TP: 8, Axis.DP: 4, Axis.PP: 12}, is_tied=True)
+    >>> num_communicators(Mesh(tp=8, dp=4, pp=12, node_size=8), is_tied=True)
     5
+    >>> num_communicators(Mesh(dp=16, experts=(1, 8), node_size=8), is_tied=False)
+    4
     """
-    num_split = sum(degree > 1 for degree in degrees.values())
-    has_world, has_ends = num_split > 1, is_tied and degrees[Axis.PP] > 1
-    return num_split + int(has_world) + int(has_ends)
+    replicas = prod(map(mesh.degree, REPLICATED))
+    others = (mesh.degree(axis) for axis in Axis if axis is not Axis.DP)
+    num_split = sum(degree > 1 for degree in (*others, replicas))
+    has_world, has_ends = num_split > 1, is_tied and mesh.degree(Axis.PP) > 1
+    divides_experts = mesh.degree(ExpertAxis.EP) > 1
+    num_experts = divides_experts * sum(mesh.degree(axis) > 1 for axis in ExpertAxis)
+    return num_split + int(has_world) + int(has_ends) + num_experts
 
 
 def usable_bytes(cluster: Cluster, limit_bytes: int | None) -> int:

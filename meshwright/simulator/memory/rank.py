@@ -242,6 +242,17 @@ def sharded_workspace_bytes(
     return gathered, gathered + gradient
 
 
+def with_states(memory: RankMemory, other: RankMemory) -> RankMemory:
+    """Return *memory* with the states of *other*, too, such as those of weights split otherwise."""
+    return replace(
+        memory,
+        parameters_bytes=memory.parameters_bytes + other.parameters_bytes,
+        gradients_bytes=memory.gradients_bytes + other.gradients_bytes,
+        optimizer_states_bytes=memory.optimizer_states_bytes + other.optimizer_states_bytes,
+        update_temporary_bytes=memory.update_temporary_bytes + other.update_temporary_bytes,
+    )
+
+
 def rank_memory(
     num_parameters: int,
     state: StateBytes,

@@ -104,7 +104,12 @@ def _count_routing_biases(model: AnyModel) -> int:
 
 
 def parameters_by_kind(
-    model: AnyModel, *, tp: int = 1, vocab_size: int | None = None
+    model: AnyModel,
+    *,
+    tp: int = 1,
+    vocab_size: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
 ) -> dict[BlockKind, int]:
     """Return the parameters one tp rank holds of a block of each kind.
 
@@ -113,6 +118,8 @@ def parameters_by_kind(
         tp: Tensor-parallel degree.
         vocab_size: As for `parameter_tensors`; pass `padded_vocab_size` where
             the stack pads.
+        ep: As for `local_shape`.
+        etp: As for `local_shape`.
 
     Raises:
         PlanError: If heads or MLP width cannot be split over tp ranks.
@@ -124,23 +131,57 @@ def parameters_by_kind(
     """
     counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
-        counts[tensor.block] += prod(local_shape(model, tensor, tp=tp))
+        counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
     return counts
 
 
-def local_shape(model: AnyModel, tensor: ParameterTensor, *, tp: int) -> tuple[int, ...]:
-    """Return the shape of one tp rank's part of a tensor.
+def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dict[BlockKind, int]:
+    """Return the parameters of routed experts that one rank holds of a layer of each kind.
+
+    None where experts are not divided among ranks: then all that hold the rest hold them, too.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> expert_parameters(load_model("mixtral-8x7b"), 2, 8, 1)
+    {'expert layer': 176160768}
+    """
+    counts: Counter[BlockKind] = Counter()
+    if ep == 1:
+        return counts
+    for tensor in filter(is_expert, parameter_tensors(model)):
+        counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
+    return dict(counts)
+
+
+def is_expert(tensor: ParameterTensor) -> bool:
+    """Return whether a tensor holds a weight of each of a layer's routed experts."""
+    return len(tensor.shape) == EXPERT_WEIGHT_DIMS
+
+
+def local_shape(
+    model: AnyModel, tensor: ParameterTensor, *, tp: int, ep: int = 1, etp: int | None = None
+) -> tuple[int, ...]:
+    """Return the shape of one rank's part of a tensor.
 
     With fewer key-value heads than ranks each rank keeps one whole head, so
     keys and values are stored ``tp / num_kv_heads`` times, as in Megatron-LM.
     Of a vocabulary that is not padded the last ranks may have fewer rows, as in
     DTensor; this is the part of the first.
 
+    Args:
+        model: Whose tensor.
+        tensor: Unsplit.
+        tp: Ranks that split it.
+        ep: Ranks among which routed experts are divided.
+        etp: Ranks that split their widths; by default *tp*.
+
     Raises:
         PlanError: If the split dim is not divisible by *tp*.
     """
     if tp < 1:
         raise PlanError(f"tp={tp} must be >= 1")
+    if is_expert(tensor):
+        whole, tp = tensor.shape, tp if etp is None else etp
+        tensor = tensor._replace(shape=(whole[0] // ep, *whole[1:]))
     if tensor.tp_dim is None or tp == 1:
         return tensor.shape
     if not isinstance(model, ModelSpec):
@@ -165,12 +206,14 @@ def rank_tensors(model: AnyModel, tp: int, multiple: int) -> tuple[ParameterTens
     return parameter_tensors(model, vocab_size=padded_vocab_size(model, tp, multiple))
 
 
-def rank_parameters(model: AnyModel, tp: int, multiple: int) -> dict[BlockKind, int]:
-    """Return the parameters one tp rank holds of a block of each kind, vocabulary padded."""
+def rank_parameters(
+    model: AnyModel, tp: int, multiple: int, ep: int = 1, etp: int | None = None
+) -> dict[BlockKind, int]:
+    """Return the parameters one rank holds of a block of each kind, vocabulary padded."""
     if not isinstance(model, ModelSpec):
         return parameters_by_kind(model, tp=tp)
     vocab_size = padded_vocab_size(model, tp, multiple)
-    return parameters_by_kind(model, tp=tp, vocab_size=vocab_size)
+    return parameters_by_kind(model, tp=tp, vocab_size=vocab_size, ep=ep, etp=etp)
 
 
 def buffer_bytes(model: AnyModel) -> tuple[int, ...]:

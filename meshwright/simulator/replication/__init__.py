@@ -2,12 +2,10 @@
 
 from meshwright.simulator.replication.buckets import (
     EndUnits,
-    StagePart,
     bucket_limit,
     bucket_parts,
     is_tied,
     keeps_last_layer,
-    part_gathers,
     stage_bucket_limit,
     unit_shards,
     used_map_bytes,
@@ -15,9 +13,11 @@ from meshwright.simulator.replication.buckets import (
 from meshwright.simulator.replication.cast_memory import bucket_cast_peak
 from meshwright.simulator.replication.data_parallel import (
     FP32_UPDATE_TRAFFIC_BYTES,
+    HeldParameters,
     Replication,
     WireBytes,
     buffer_copies,
+    held_parameters,
     replication_of,
     spread,
     stage_parameters,
@@ -25,11 +25,13 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
+from meshwright.simulator.replication.parts import StagePart, part_gathers
 from meshwright.simulator.replication.reductions import reduced_parts
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",
     "EndUnits",
+    "HeldParameters",
     "Replication",
     "StagePart",
     "WireBytes",
@@ -37,6 +39,7 @@ __all__ = [
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",
+    "held_parameters",
     "is_tied",
     "keeps_last_layer",
     "part_gathers",

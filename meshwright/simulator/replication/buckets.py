@@ -16,44 +16,19 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Kernels, StackProfile, Units
 from meshwright.simulator.blocks import BlockShape, fuses_qkv, spelling_of
-from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
-    EXPERT_WEIGHT_DIMS,
     HEAD,
     BlockKind,
     BlockRun,
     ParameterTensor,
-    local_shape,
+    is_expert,
     rank_tensors,
 )
-from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
-from meshwright.simulator.schedules import NO_REFETCHES, Refetches
+from meshwright.simulator.replication.data_parallel import stage_parameters
+from meshwright.simulator.replication.parts import GradientBucket, StagePart, cut_at
 
 USED_BYTES = 4  # an int32 for each tensor
-
-
-class GradientBucket(NamedTuple):
-    """Gradients that are reduced together, and the block whose backward completes them.
-
-    ``place`` counts the blocks of the stage from 0, in model order.
-    """
-
-    num_parameters: int
-    place: int
-
-
-class StagePart(NamedTuple):
-    """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
-
-    In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
-    forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
-    a forward pass and its backward.
-    """
-
-    stage: Stage
-    buckets: tuple[int, ...]
-    stays: bool = False
 
 
 def bucket_limit(stack: StackProfile, dp: int) -> int:
@@ -80,7 +55,7 @@ def stage_bucket_limit(shape: BlockShape, stage: Stage, dp: int) -> int:
 
 
 def gradient_buckets(
-    shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
+    shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True, experts: bool = False
 ) -> tuple[GradientBucket, ...]:
     """Return the buckets of *stage* in the order in which backward completes them.
 
@@ -89,6 +64,7 @@ def gradient_buckets(
         stage: Whose gradients.
         dp: Data-parallel ranks.
         shards: Each rank keeps a part of the optimizer's states alone.
+        experts: Those of experts that other ranks than those of a replica hold, not the others.
     """
     usual = stage_bucket_limit(shape, stage, dp)
     # DDP's first bucket is small, so that an all-reduce starts sooner.
@@ -96,8 +72,9 @@ def gradient_buckets(
     buckets: list[GradientBucket] = []
     num_filled = 0
     last = stage.num_blocks - 1
-    arriving = [(place, size) for place, sizes in _backward_blocks(shape, stage) for size in sizes]
-    apart = _shared_table(shape, stage, len(arriving)) if shards else None
+    blocks = _backward_blocks(shape, stage, experts=experts)
+    arriving = [(place, size) for place, sizes in blocks for size in sizes]
+    apart = _shared_table(shape, stage, len(arriving)) if shards and not experts else None
     for index, (place, size) in enumerate(arriving):
         if index == apart and num_filled:
             # A bucket of its own begins and ends with the table: close the one before.
@@ -149,10 +126,12 @@ def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | No
     return 0 if stage.has_head else num_tensors - 1
 
 
-def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, list[int]]]:
+def _backward_blocks(
+    shape: BlockShape, stage: Stage, *, experts: bool = False
+) -> Iterator[tuple[int, list[int]]]:
     """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
-    sizes = _arriving_sizes(shape)
-    if shape.tied_parameters and not stage.has_embedding:
+    sizes = _arriving_sizes(shape, experts=experts)
+    if shape.tied_parameters and not stage.has_embedding and not experts:
         sizes = {**sizes, HEAD: [shape.tied_parameters, *sizes[HEAD]]}
     place = stage.num_blocks
     for kind, count in reversed(stage.blocks):
@@ -163,10 +142,9 @@ def _backward_blocks(shape: BlockShape, stage: Stage) -> Iterator[tuple[int, lis
 
 def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, as its module lists them."""
-    model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
     for name, group in _modules(shape):
-        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in group]
+        local = [prod(shape.local_shape(tensor)) for tensor in group]
         widths = _separate_widths(shape, name) or (1,)
         whole = sum(widths)
         sizes[group[0].block] += [s * width // whole for width in reversed(widths) for s in local]
@@ -181,23 +159,23 @@ def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
 
 
 @lru_cache  # of each shape every stage asks, and a search asks for thousands of stages
-def _arriving_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
+def _arriving_sizes(shape: BlockShape, *, experts: bool) -> Mapping[BlockKind, list[int]]:
     """Return the parameters of each tensor of a block of each kind, last first.
 
     Where products are separate, so are their weights. PyTorch's own modules give them in the order
     in which autograd finishes gradients: of each layer its bias first, of a norm its weight. Under
     autocast the weight that is cast last, behind the bias, comes first.
     """
-    model, tp = shape.trained, shape.tp
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
     for _, module in reversed(_modules(shape)):
-        local = [prod(local_shape(model, tensor, tp=tp)) for tensor in reversed(module)]
+        if shape.expert_parameters and is_expert(module[0]) is not experts:
+            continue
+        local = [prod(shape.local_shape(tensor)) for tensor in reversed(module)]
         if not shape.stack.megatron_layers:
             local = _separate(shape, module, local)
-        elif len(module[0].shape) == EXPERT_WEIGHT_DIMS:  # each expert has a weight of its own
-            local = [
-                size // module[0].shape[0] for size in local for _ in range(module[0].shape[0])
-            ]
+        elif is_expert(module[0]):  # each expert has a weight of its own
+            num = shape.local_shape(module[0])[0]
+            local = [size // num for size in local for _ in range(num)]
         sizes[module[0].block] += local
     return sizes
 
@@ -249,18 +227,10 @@ def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where `gradient_buckets` are complete, in model order."""
-    return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards))
-
-
-def cut_at(stage: Stage, buckets: tuple[GradientBucket, ...]) -> tuple[StagePart, ...]:
-    """Return *stage* cut where *buckets* are complete, in model order."""
-    parts: list[StagePart] = []
-    end = stage.num_blocks
-    for first, completed in groupby(buckets, key=lambda bucket: bucket.place):
-        bucket_sizes = tuple(bucket.num_parameters for bucket in completed)
-        parts.append(StagePart(stage.part(first, end), bucket_sizes))
-        end = first
-    return tuple(reversed(parts))
+    of_experts: tuple[GradientBucket, ...] = ()
+    if shape.expert_parameters:
+        of_experts = gradient_buckets(shape, stage, dp, shards=shards, experts=True)
+    return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards), of_experts)
 
 
 def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[StagePart, ...]:
@@ -372,12 +342,11 @@ def unit_shards(
 
 def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
-    model, tp = shape.trained, shape.tp
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
-    for tensor in rank_tensors(model, tp, shape.stack.vocabulary_multiple):
-        rows, *rest = local_shape(model, tensor, tp=tp)
+    for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
+        rows, *rest = shape.local_shape(tensor)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
         weights = [(part, prod(rest)) for part in parts]
         if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
@@ -385,16 +354,3 @@ def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
         yield from weights * num_blocks[tensor.block]
     if unit.has_head and not unit.has_embedding and shape.tied_parameters:
         yield shape.local_vocab_size, shape.model.hidden_size
-
-
-def part_gathers(
-    part: StagePart,
-    replication: Replication,
-    num_microbatches: int,
-    refetches: Refetches = NO_REFETCHES,
-) -> int:
-    """Return how often the parameters of *part* are gathered in a step."""
-    stays = part.stays or not replication.reshards
-    return num_gathers(
-        num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches
-    )

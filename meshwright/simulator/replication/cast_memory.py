@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import FULLNESS, BlockBytes, LateGradients, PassPeak
 from meshwright.simulator.model import EMBEDDING, BlockKind
-from meshwright.simulator.replication.buckets import StagePart
+from meshwright.simulator.replication.parts import StagePart
 
 
 def bucket_cast_peak(
@@ -35,7 +35,7 @@ def bucket_cast_peak(
     for part, level in zip(reversed(parts), _levels(sizes, stage, parts), strict=True):
         behind = part.stage.part(1, part.stage.num_blocks)
         made = 0 if late is None else late.total_bytes(behind)
-        here = PassPeak(level + max(map(cast_bytes, part.buckets)), absent - made)
+        here = PassPeak(level + max(map(cast_bytes, part.all_buckets)), absent - made)
         peak = max(peak, here, key=FULLNESS)
         absent -= 0 if late is None else late.total_bytes(part.stage)
     return peak

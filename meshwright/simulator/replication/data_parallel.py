@@ -7,11 +7,14 @@ from meshwright.hwprofiles import CollectiveOp, Offload, ParameterGather, Precis
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.layout import (
+    REPLICATED,
     STACKS_OWN,
     Axis,
     Casts,
+    ExpertAxis,
     GroupSpan,
     Mesh,
+    MeshAxis,
     ParallelPlan,
     Stage,
     casts_of,
@@ -50,10 +53,18 @@ class Replication(NamedTuple):
     offload: Offload = Offload.NONE
     keeps_units: bool = False
     finds_unused: bool = False
+    axis: MeshAxis = Axis.DP
+    experts: "Replication | None" = None
+    """That of routed experts, where other ranks than those of a replica hold the same ones."""
 
     @property
-    def dp(self) -> int:
-        """Data-parallel degree."""
+    def has_replicas(self) -> bool:
+        """Whether gradients of some weights are reduced."""
+        return self.dp_cp > 1 or (self.experts is not None and self.experts.dp_cp > 1)
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks over which gradients are reduced: data- and context-parallel ones."""
         return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
 
     @property
@@ -127,12 +138,12 @@ class Replication(NamedTuple):
 def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
-    Shards lie on neighbouring data-parallel ranks, replicas of them further apart.
+    Shards lie on neighbouring ranks, replicas of them further apart.
     """
     usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
-    replicas = plan.dp // plan.num_shards
-    stride = mesh.stride(Axis.DP)
-    return Replication.of(
+    replicas = plan.dp_cp // plan.num_shards
+    stride = mesh.stride(REPLICATED[0])
+    found = Replication.of(
         plan.zero_stage,
         mesh.span_of(stride, plan.num_shards),
         replica_span=mesh.span_of(stride * plan.num_shards, replicas) if replicas > 1 else None,
@@ -146,6 +157,13 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         keeps_units=stack.is_fully_sharded and plan.pp > 1,
         finds_unused=plan.find_unused,
     )
+    if plan.ep == 1:
+        return found
+    # Weights of experts have buffers and optimizers of their own (core/distributed and
+    # core/optimizer of Megatron-Core 0.16: parameters whose `allreduce` is not set).
+    span, each = mesh.span(ExpertAxis.EDP), found.reduces_each_microbatch
+    shards = Shards.of(span.num_ranks, plan.zero_stage, reduces_each_microbatch=each)
+    return found._replace(experts=found._replace(span=span, shards=shards, axis=ExpertAxis.EDP))
 
 
 class WireBytes(NamedTuple):
@@ -227,21 +245,45 @@ def buffer_copies(
     return BufferCopies(out.time_ps, into.time_ps)
 
 
+class HeldParameters(NamedTuple):
+    """Parameters of a rank: what its replicas hold, too, and experts that other ranks hold."""
+
+    of_replicas: int
+    of_experts: int = 0
+
+    def by_holders(self, replication: Replication) -> list[tuple[int, Replication]]:
+        """Return each with the ranks that hold the same."""
+        found = [(self.of_replicas, replication)]
+        if replication.experts is not None:
+            found.append((self.of_experts, replication.experts))
+        return found
+
+
 def update_cost(
     costs: CostModel,
-    num_parameters: int,
+    held: HeldParameters,
     wire: WireBytes,
     replication: Replication,
     cast_bytes: int = 0,
 ) -> PhaseCost:
-    """Return the time of the optimizer on one rank's share of *num_parameters*.
+    """Return the time of the optimizer on one rank's share of what it has *held*.
 
     *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
     """
     # Rounded up: ranks whose shard is full decide when a step ends.
-    share = -(-num_parameters // replication.shards.optimizer)
+    share = sum(
+        -(-count // holders.shards.optimizer) for count, holders in held.by_holders(replication)
+    )
     cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
+
+
+def held_parameters(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameters:
+    """Return the parameters of a rank that holds *stages*, by who else holds them."""
+    counts, experts = shape.expert_parameters, 0
+    if counts:
+        experts = sum(n * counts.get(kind, 0) for stage in stages for kind, n in stage.blocks)
+    return HeldParameters(sum_parameters(shape, stages) - experts, experts)
 
 
 def sum_layers(stages: Sequence[Stage]) -> int:

@@ -7,13 +7,12 @@ from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.replication.buckets import (
-    StagePart,
     bucket_parts,
-    cut_at,
     listed_buckets,
     unit_parts,
 )
 from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
+from meshwright.simulator.replication.parts import StagePart, cut_at
 
 
 def reduced_parts(
@@ -25,14 +24,14 @@ def reduced_parts(
     the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
     rank's gradients, if there are other replicas, are reduced as one after the last pass.
     """
-    if replication.dp == 1 and replication.offload is Offload.NONE:
+    if not replication.has_replicas and replication.offload is Offload.NONE:
         return ()
     if replication.gathers_units:
         return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
     if replication.finds_unused:
         return cut_at(stage, listed_buckets(shape, stage))
     if replication.in_units or shape.stack.overlap_gradient_reduce:
-        return bucket_parts(shape, stage, replication.dp, shards=replication.zero_stage > 0)
+        return bucket_parts(shape, stage, replication.dp_cp, shards=replication.zero_stage > 0)
     if replication.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()

@@ -10,7 +10,7 @@ from meshwright.hwprofiles import Offload, Source, StackProfile
 from meshwright.simulator.blocks import weight_copy_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
-from meshwright.simulator.layout import Axis, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
     FULLNESS,
@@ -22,10 +22,12 @@ from meshwright.simulator.memory import (
     stage_messages,
     virtual_stage_memory,
     with_copies,
+    with_states,
     with_workspace,
 )
 from meshwright.simulator.replication import (
     bucket_cast_peak,
+    held_parameters,
     sum_layers,
     sum_parameters,
     unit_shards,
@@ -130,7 +132,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         num_microbatches=setting.num_microbatches,
         blocking_messages=not stack.overlap_p2p,
         # Both through the node's cards, or both inside it: else they use different links.
-        shared_port=overlaps and setting.mesh.span(Axis.DP).crosses_nodes == messages_cross,
+        shared_port=overlaps and setting.mesh.span(*REPLICATED).crosses_nodes == messages_cross,
         prefetches=stack.prefetches_units,
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
@@ -186,16 +188,21 @@ def _memory_of_stages(
     stages: tuple[Stage, ...],
     virtual_stages: tuple[VirtualStageMemory, ...],
 ) -> RankMemory:
-    shape, shards = context.setting.shape, context.setting.replication.shards
-    num_parameters = sum_parameters(shape, stages)
-    memory = rank_memory(num_parameters, context.host.state, virtual_stages, shards=shards)
+    shape, replication = context.setting.shape, context.setting.replication
+    held = held_parameters(shape, stages)
+    memory, *others = (
+        rank_memory(count, context.host.state, virtual_stages, shards=holders.shards)
+        for count, holders in held.by_holders(replication)
+    )
+    for each in others:
+        memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
     if context.setting.parts[stages[0]]:
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
     # takes the place of what the update needs, not of what a pass does.
-    at_end = max(memory.update_temporary_bytes, _cast_bytes(context, num_parameters))
+    at_end = max(memory.update_temporary_bytes, _cast_bytes(context, sum(held)))
     return replace(memory, update_temporary_bytes=at_end)
 
 
@@ -219,7 +226,7 @@ def _with_casts(
 ) -> VirtualStageMemory:
     """Return *virtual_stage* with buckets of gradients that are cast for the wire, if any are."""
     parts = context.setting.parts[stage]
-    largest = max((size for part in parts for size in part.buckets), default=0)
+    largest = max((size for part in parts for size in part.all_buckets), default=0)
     if not _cast_bytes(context, largest):
         return virtual_stage
     if context.setting.replication.in_units:
@@ -240,6 +247,6 @@ def _with_casts(
 def _cast_bytes(context: StepContext, num_parameters: int) -> int:
     """Return what holds gradients that are reduced together in another format than their own."""
     casts, replication = context.setting.wire.casts, context.setting.replication
-    if casts is None or replication.dp == 1:
+    if casts is None or replication.dp_cp == 1:
         return 0
     return casts.buffer_bytes(num_parameters, replication.shards.gradients)

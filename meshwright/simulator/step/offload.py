@@ -19,6 +19,7 @@ from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
+    HeldParameters,
     Replication,
     StagePart,
     WireBytes,
@@ -217,15 +218,15 @@ def host_share(side: HostSide, setting: StepSetting, pp_rank: int, work: RankWor
     return Fraction(host_ps, busy_ps)
 
 
-def rank_update_cost(side: HostSide, num_parameters: int, cast_bytes: int) -> PhaseCost:
+def rank_update_cost(side: HostSide, held: HeldParameters, cast_bytes: int) -> PhaseCost:
     """Return the time of the optimizer on one rank's share, wherever it runs.
 
     *cast_bytes* is the traffic of casting the rank's weights on the device after it.
     """
     costs, wire, _, replication = side
     if replication.offload is Offload.NONE:
-        return update_cost(costs, num_parameters, wire, replication, cast_bytes)
-    parts = (host_update_cost(costs, num_parameters, replication), costs.memory_traffic(cast_bytes))
+        return update_cost(costs, held, wire, replication, cast_bytes)
+    parts = (host_update_cost(costs, sum(held), replication), costs.memory_traffic(cast_bytes))
     return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
 
 

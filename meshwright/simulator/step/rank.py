@@ -19,7 +19,7 @@ from meshwright.simulator.ledger import (
 )
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import buffer_copies, sum_layers, sum_parameters
+from meshwright.simulator.replication import buffer_copies, held_parameters, sum_layers
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 
 
@@ -108,16 +108,16 @@ def _priced_rank(
         stage: _virtual_stage_work(context, stage, entries, hops, passes[stage])
         for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
-    parameters = sum_parameters(setting.shape, stages)
+    held = held_parameters(setting.shape, stages)
     cast_bytes = step_cast_bytes(setting.shape, sum_layers(stages))
-    update = rank_update_cost(context.host, parameters, cast_bytes)
+    update = rank_update_cost(context.host, held, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,
         sums_ps=closing[Moment.SUMS].time_ps,
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
         optimizer_ps=update.time_ps,
-        gather_ps=copy_back_ps(context.host, parameters) + closing[Moment.UPDATED].time_ps,
+        gather_ps=copy_back_ps(context.host, sum(held)) + closing[Moment.UPDATED].time_ps,
     )
     return PricedRank(work, update, closing, price(costs, first.collectives).source)
 

@@ -64,7 +64,7 @@ def _check_program(saved: "SavedPlan") -> None:
     check_torch()
     from meshwright.validate.programs import check_program
 
-    check_program(saved.stack)
+    check_program(saved.stack, saved.plan)
 
 
 def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":

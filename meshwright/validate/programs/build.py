@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from meshwright.hwprofiles import Kernels, StackProfile, suggestion
-from meshwright.simulator import ModelSpec, PlanError, TrainingJob
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -29,19 +29,21 @@ def build_program(request: ProgramRequest) -> RankProgram:
     Raises:
         PlanError: If no program stands for the stack, or it cannot express the plan.
     """
-    check_program(request.stack)
+    check_program(request.stack, request.plan)
     check_layers(request.job)
     return PROGRAMS[request.stack.name](request)
 
 
-def check_program(stack: StackProfile) -> None:
-    """Raise PlanError if no program stands for *stack*, or its layers run otherwise.
+def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None:
+    """Raise PlanError if no program stands for *stack* and *plan*, or layers run otherwise.
 
     The programs' kernels are fused; compiled, without autocast, as much is kept.
     """
     if stack.name not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
+    if plan is not None and plan.cp > 1:
+        raise PlanError(f"cp={plan.cp} has no PyTorch program; allowed: 1")
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(

@@ -165,6 +165,7 @@ class PublishedRun(_ModelRow):
 
     global_batch_size: Count
     pp: Count
+    cp: Count = 1
     dp: Count
     vpp: Count
     schedule: Text
@@ -208,6 +209,7 @@ class PublishedRun(_ModelRow):
         return ParallelPlan(
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             dp=self.dp,
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,

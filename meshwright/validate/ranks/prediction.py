@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, StepResult, get_schedule, simulate
+from meshwright.simulator import ParallelPlan, PlanError, StepResult, get_schedule, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,
     HostTraffic,
@@ -108,6 +108,8 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
     Raises:
         PlanError: If the plan cannot be simulated.
     """
+    if saved.plan.cp > 1:
+        raise PlanError(f"cp={saved.plan.cp} is not compared with counts; allowed: 1")
     result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
     of_stage: dict[int, RankPrediction] = {}
     predictions = {}

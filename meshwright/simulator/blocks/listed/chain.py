@@ -4,6 +4,7 @@ from meshwright.simulator.graph import (
     Block,
     Dim,
     Linear,
+    Placement,
     Reads,
     Size,
     Tensor,
@@ -28,7 +29,7 @@ def end(block: Block, model: ChainModel, num_rows: Size, *, is_first: bool) -> T
 def linear_layer(block: Block, kind: LinearLayer, num_rows: Size) -> Tensor:
     """Write a layer of *kind* for a batch of rows down; return what goes into it."""
     inputs, outputs = Dim("inputs", kind.inputs), Dim("outputs", kind.outputs)
-    at = {Axis.TP: inputs} if kind.split == "rows" else {}
+    at: Placement = {Axis.TP: inputs} if kind.split == "rows" else {}
     x = block.tensor("rows", Dim("rows", num_rows), inputs, at=at)
     with block.part("layer"), block.module(x):
         y = _multiplied(block, x, outputs, kind)

@@ -1,6 +1,8 @@
 """Parts of a transformer's layer in the place of the usual ones: a file a part."""
 
+from meshwright.simulator.blocks.parts.context import context_parallel
 from meshwright.simulator.blocks.parts.experts import routed
 from meshwright.simulator.blocks.parts.latent import latent_attention
+from meshwright.simulator.blocks.parts.routing import ExpertMesh
 
-__all__ = ["latent_attention", "routed"]
+__all__ = ["ExpertMesh", "context_parallel", "latent_attention", "routed"]

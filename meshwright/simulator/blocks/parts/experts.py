@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
 from meshwright.simulator.blocks.parts.pytorch_experts import torchtitan, transformers
-from meshwright.simulator.blocks.parts.routing import RoutedDims
+from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
 from meshwright.simulator.graph import Block, Placement, Tensor, place
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts
@@ -14,7 +14,12 @@ Shared: TypeAlias = Callable[[Block, Tensor], Tensor]
 
 
 def routed(
-    block: Block, x: Tensor, experts: Experts, outside: Placement, shared: Shared | None
+    block: Block,
+    x: Tensor,
+    experts: Experts,
+    mesh: ExpertMesh,
+    outside: Placement,
+    shared: Shared | None,
 ) -> Tensor:
     """Return what routed and shared experts make of normalised tokens.
 
@@ -22,10 +27,11 @@ def routed(
         block: Where it is written down.
         x: Tokens.
         experts: Their sizes.
+        mesh: Ranks that share them.
         outside: Where tokens lie outside of tensor-parallel regions.
         shared: Writes the shared experts, if there are any.
     """
-    dims = RoutedDims.of(x, experts)
+    dims = RoutedDims.of(x, experts, mesh)
     with block.module(x):
         if block.lowering.fuses_places:
             return megatron(block, x, experts, dims, shared)

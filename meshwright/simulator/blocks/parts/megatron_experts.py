@@ -1,6 +1,7 @@
 """Routed experts as Megatron-Core dispatches and runs them, with an axis that splits widths.
 
-Tokens are sorted by expert on their own rank, then all ranks of the axis gather each other's
+Tokens are sorted by expert on their own rank and sent to the ranks with these experts, all ranks of
+an expert gather each other's, and a rank with several experts sorts them once more
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
@@ -11,6 +12,7 @@ from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    exchanged,
     grouped,
     logits_of,
     moved,
@@ -21,7 +23,6 @@ from meshwright.simulator.blocks.parts.routing import (
 )
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
-    PARTIAL,
     Block,
     Dim,
     Gradient,
@@ -37,7 +38,6 @@ from meshwright.simulator.graph import (
     product,
     view,
 )
-from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts
 
 Shared = Callable[[Block, Tensor], Tensor]
@@ -78,12 +78,13 @@ def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> T
 
 
 def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
-    """Tell all ranks of the axis how many rows each has for each expert."""
-    if Axis.TP not in block.mesh:
+    """Tell all ranks that share the experts how many rows each has for each of them."""
+    axis = dims.mesh.told
+    if axis not in block.mesh:
         return shares
-    size = NUMBER_BYTES * dims.experts.size * block.mesh[Axis.TP]
+    size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
     told = shares.like(shares.name, base=shares.storage)
-    gather = Transfer(CollectiveOp.ALL_GATHER, Axis.TP, size)
+    gather = Transfer(CollectiveOp.ALL_GATHER, axis, size)
     return block.add([shares], [told], [Gradient(shares, hands_on=True)], gather)
 
 
@@ -101,25 +102,54 @@ def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tens
     rows = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(row_map,)), at)
     weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers((row_map,)), at)
     given = rows
-    whole: Placement = {axis: dim for axis, dim in at.items() if dim is not dims.rows}
-    rows, weights = (place(block, each, whole) for each in (rows, weights))
-    rows = moved(block, rows, "sorted rows", rows.dims)
-    weights = moved(block, weights, "sorted weights", weights.dims)
+    arrived = [exchanged(block, each, dims) for each in (rows, weights)]
+    rows, weights = _sorted(block, arrived, dims)
     both = Dim("expert gate and up", 2 * dims.gate.size)
     inner = grouped(block, rows, both, dims, split=both)
     out = last_dim(inner, "activation", dims.inner)
     traffic = block.traffic(inner, out)
     gradients = [
         Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at),
-        Gradient(weights, (inner, weights), at=block.placed({Axis.TP: PARTIAL})),
+        Gradient(weights, (inner, weights), at=dims.partial(block)),
     ]
     inner = block.add([inner, weights], [out], gradients, traffic)
     made = grouped(block, inner, hidden, dims, split=dims.inner)
-    outputs = made
-    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
-    block.hold(outputs)
-    block.hold(given, rows)
+    made = _returned(block, made, rows, at, dims)
+    block.hold(given, arrived[0])
     return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
+
+
+def _sorted(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tensor]:
+    """Return rows and weights of all ranks of an expert in the order of a rank's experts."""
+    found = []
+    for each in arrived:
+        whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.rows}
+        found.append(place(block, each, whole))
+    if dims.num_local == 1:
+        return found
+    names = "sorted rows", "sorted weights"
+    return [moved(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
+
+
+def _returned(
+    block: Block,
+    outputs: Tensor,
+    rows: Tensor,
+    at: Placement,
+    dims: RoutedDims,
+    counts: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """Return what experts made of *rows* on the ranks that these came from, in their order.
+
+    Numbers of rows by expert, *counts*, are put in the order of ranks for it.
+    """
+    made = outputs
+    if dims.num_local > 1:
+        turned = tuple(each.like(each.name) for each in counts)
+        made = moved(block, made, "unsorted rows", made.dims, Numbers(turned=turned))
+    made = place(block, made, at)
+    block.hold(outputs, rows)
+    return exchanged(block, made, dims)
 
 
 def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
@@ -131,40 +161,42 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
-    ranks = block.mesh.get(Axis.TP, 1)
-    told = Dim("experts of all ranks", dims.experts.size * ranks)
-    counts = shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES)
-    by_expert = shares.like("shares by expert")
-    views = [by_expert, mask, turned, counts]
+    by_expert, counts = shares.like("shares by expert"), _counts(block, shares, dims)
+    views = [by_expert, mask, turned, *counts]
     block.add([shares], views, [Gradient(shares, hands_on=True)])
     known = Numbers((by_expert, turned))
     weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
     order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
     given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
-    whole: Placement = {axis: dim for axis, dim in at.items() if dim is not dims.rows}
-    rows, sent = (place(block, each, whole) for each in (given, weights))
-    rows = moved(block, rows, "sorted rows", rows.dims)
-    sent = moved(block, sent, "sorted weights", sent.dims)
-    part = Dim("rows of an expert", dims.rows.size // dims.experts.size)
-    parts = [_rows(block, each, part, dims.experts) for each in (rows, sent)]
+    arrived = [exchanged(block, each, dims) for each in (given, weights)]
+    rows, sent = _sorted(block, arrived, dims)
+    part = Dim("rows of an expert", dims.rows.size // dims.num_local)
+    parts = [_rows(block, each, part, dims.num_local) for each in (rows, sent)]
     outs = [_expert(block, row, own, dims) for row, own in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.rows, hidden))
     back = [Gradient(each, hands_on=True) for each in outs]
     made = block.add(outs, [made], back, block.traffic(made, made))
     block.hold(*outs)
-    outputs = made
-    made = place(block, moved(block, made, "unsorted rows", made.dims), at)
-    block.hold(outputs)
-    block.hold(given, weights, rows)
+    in_other_order = counts if dims.mesh.told in block.mesh else ()
+    made = _returned(block, made, rows, at, dims, in_other_order)
+    block.hold(given, *arrived)
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
-    block.hold(made, shares, mask, counts)
+    block.hold(made, shares, mask, *counts)
     return out
 
 
-def _rows(block: Block, x: Tensor, own: Dim, experts: Dim) -> list[Tensor]:
+def _counts(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
+    """Return how many rows a rank with several experts gets for each, from each other rank."""
+    if dims.num_local == 1:
+        return ()
+    ranks = block.mesh.get(dims.mesh.told, 1) // dims.mesh.ranks
+    told = Dim("own experts by rank", dims.experts.size * ranks)
+    return (shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES),)
+
+
+def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:
     """Return views of each expert's rows; their gradients are put together again."""
     dims = (own, *x.dims[1:])
-    num = int(experts.size)
     views = [x.like(f"{x.name} of an expert", dims=dims, base=x.storage) for _ in range(num)]
     block.add([x], views, [Gradient(x)])
     return views
@@ -174,7 +206,7 @@ def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims) -> Tenso
     """Return what one expert makes of its rows: a gated MLP that weighs its activations."""
     hidden = x.dims[-1]
     both = Dim("gate and up", 2 * dims.gate.size)
-    inner = _linear(block, x, both, split=both)
+    inner = _linear(block, x, both, both, dims)
     gate, up = cut(block, inner, dims.gate, dims.up)
     opened = pointwise(block, "opened gate", gate)
     shifted = up.like("up shifted")
@@ -185,13 +217,14 @@ def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims) -> Tenso
     traffic = block.traffic(opened, made)
     gradients = [
         Gradient(opened, (opened, weights), (traffic, traffic)),
-        Gradient(weights, (opened, weights), at=block.placed({Axis.TP: PARTIAL})),
+        Gradient(weights, (opened, weights), at=dims.partial(block)),
     ]
     made = block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
-    return _linear(block, made, hidden, split=dims.inner)
+    return _linear(block, made, hidden, dims.inner, dims)
 
 
-def _linear(block: Block, x: Tensor, out: Dim, *, split: Dim) -> Tensor:
-    """Return the product of one expert's rows with its own weight, of which tp splits a dim."""
-    weight = block.weight(f"expert {out.name}.weight", out, x.dims[-1], at={Axis.TP: split})
+def _linear(block: Block, x: Tensor, out: Dim, split: Dim, dims: RoutedDims) -> Tensor:
+    """Return the product of one expert's rows with its own weight, of which a dim is split."""
+    at = {dims.mesh.split_on: split}
+    weight = block.weight(f"expert {out.name}.weight", out, x.dims[-1], at=at)
     return product(block, out.name, (x, weight), x.dims[0], out)

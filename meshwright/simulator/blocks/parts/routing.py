@@ -5,6 +5,7 @@ Routing is taken to be balanced: each expert gets ``tokens x k / E`` rows, round
 
 from typing import NamedTuple
 
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     PARTIAL,
@@ -18,6 +19,7 @@ from meshwright.simulator.graph import (
     Reads,
     Size,
     Tensor,
+    Transfer,
     cast,
     gradient_place,
     pointwise,
@@ -25,7 +27,7 @@ from meshwright.simulator.graph import (
     take,
     view,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import Experts
 
 INT32_BYTES = 4
@@ -38,8 +40,25 @@ class Taken(NamedTuple):
     numbers: Tensor
 
 
+class ExpertMesh(NamedTuple):
+    """Ranks that share the experts of a layer.
+
+    Args:
+        split_on: The axis that splits widths of experts: that of other layers, if as many ranks do.
+        told: The axis of all ranks that have parts of an expert, or other experts.
+        ranks: Ranks with different experts.
+    """
+
+    split_on: MeshAxis = Axis.TP
+    told: MeshAxis = Axis.TP
+    ranks: int = 1
+
+
 class RoutedDims(NamedTuple):
-    """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths."""
+    """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths.
+
+    ``rows`` are those that the ranks of an expert compute, if they have equally many.
+    """
 
     experts: Dim
     chosen: Dim
@@ -48,21 +67,30 @@ class RoutedDims(NamedTuple):
     gate: Dim
     up: Dim
     inner: Dim
+    mesh: ExpertMesh
 
     @classmethod
-    def of(cls, x: Tensor, experts: Experts) -> "RoutedDims":
-        """Return the dims of *experts* behind tokens *x*."""
+    def of(cls, x: Tensor, experts: Experts, mesh: ExpertMesh) -> "RoutedDims":
+        """Return the dims of *experts* on *mesh* behind tokens *x*."""
         tokens: Size = x.dims[0].size * x.dims[1].size
-        width = experts.hidden_size
+        width, rows = experts.hidden_size, tokens * experts.experts_per_token
+        if mesh.split_on is not Axis.TP:  # a rank's own tokens, of each rank of an expert
+            rows = rows // x.mesh.get(Axis.TP, 1) * x.mesh.get(mesh.split_on, 1)
         return cls(
             experts=Dim("experts", experts.num_experts),
             chosen=Dim("chosen experts", experts.experts_per_token),
             tokens=Dim("tokens of all sequences", tokens),
-            rows=Dim("rows", tokens * experts.experts_per_token),
+            rows=Dim("rows", rows),
             gate=Dim("expert gate", width),
             up=Dim("expert up", width),
             inner=Dim("expert inner", width),
+            mesh=mesh,
         )
+
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank."""
+        return int(self.experts.size) // self.mesh.ranks
 
     def flat(self, block: Block, x: Tensor) -> Tensor:
         """Return tokens *x* with one dim for tokens and sequences."""
@@ -70,7 +98,14 @@ class RoutedDims(NamedTuple):
 
     def rows_at(self, flat: Tensor) -> Placement:
         """Return where the rows of a rank's own tokens lie."""
+        split_on = self.mesh.split_on
+        if split_on is not Axis.TP:
+            return {split_on: self.rows} if split_on in flat.mesh else {}
         return {axis: self.rows if dim is self.tokens else dim for axis, dim in flat.at.items()}
+
+    def partial(self, block: Block) -> Placement:
+        """Return where a sum over the widths of experts lies."""
+        return block.placed({self.mesh.split_on: PARTIAL})
 
 
 def score(block: Block, logits: Tensor) -> Tensor:
@@ -115,10 +150,17 @@ def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tenso
 
 
 class Numbers(NamedTuple):
-    """Numbers of rows that backward reads: some that are there, and some that are made."""
+    """Numbers of rows.
+
+    Args:
+        read: By backward, of those that are there.
+        made: Such that backward reads.
+        turned: Such that live while rows are moved.
+    """
 
     read: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
+    turned: tuple[Tensor, ...] = ()
 
 
 NO_NUMBERS = Numbers()
@@ -147,7 +189,18 @@ def moved(
     # A gradient that is a sum over ranks stays one where rows stay where they are.
     back = None if out.at == x.at else gradient_place(x.at)
     gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
-    return block.add([x], [out, *known.made], [gradient], traffic)
+    return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
+
+
+def exchanged(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return rows that other ranks sent to this one's experts, or back; gradients go as they came.
+
+    Each rank sends as many as it gets.
+    """
+    if dims.mesh.ranks == 1:
+        return x
+    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, x.nbytes)
+    return block.add([x], [x.like(f"{x.name} exchanged")], [Gradient(x, work=(call,))], call)
 
 
 def grouped(
@@ -168,16 +221,18 @@ def grouped(
         x: Rows, of which there may be more than are computed.
         out: Outputs.
         dims: Experts, and rows that are computed.
-        split: The dim of the weight that axis tp splits.
+        split: The dim of the weight that ranks of an expert split.
         reads: Where each expert's rows begin, which backward reads, too.
     """
     experts, inputs = dims.experts, x.dims[-1]
-    weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at={Axis.TP: split})
+    axis, ranks = dims.mesh.split_on, dims.mesh.ranks
+    at = {axis: split, ExpertAxis.EP: experts}
+    weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
     made_at, back_at = (
-        block.placed({Axis.TP: PARTIAL if each is not split else split}) for each in (out, inputs)
+        block.placed({axis: PARTIAL if each is not split else split}) for each in (out, inputs)
     )
     made = x.like(out.name, dims=(x.dims[0], out), at=made_at, width=block.width)
-    rows, num = -(-dims.rows.size // experts.size), experts.size
+    rows, num = -(-dims.rows.size * ranks // experts.size), experts.size // ranks
     n, k = weight.sizes[out], weight.sizes[inputs]
     gradients = [
         Gradient(x, (weight, *reads), (Product(rows, k, n, num),), at=back_at),

@@ -1,0 +1,218 @@
+"""Attention of ranks that hold parts of the same sequences: by a ring, a gather or a swap.
+
+What travels, what is kept and what lives meanwhile is as in Transformer Engine 2 with fp16 or bf16
+attention (pytorch/attention/dot_product_attention/context_parallel.py), or as in PyTorch 2.13
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py).  Of causal attention each
+rank has an early and a late part of the tokens, so that all have the same work in every step; of
+corrections the last rank has most, and the others wait for it.
+"""
+
+from collections.abc import Callable
+
+from meshwright.hwprofiles import CollectiveOp, ContextParallel
+from meshwright.simulator.graph import (
+    STATISTIC_BYTES,
+    Beside,
+    Block,
+    Dim,
+    Exchange,
+    Gradient,
+    Heads,
+    Size,
+    Tensor,
+    Traffic,
+    Transfer,
+    attended,
+    copy,
+    flash,
+    larger,
+    several,
+)
+from meshwright.simulator.layout import Axis
+
+PASSES_OF_SWAP = 4  # laid out by ranks before, and in order after: each is read and written
+
+
+def context_parallel(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: Heads,
+    way: ContextParallel,
+) -> Tensor:
+    """Return attention of this rank's queries to the keys and values of all ranks."""
+    ways = _ENGINES if block.lowering.copies_operands else _PYTORCHS
+    with block.one_node(fused=True):
+        return ways[way](block, query, key, value, heads)
+
+
+def _ring(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention to keys and values that go around in one tensor (AttnFuncWithCPAndKVP2P).
+
+    Forward keeps what came last; from there backward sends them around again, with what has been
+    summed of their gradients behind them: in the first step there is none, in the last no more than
+    that.  All buffers and outputs of steps live until the outputs are put together.
+    """
+    ranks = heads.ranks
+    pair = _pair(key)
+    slopes = [Gradient(each, hands_on=True) for each in (key, value)]
+    block.add([key, value], [pair], slopes, block.traffic(pair, pair))
+    steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
+    moves = [(pair.nbytes, ranks - 1)], [(pair.nbytes, 2), (2 * pair.nbytes, ranks - 2)]
+    forward, backward = (
+        [Exchange(CollectiveOp.P2P, Axis.CP, size, count) for size, count in each] for each in moves
+    )
+    out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
+    # The first step's part is read and written, each other one is added to the sum.
+    put_together = Traffic(out * (3 * ranks - 1))
+    # Beside a copy of the pair: of earlier tokens the first half of the keys has a gradient.
+    summed = Traffic(out * (3 * ranks - 1) + of_keys * (3 * (ranks + 1) // 2 + 2))
+    lives = (
+        [_times(pair, others), _times(query, steps)],
+        [_times(pair, Dim("buffers", 3)), pair.like("gradients of a step"), query.like("step")],
+    )
+    beside = Beside((*forward, put_together), (*backward, summed), lives)
+    return attended(block, query, (pair,), heads, value.dims[-1].grain, beside)
+
+
+def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention to gathered keys and values (AttnFuncWithCPAndKVAllGather).
+
+    They are put in order, and gathered again for backward.  Nothing runs meanwhile.
+    """
+    given = [
+        x if x.base is None else copy(block, x, f"{x.name} apart", copies_back=False)
+        for x in (key, value)
+    ]
+    every = Dim("ranks", heads.ranks)
+    gathered = [_times(each, every) for each in given]
+    moved = Traffic(sum(2 * block.traffic(each).nbytes for each in gathered))
+    gathers, scatters = (
+        [Transfer(op, Axis.CP, each.nbytes) for each in gathered]
+        for op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
+    )
+    # Gradients of all tokens are added up of two parts, and put in the order of the ranks.
+    back = Traffic(4 * moved.nbytes)
+    lives = ([*gathered, gathered[0]], [*gathered, *gathered, *gathered, query.like("parts")])
+    beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
+    return attended(block, query, given, heads, value.dims[-1].grain, beside)
+
+
+def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention to keys and values that go to the next rank by an all-to-all."""
+    pair, others = _pair(key), heads.ranks - 1
+    size, wide = pair.nbytes, 2 * pair.nbytes
+    forward = [_sent(size, others)]
+    backward = [_sent(size, 1), _sent(size, others - 1, wide), _sent(wide, 1)]
+    # What is attended to and what comes in meanwhile; of two ranks there is no more to come.
+    received = Dim("received", 1 + several(others))
+    return _in_fp32(block, (query, key, value), heads, (forward, backward), received)
+
+
+def _gathered_once(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention to keys and values that are gathered beside the first step."""
+    size, ranks = _pair(key).nbytes, heads.ranks
+    gather = Exchange(CollectiveOp.ALL_GATHER, Axis.CP, size * ranks, 1)
+    moves = [gather], [gather, _sent(2 * size, ranks - 1)]
+    return _in_fp32(block, (query, key, value), heads, moves, Dim("received", ranks))
+
+
+def _sent(size: Size, steps: Size, beside: Size = 0) -> Exchange:
+    return Exchange(CollectiveOp.ALL_TO_ALL, Axis.CP, size, steps, beside)
+
+
+def _in_fp32(
+    block: Block,
+    given: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
+    moves: tuple[list[Exchange], list[Exchange]],
+    received: Dim,
+) -> Tensor:
+    """Return attention in steps whose outputs and gradients are summed in fp32, a kernel a sum.
+
+    Gradients of keys and values go around in fp32, once more than there are other ranks: nothing is
+    left to run beside the last time.
+    """
+    query, key, value = given
+    pair, ranks = _pair(key), heads.ranks
+    last = _sent(2 * pair.nbytes, 1)._replace(waits=True)
+    out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
+    # Bytes of an element, halved: a step's output is cast (6), and taken from the sum, multiplied
+    # and taken from it again (32); gradients are zeroed (4), added (10), cast in the end (6), of
+    # half of the keys beside a copy (13), and put into one tensor for each message (8 and 4).
+    put_together = Traffic(out * (19 * ranks - 13))
+    summed = Traffic(out * (5 * ranks + 5) + of_keys * (25 * ranks + 3) // 2)
+    got, kernels = _times(pair, received), Dim("kernels of a sum", larger(pair.numel, query.numel))
+    lives = (
+        [got, _times(query, Dim("outputs", 8)), _times(_rows(query, heads), Dim("numbers", 2))],
+        [
+            got,
+            _times(key, Dim("gradients", 15)),
+            _times(query, Dim("gradients", 2)),
+            query.like("sum", dims=(kernels,), at={}),
+        ],
+    )
+    beside = Beside((*moves[0], put_together), (*moves[1], last, summed), lives)
+    return attended(block, query, (key, value), heads, value.dims[-1].grain, beside)
+
+
+def _rows(query: Tensor, heads: Heads) -> Tensor:
+    """Return a number in fp32 of each row of scores."""
+    width = query.dims[-1]
+    at = {axis: heads.heads if dim is width else dim for axis, dim in query.at.items()}
+    dims = (*query.dims[:-1], heads.heads)
+    return query.like("numbers of rows", dims=dims, at=at, width=STATISTIC_BYTES)
+
+
+def _pair(key: Tensor) -> Tensor:
+    """Return keys and values in one tensor."""
+    return key.like("keys and values", dims=(*key.dims, Dim("both", 2)))
+
+
+def _swapped(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention of some heads to all tokens (AttnFuncWithCPAndQKVOA2A).
+
+    Backward keeps queries, keys and values as they were swapped, and the output before it was.
+    """
+    ranks = heads.ranks
+    every, few = Dim("all tokens", query.dims[0].size * ranks), heads.heads.size // ranks
+    own = heads._replace(heads=Dim("heads of a rank", few), tokens=every, ranks=1)
+    query_, key_, value_ = (_swap(block, x, every, ranks) for x in (query, key, value))
+    out = flash(block, query_, key_, value_, own)
+    whole = query.like("attention")
+    return block.add([out], [whole], [_swap_back(block, out, whole)], *_work(block, whole))
+
+
+def _swap(block: Block, x: Tensor, every: Dim, ranks: Size) -> Tensor:
+    """Return *x* with the tokens of all ranks, of a part of its heads."""
+    width = x.dims[-1]
+    part = Dim(f"{width.name} of a rank", width.size // ranks, width.grain)
+    at = {axis: part if dim is width else dim for axis, dim in x.at.items()}
+    out = x.like(f"{x.name} swapped", dims=(every, x.dims[1], part), at=at)
+    return block.add([x], [out], [_swap_back(block, x, out)], *_work(block, x))
+
+
+def _swap_back(block: Block, x: Tensor, out: Tensor) -> Gradient:
+    return Gradient(x, (), _work(block, out), at=x.at)
+
+
+def _work(block: Block, x: Tensor) -> tuple[Transfer, Traffic]:
+    moved = Traffic(PASSES_OF_SWAP * block.traffic(x).nbytes)
+    return Transfer(CollectiveOp.ALL_TO_ALL, Axis.CP, x.nbytes), moved
+
+
+def _times(x: Tensor, count: Dim) -> Tensor:
+    return x.like(f"{x.name} x {count.name}", dims=(*x.dims, count))
+
+
+Way = Callable[[Block, Tensor, Tensor, Tensor, Heads], Tensor]
+_ENGINES: dict[ContextParallel, Way] = {
+    ContextParallel.RING: _ring,
+    ContextParallel.ALL_GATHER: _gathered,
+    ContextParallel.ALL_TO_ALL: _swapped,
+}
+_PYTORCHS: dict[ContextParallel, Way] = {
+    ContextParallel.RING: _rotated,
+    ContextParallel.ALL_GATHER: _gathered_once,
+}

@@ -1,0 +1,69 @@
+"""Parts of a stage: whole blocks with what is reduced and gathered for them."""
+
+from typing import NamedTuple
+
+from meshwright.simulator.engine import num_gathers
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.replication.data_parallel import Replication
+from meshwright.simulator.schedules import NO_REFETCHES, Refetches
+
+
+class GradientBucket(NamedTuple):
+    """Gradients that are reduced together, and the block whose backward completes them.
+
+    ``place`` counts the blocks of the stage from 0, in model order.
+    """
+
+    num_parameters: int
+    place: int
+
+
+class StagePart(NamedTuple):
+    """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
+
+    In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
+    forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
+    a forward pass and its backward.  ``expert_buckets`` are of experts that other ranks than those
+    of a replica hold.
+    """
+
+    stage: Stage
+    buckets: tuple[int, ...]
+    stays: bool = False
+    expert_buckets: tuple[int, ...] = ()
+
+    @property
+    def all_buckets(self) -> tuple[int, ...]:
+        """Buckets of all weights."""
+        return self.buckets + self.expert_buckets
+
+
+def cut_at(
+    stage: Stage,
+    buckets: tuple[GradientBucket, ...],
+    of_experts: tuple[GradientBucket, ...] = (),
+) -> tuple[StagePart, ...]:
+    """Return *stage* cut where *buckets*, or those *of_experts*, are complete, in model order."""
+    parts: list[StagePart] = []
+    end = stage.num_blocks
+    for first in sorted({each.place for each in (*buckets, *of_experts)}, reverse=True):
+        completed, experts = (
+            tuple(each.num_parameters for each in found if each.place == first)
+            for found in (buckets, of_experts)
+        )
+        parts.append(StagePart(stage.part(first, end), completed, expert_buckets=experts))
+        end = first
+    return tuple(reversed(parts))
+
+
+def part_gathers(
+    part: StagePart,
+    replication: Replication,
+    num_microbatches: int,
+    refetches: Refetches = NO_REFETCHES,
+) -> int:
+    """Return how often the parameters of *part* are gathered in a step."""
+    stays = part.stays or not replication.reshards
+    return num_gathers(
+        num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches
+    )

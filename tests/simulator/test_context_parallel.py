@@ -1,0 +1,229 @@
+"""Context parallelism: what a rank computes, keeps and sends where sequences are cut."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.hwprofiles import Attention, ContextParallel, Precision, load_cluster, load_stack
+from meshwright.simulator import (
+    Category,
+    CostModel,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    load_model,
+    simulate,
+)
+from meshwright.simulator.account import rank_flops, rank_traffic
+from meshwright.simulator.blocks import (
+    BlockOperators,
+    BlockShape,
+    BlockTable,
+    Collective,
+    FlashAttention,
+    Gemm,
+    Operator,
+    RingMessages,
+)
+from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
+from meshwright.simulator.layout import Axis, Mesh
+from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.step import build_step
+
+CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan")
+LLAMA = load_model("llama3-8b")
+RING, GATHER, SWAP = ContextParallel
+TOKENS = 32_768
+WIDTH, KEYS, HEADS = 4096, 1024, 32  # of queries and of keys, and query heads (Llama 3 8B)
+
+
+def job_of(seq_len: int = TOKENS, model: object = LLAMA, batch: int = 8) -> TrainingJob:
+    return TrainingJob(
+        model=model,  # type: ignore[arg-type]
+        global_batch_size=batch,
+        seq_len=seq_len,
+        precision=Precision.BF16,
+    )
+
+
+def plan_of(cp: int, cp_type: ContextParallel | None = None, **fields: object) -> ParallelPlan:
+    said = {"attention": Attention.FLASH, "zero_stage": 1, "cp": cp, "cp_type": cp_type}
+    return ParallelPlan.of(said | fields)
+
+
+def shape_of(
+    cp: int, cp_type: ContextParallel | None = None, seq_len: int = TOKENS, **fields: object
+) -> BlockShape:
+    return BlockShape.of(job_of(seq_len), plan_of(cp, cp_type, **fields), CORE)
+
+
+def calls(operators: tuple[Operator, ...]) -> Counter[tuple[str, int]]:
+    """Return how often each context-parallel collective of a size runs."""
+    found: Counter[tuple[str, int]] = Counter()
+    for each in operators:
+        if isinstance(each, Collective | RingMessages) and each.axis is Axis.CP:
+            for op, size_bytes, count in each.collectives:
+                found[op.value, size_bytes] += count
+    return found
+
+
+@pytest.mark.parametrize("cp_type", ContextParallel)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_but_attention_is_that_of_a_shorter_sequence(cp_type: ContextParallel, tp: int) -> None:
+    fields = {"tp": tp, "sequence_parallel": True, "microbatch_size": 2}
+    cut, short = shape_of(4, cp_type, **fields), shape_of(1, seq_len=TOKENS // 4, **fields)
+    for kind in (EMBEDDING, TRANSFORMER_LAYER, HEAD):
+        one, other = (_token_wise(BlockTable().operators(each, kind)) for each in (cut, short))
+        assert one == other
+    assert cut.message_bytes == short.message_bytes
+    assert cut.num_logits == short.num_logits
+
+
+def _token_wise(operators: BlockOperators) -> list[object]:
+    """Return products and tensor-parallel collectives."""
+    return [
+        each
+        for phase in operators
+        for each in phase
+        if isinstance(each, Gemm) or (isinstance(each, Collective) and each.axis is Axis.TP)
+    ]
+
+
+@given(cp=st.sampled_from([2, 4, 8]), cp_type=st.sampled_from([*ContextParallel]))
+def test_ranks_share_the_work_of_attention_evenly(cp: int, cp_type: ContextParallel) -> None:
+    whole = rank_flops(job_of(), plan_of(1), CORE, 0, microbatches=1)
+    assert rank_flops(job_of(), plan_of(cp, cp_type), CORE, 0, microbatches=1) * cp == whole
+    table, shape = BlockTable(), shape_of(cp, cp_type)
+    operators = table.operators(shape, TRANSFORMER_LAYER)
+    (flash,) = (each for each in operators.forward if isinstance(each, FlashAttention))
+    # Two products of half a square of scores; a multiply-add counts two.
+    assert flash.flops == 2 * TOKENS**2 * WIDTH // cp
+
+
+@given(cp=st.sampled_from([2, 4, 8, 16]), tp=st.sampled_from([1, 2]))
+def test_what_travels_is_what_transformer_engine_sends(cp: int, tp: int) -> None:
+    """By its loops: see the docstrings of `blocks.parts.context`."""
+    own = 2 * TOKENS // cp  # bytes of a column of a rank's tokens in bf16
+    keys, queries, pair = own * KEYS // tp, own * WIDTH // tp, 2 * own * KEYS // tp
+    found = {
+        each: BlockTable().operators(shape_of(cp, each, tp=tp), TRANSFORMER_LAYER)
+        for each in (RING, GATHER, SWAP)
+        if each is not SWAP or tp * cp <= 8  # its key heads
+    }
+    ring = found[RING]
+    assert calls(ring.forward) == {("p2p", pair): cp - 1}
+    middle = {("p2p", 2 * pair): cp - 2} if cp > 2 else {}
+    assert calls(ring.backward) == {("p2p", pair): 2} | middle
+    gather = found[GATHER]
+    assert calls(gather.forward) == {("all_gather", cp * keys): 2}
+    assert calls(gather.backward) == {
+        ("all_gather", cp * keys): 2,
+        ("reduce_scatter", cp * keys): 2,
+    }
+    if SWAP in found:
+        expected = Counter([("all_to_all", queries)] * 2 + [("all_to_all", keys)] * 2)
+        assert calls(found[SWAP].forward) == calls(found[SWAP].backward) == expected
+
+
+def test_pytorch_sends_gradients_in_fp32_once_more() -> None:
+    pair = 2 * 2 * KEYS * TOKENS // 4
+    plan = {each: plan_of(4, each, zero_stage=3) for each in (RING, GATHER)}
+    found = {
+        way: BlockTable().operators(BlockShape.of(job_of(), each, TITAN), TRANSFORMER_LAYER)
+        for way, each in plan.items()
+    }
+    gradients = {("all_to_all", 2 * pair): 4}
+    assert calls(found[RING].forward) == {("all_to_all", pair): 3}
+    assert calls(found[RING].backward) == {("all_to_all", pair): 3} | gradients
+    assert calls(found[GATHER].forward) == {("all_gather", 4 * pair): 1}
+    assert calls(found[GATHER].backward) == {("all_gather", 4 * pair): 1} | gradients
+
+
+def test_a_ring_keeps_one_tensor_of_keys_and_values() -> None:
+    """Whole products are kept without it, as values are a part of them: 24 of these MiB."""
+    tokens, table = TOKENS // 4, BlockTable()
+    saved = dict(table.saved_tensors(shape_of(4, RING), TRANSFORMER_LAYER))
+    assert saved["keys and values"] == 2 * 2 * tokens * KEYS
+    assert saved["log-sum-exp"] == 4 * tokens * HEADS
+    whole = sum(saved.values())
+    without = table.saved_tensors(shape_of(1, seq_len=tokens), TRANSFORMER_LAYER)
+    product = 2 * tokens * (WIDTH + 2 * KEYS)
+    keys = 2 * tokens * KEYS
+    assert whole == sum(each.size_bytes for each in without) - product - keys + 2 * keys
+
+
+@given(cp=st.sampled_from([2, 4, 8]), slower=st.sampled_from([1, 20, 400]))
+def test_steps_of_attention_hide_messages_up_to_their_time(cp: int, slower: int) -> None:
+    cluster = load_cluster("dgx-h100")
+    network = cluster.inter_node
+    slow = network.model_copy(
+        update={"bandwidth_bytes_per_s": network.bandwidth_bytes_per_s / slower}
+    )
+    cluster = cluster.model_copy(update={"inter_node": slow})
+    costs = CostModel(cluster, CORE, 64)
+    shape = shape_of(cp, RING, tp=8)  # neighbours are on different nodes
+    forward = BlockTable().operators(shape, TRANSFORMER_LAYER).forward
+    (flash,) = (each for each in forward if isinstance(each, FlashAttention))
+    step_ps = costs.operator_cost(flash, shape)[1].time_ps // cp
+    sent, latency = costs.message(2 * 2 * KEYS // 8 * TOKENS // cp, crosses_nodes=True)
+    expected = (cp - 1) * max(0, sent.time_ps + latency.time_ps - step_ps)
+    cost = costs.phase_cost(forward, shape)
+    assert cost.category_ps(Category.CP_COMM) == expected
+
+
+def test_gradients_and_shards_are_those_of_as_many_data_parallel_ranks() -> None:
+    """Ranks of one context-parallel group see parts of a batch, and count in it as one."""
+    cut, plain = (plan_of(cp, dp=dp, tp=2, stages=(32,)) for cp, dp in ((4, 2), (1, 8)))
+    assert cut.num_microbatches(job_of()) == 4
+    traffic = [
+        [each for each in rank_traffic(job_of(), plan, CORE, 0) if each.axis is Axis.DP]
+        for plan in (cut, plain)
+    ]
+    assert traffic[0] == traffic[1] != []
+    cluster = load_cluster("dgx-h100")
+    one, other = (
+        simulate(job_of(8192), plan, cluster, CORE).memory.by_stage[0] for plan in (cut, plain)
+    )
+    assert one.optimizer_states_bytes == other.optimizer_states_bytes
+    assert one.parameters_bytes == other.parameters_bytes
+
+
+@pytest.mark.parametrize("cp_type", ContextParallel)
+def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> None:
+    model = load_model("gpt2-medium")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=1024)
+    plan = plan_of(2, cp_type, tp=2, pp=2, dp=2, stages=(12, 12))
+    costs = CostModel(load_cluster("dgx-a100"), CORE, plan.world_size)
+    work = build_step(job, plan, costs).work
+    folded, unfolded = simulate_folded(work), simulate_unfolded(work, Mesh.of(plan, 8))
+    assert folded.step_ps == unfolded.step_ps
+    assert len(unfolded.ranks) == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "stack", "changes", "complaint"),
+    [
+        ("llama3-8b", "megatron-core", {"cp": 3}, "seq_len=32768 is not divisible by 2 x cp=3"),
+        ("bert-large", "megatron-core", {}, "bert-large, which is not causal; allowed: 1"),
+        ("resnet50", "megatron-core", {}, "resnet50, which has no attention; allowed: 1"),
+        ("llama3-8b", "ddp", {}, "cp=2 is not offered by stack ddp; allowed: 1"),
+        ("llama3-8b", "torchtitan", {"cp_type": SWAP}, "allowed: all-gather, ring"),
+        ("llama3-8b", "megatron-core", {"attention": Attention.UNFUSED}, "allowed: flash"),
+        ("deepseek-v3", "megatron-core", {}, "megatron-core for deepseek-v3; allowed: 1"),
+        ("mistral-7b", "megatron-core", {}, "for mistral-7b; allowed: all-to-all"),
+        ("llama3-8b", "megatron-core", {"cp": 16, "cp_type": SWAP}, "a divisor of 8 for tp x cp"),
+    ],
+)
+def test_what_no_framework_runs_is_refused(
+    model: str, stack: str, changes: dict[str, object], complaint: str
+) -> None:
+    trained = load_model(model)
+    job = job_of({"bert-large": 512, "resnet50": 1}.get(model, TOKENS), trained)
+    plan = replace(plan_of(2, zero_stage=0, stages=(trained.num_layers,)), **changes)
+    with pytest.raises(PlanError) as refusal:
+        simulate(job, plan, load_cluster("dgx-h100"), load_stack(stack))
+    assert complaint in str(refusal.value)
+    assert "\n" not in str(refusal.value)
