@@ -131,7 +131,9 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         cuts = Condition(DP_CP, lambda ranks, total: total % ranks != 0, num)
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
-        yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+        ranks = "dp x cp" if stack.context_parallel else "dp"
+        allowed = f"a divisor of the {num} experts for {ranks}"
+        yield Gap(Axis.DP, reason, (cuts, whole), (allowed,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     reason = "experts and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
