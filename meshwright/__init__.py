@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ __all__ = [
 COMMANDS = (
     "search",
     "simulate",
+    "explain",
+    "compare",
     "matmul",
     "validate",
     "count",
@@ -86,7 +87,7 @@ COMMANDS = (
     "stacks",
     "schedules",
 )
-USER_MISTAKE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+USER_MISTAKE = 2
 
 
 def __getattr__(name: str) -> object:
@@ -114,20 +115,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     meshwright 0.1.0
     0
     """
+    from meshwright import ending
+
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and not ending.begin():
+        return ending.complain("standard output is closed", USER_MISTAKE)
     if arguments is None and words[:1] not in (["validate"], ["count"], ["calibrate"]):
         _hasten_start()
     try:
         status = _run(words)
-        sys.stdout.flush()
+        ending.write_output()
         if arguments is None:
             gc.freeze()  # what is left ends with the process: no need to look for garbage in it
     except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read the output has gone; leave nothing for the flush at exit to fail on.
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-        return BROKEN_PIPE
+        return ending.interrupted()
+    except OSError as error:
+        return ending.refused(error)
+    except Exception as error:
+        return ending.fault(error, words)
     return status
 
 
@@ -141,10 +146,12 @@ def _hasten_start() -> None:
 
 
 def _run(words: list[str]) -> int:
+    from meshwright.ending import complain, write_output
+
     if words[:1] == ["--version"]:
         from meshwright.hwprofiles.version import VERSION
 
-        sys.stdout.write(f"meshwright {VERSION}\n")
+        write_output(f"meshwright {VERSION}\n")
         return 0
     from meshwright.hwprofiles import ProfileError
     from meshwright.planner.options import run_command_line
@@ -153,22 +160,7 @@ def _run(words: list[str]) -> int:
     try:
         return run_command_line(COMMANDS, _command, words)
     except (PlanError, ProfileError) as error:
-        return _complain(str(error), USER_MISTAKE)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        return _complain(f"{error.strerror or error}{where}", USER_MISTAKE)
-
-
-def _complain(message: str, status: int) -> int:
-    """Print *message* as one plain line and return *status*."""
-    from meshwright.planner.cli import write_text
-
-    line = " ".join(message.split())
-    printable = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    write_text(sys.stderr, f"error: {printable}\n")
-    return status
+        return complain(str(error), USER_MISTAKE)
 
 
 def _command(name: str) -> Callable[..., int]:
@@ -186,7 +178,7 @@ def _command(name: str) -> Callable[..., int]:
             return as_command(cli.run_count, *records, ends_in_words=True)
         return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
     from meshwright.planner import options
-    from meshwright.planner.cli import commands
+    from meshwright.planner.cli import commands, explanations
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
@@ -197,6 +189,14 @@ def _command(name: str) -> Callable[..., int]:
             (job, layout, limits, options.RankingOptions, money, output),
         ),
         "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+        "explain": (
+            explanations.run_explain,
+            (job, layout, replication, options.PlanOptions, options.JsonOptions),
+        ),
+        "compare": (
+            explanations.run_compare,
+            (options.WordOptions, options.SHARED_JOB, layout, limits, output),
+        ),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
         "clusters": (commands.run_clusters, (options.ProfileOptions,)),

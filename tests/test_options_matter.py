@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from words_said import said_once
 
 import meshwright
 from meshwright.planner import options
@@ -109,7 +110,7 @@ def outcome(command: list[str], folder: Path) -> object:
     """Return the JSON of a command, or its exit status where it is refused."""
     document = folder / "outcome.json"
     document.unlink(missing_ok=True)
-    status = meshwright.main([*command, "--json", str(document)])
+    status = meshwright.main([*said_once(command), "--json", str(document)])
     if status == 2:
         return status
     return json.loads(document.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.complaints import one_line
+from meshwright.hwprofiles.complaints import one_line, shown, shown_path, suggestion
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml, with_facts
 from meshwright.hwprofiles.kinds import (
@@ -33,7 +33,7 @@ from meshwright.hwprofiles.loader import (
     load_stack,
     nearest_names,
 )
-from meshwright.hwprofiles.names import shown, shown_path, suggestion
+from meshwright.hwprofiles.reading import FileKind, Line
 from meshwright.hwprofiles.schema import (
     Cluster,
     CollectiveFact,
@@ -86,12 +86,14 @@ __all__ = [
     "ContextParallel",
     "Device",
     "DeviceOverheads",
+    "FileKind",
     "FlashKernels",
     "Fp8Kernels",
     "Fp8Recipe",
     "GemmKernels",
     "Kernels",
     "LayerFact",
+    "Line",
     "Link",
     "LossKernel",
     "MemoryKernels",

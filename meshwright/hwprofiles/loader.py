@@ -1,6 +1,5 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 
-import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -10,9 +9,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import one_line
+from meshwright.hwprofiles.complaints import nearest_names, one_line, shown, shown_path, suggestion
 from meshwright.hwprofiles.errors import ProfileError
-from meshwright.hwprofiles.names import nearest_names, shown, shown_path, suggestion
+from meshwright.hwprofiles.reading import FileKind
 from meshwright.hwprofiles.schema import Cluster, Device, Link
 from meshwright.hwprofiles.stack_schema import StackProfile
 
@@ -29,6 +28,7 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound=Profile)
+PROFILE_FILE = FileKind(title="TOML file", most_bytes=1_000_000)
 
 
 def list_devices() -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def load_device(name: str | Path) -> Device:
     108
     """
     if _is_path(name):
-        return _checked(Device, _read_path(Path(name)), shown_path(name))
+        return _checked(Device, PROFILE_FILE.read_toml(Path(name)), shown_path(name))
     return _built_in_device(_known_name("devices", str(name)))
 
 
@@ -97,7 +97,7 @@ def load_link(name: str | Path) -> Link:
     25000000000.0
     """
     if _is_path(name):
-        return _checked(Link, _read_path(Path(name)), shown_path(name))
+        return _checked(Link, PROFILE_FILE.read_toml(Path(name)), shown_path(name))
     return _built_in_link(_known_name("links", str(name)))
 
 
@@ -138,7 +138,7 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if _is_path(name):
         path = Path(name)
-        return _checked_cluster(_read_path(path), shown_path(name), path.parent)
+        return _checked_cluster(PROFILE_FILE.read_toml(path), shown_path(name), path.parent)
     return _built_in_cluster(_known_name("clusters", str(name)))
 
 
@@ -185,30 +185,7 @@ def _known_name(folder: str, name: str) -> str:
 
 def _read_built_in(folder: str, name: str) -> dict[str, object]:
     content = (files("meshwright.hwprofiles") / "data" / folder / f"{name}.toml").read_bytes()
-    return _parsed(content, f"{folder}/{name}.toml")
-
-
-def _read_path(path: Path) -> dict[str, object]:
-    file = shown_path(path)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise ProfileError(f"{file}: no such file; allowed: an existing TOML file") from None
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{file}: cannot be read: {shown(str(error))}") from None
-    return _parsed(content, file)
-
-
-def _parsed(content: bytes, file: str) -> dict[str, object]:
-    try:
-        return tomllib.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ProfileError(f"{file}: line {line}: not UTF-8; allowed: TOML in UTF-8") from None
-    except RecursionError:
-        raise ProfileError(f"{file}: malformed TOML: nested too deeply") from None
-    except ValueError as error:  # TOMLDecodeError is one; a number of 5,000 digits another
-        raise ProfileError(f"{file}: malformed TOML: {' '.join(str(error).split())}") from None
+    return PROFILE_FILE.parse_toml(content, f"{folder}/{name}.toml")
 
 
 def _checked(model: type[P], data: Mapping[str, object], file: str) -> P:
@@ -222,7 +199,7 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
     """Return what the file of a stack says, and its base, which *users* of it lead to."""
     is_path = _is_path(name)
     if is_path:
-        file, data = shown_path(name), _read_path(Path(name))
+        file, data = shown_path(name), PROFILE_FILE.read_toml(Path(name))
     else:
         known = _known_name("stacks", str(name))
         file, data = f"stacks/{known}.toml", _read_built_in("stacks", known)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -74,7 +74,7 @@ class AgreementPlan(BaseModel):
 
     Args:
         name: Its name in the tables.
-        size: "small" ones are computed with every change, "large" ones by the command alone.
+        is_sampled: Whether it is computed with every change, not by the command alone.
         options: Model and options, all but the cluster.
         ranks: Which are compared; empty: one of each kind.
         note: What is known not to agree; empty where all does.
@@ -83,7 +83,7 @@ class AgreementPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    size: Literal["small", "large"]
+    is_sampled: bool
     options: str
     ranks: Annotated[tuple[int, ...], BeforeValidator(_words)]
     note: str
@@ -195,8 +195,9 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
         plan: What is predicted, and run on fake tensors.
         ranks: Which ranks, or devices of one process.
     """
-    saved = capped(plan.saved())
-    ranks = tuple(ranks) or plan.ranks or usual_members(saved)
+    saved = plan.saved()
+    usual = plan.ranks or usual_members(saved)
+    saved, ranks = capped(saved, usual), tuple(ranks) or usual
     predictions = predict_members(saved, ranks)
     for measured in measure_fakes(saved, ranks):
         checks = compare_rank(predictions[measured.rank], measured)

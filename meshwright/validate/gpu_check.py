@@ -6,7 +6,6 @@ the others alone; what has been measured is not measured again.
 """
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.hwprofiles import (
     Device,
+    FileKind,
     ProfileError,
     load_device,
     one_line,
@@ -34,6 +34,7 @@ from meshwright.validate.cli import DEFAULT_STEPS, plan_of_words
 from meshwright.validate.gpu_rows import CheckedRow, read_rows, write_tables
 
 FILE = "gpu_plans.csv"
+PLANS_FILE = FileKind(title="CSV file of plans", most_bytes=1_000_000, error=PlanError)
 CLUSTERS = {Accelerator.CUDA: "dgx-h200", Accelerator.CPU: "localhost-cpu"}
 # The programs' attention, whatever a stack's own software runs.
 FLASH_KERNEL = "sdpa-fa2"
@@ -95,16 +96,15 @@ def load_gpu_plans(path: Path | None = None) -> tuple[GpuPlan, ...]:
     >>> load_gpu_plans()[0].kind
     'step'
     """
-    place = files("meshwright.validate") / "data" / FILE if path is None else path
-    shown = FILE if path is None else shown_path(path)
+    if path is None:
+        text, shown = (files("meshwright.validate") / "data" / FILE).read_text("utf-8"), FILE
+    else:
+        text, shown = PLANS_FILE.read_text(path), shown_path(path)
+    _, lines = PLANS_FILE.parse_table(text, shown)
     try:
-        rows = list(csv.DictReader(place.read_text(encoding="utf-8").splitlines()))
-        return tuple(GpuPlan.model_validate(row) for row in rows)
-    except OSError as error:
-        raise PlanError(f"--plans {shown} cannot be read: {error.strerror}") from None
-    except (ValidationError, ValueError) as error:
-        text = one_line(error) if isinstance(error, ValidationError) else str(error)
-        raise PlanError(f"--plans {shown}: {text}") from None
+        return tuple(GpuPlan.model_validate(line.cells) for line in lines)
+    except ValidationError as error:
+        raise PlanError(f"--plans {shown}: {one_line(error)}") from None
 
 
 def saved_plan(plan: GpuPlan, setting: GpuSetting) -> SavedPlan:

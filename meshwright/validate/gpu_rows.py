@@ -1,16 +1,17 @@
 """What runs on one GPU showed, row by row, and the tables made of it."""
 
 import csv
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.hwprofiles import GIBI, KILO
+from meshwright.hwprofiles import GIBI, KILO, shown_path
+from meshwright.simulator import PlanError
 from meshwright.validate.comparison import PEAK, CheckUnit
 from meshwright.validate.launch import rank_path
+from meshwright.validate.ranks import RESULT_FILE
 
 CSV_NAME, PAGE_NAME = "gpu_check.csv", "gpu_check.md"
 STEP_TIME = "step time, median"
@@ -115,15 +116,22 @@ def read_rows(name: str, rank: int, folder: Path) -> list[CheckedRow]:
         path = folder / "run" / file
         if path.is_file():
             day = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = _record(path)
             return list(_rows(name, rank, document, _versions(path.parent, document), day))
     return []
+
+
+def _record(path: Path) -> dict[str, Any]:
+    document = RESULT_FILE.read_json(path)
+    if not isinstance(document, dict):
+        raise PlanError(f"{shown_path(path)}: must hold a JSON object")
+    return document
 
 
 def _versions(folder: Path, document: Mapping[str, Any]) -> dict[str, str]:
     """Return what a probe says itself, and a run's first rank in its own file."""
     path = rank_path(folder, 0, "json")
-    holder = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else document
+    holder = _record(path) if path.is_file() else document
     versions: dict[str, str] = dict(holder.get("versions", {}))
     return versions
 

@@ -18,7 +18,6 @@ from meshwright.validate.comparison import Check, CheckUnit, CheckVerdict, compa
 from meshwright.validate.ranks import (
     CollectiveCount,
     RankMeasurement,
-    capped,
     predict_members,
     usual_members,
 )
@@ -68,10 +67,10 @@ class OutsidePlan(BaseModel):
     note: str
 
     def saved(self) -> SavedPlan:
-        """Return the plan, of no more microbatches than its counts need to scale exactly."""
+        """Return the plan."""
         model, rest = self.options.split(maxsplit=1)
         path = DATA / "outside_models" / f"{model}.toml"
-        return capped(plan_of_words(f"{path if path.is_file() else model} {rest}", CLUSTER))
+        return plan_of_words(f"{path if path.is_file() else model} {rest}", CLUSTER)
 
     def counted_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are counted."""

@@ -95,7 +95,7 @@ MISTAKES = [
         DEVICE,
         "num_sms",
         "num_sms = 1\nnum_sms",
-        ": malformed TOML: Cannot overwrite a value (at line",
+        ": not valid TOML: Cannot overwrite a value (at line",
     ),
     (
         DEVICE,
@@ -139,7 +139,7 @@ MISTAKES = [
         DEVICE,
         "[memory]",
         "[memory",
-        ": malformed TOML: Expected ']' at the end of a table declaration",
+        ": not valid TOML: Expected ']' at the end of a table declaration",
     ),
     (
         LINK,
@@ -183,7 +183,7 @@ MISTAKES = [
         "200",
         ": collectives.0.busbw: 200 has no unit; allowed: a text with a unit",
     ),
-    (LINK, "[[collectives]]", "[collectives]", ": malformed TOML: Cannot overwrite"),
+    (LINK, "[[collectives]]", "[collectives]", ": not valid TOML: Cannot overwrite"),
     (
         CLUSTER,
         '"a100-sxm4-80gb"',
@@ -430,11 +430,11 @@ def test_fitted_has_to_be_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "start"),
     [
-        (b"name = \n", ": malformed TOML: Invalid value (at line 1"),
-        (b"\nname = 'x'\n= 3\n", ": malformed TOML: Invalid statement (at line 3"),
+        (b"name = \n", ": not valid TOML: Invalid value (at line 1"),
+        (b"\nname = 'x'\n= 3\n", ": not valid TOML: Invalid statement (at line 3"),
         (b"name = 'x'\ntitle = '\xff'\n", ": line 2: not UTF-8"),
-        (b"x = " + b"[" * 5000, ": malformed TOML: nested too deeply"),
-        (b"x = 1" + b"0" * 5000, ": malformed TOML: "),
+        (b"x = " + b"[" * 5000, ": not valid TOML: nested too deeply"),
+        (b"x = 1" + b"0" * 5000, ": not valid TOML: "),
         (b"", ": name: missing key"),
     ],
 )
@@ -450,7 +450,7 @@ def test_a_file_that_is_not_a_profile_is_refused(
 @pytest.mark.parametrize("load", LOADERS.values())
 def test_a_path_that_cannot_be_read_is_named(load: Load, tmp_path: Path) -> None:
     missing = complaint(load, tmp_path / "none.toml")
-    assert missing == ": no such file; allowed: an existing TOML file"
+    assert missing == ": no such file; allowed: a TOML file"
     assert complaint(load, tmp_path).startswith(": cannot be read: ")
     with pytest.raises(ProfileError, match="cannot be read"):
         load("a\0b.toml")
@@ -460,9 +460,7 @@ def test_a_path_that_would_break_the_line_is_quoted(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     text = built_in_text("clusters/dgx-a100").replace('"a100-sxm4-80gb"', r'"/\r"')
     path.write_text(text, encoding="utf-8")
-    assert complaint(load_cluster, path) == (
-        r": device: '/\r': no such file; allowed: an existing TOML file"
-    )
+    assert complaint(load_cluster, path) == (r": device: '/\r': no such file; allowed: a TOML file")
     broken = tmp_path / "a\nb.toml"
     broken.write_text("name =", encoding="utf-8")
     for load in LOADERS.values():

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from words_said import said_once
 
 import meshwright
 
@@ -46,7 +47,7 @@ def test_bucket_sizes_have_an_interior_minimum_and_the_plan_file_keeps_them(tmp_
 def test_a_bucket_size_that_means_nothing_is_refused(
     options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert meshwright.main([*DDP, *options]) == 2
+    assert meshwright.main(said_once([*DDP, *options])) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert says in error

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from words_said import said_once
 
 from meshwright import main
 from meshwright.hwprofiles import Attention, Recompute, load_cluster, load_stack
@@ -36,7 +37,7 @@ COMMANDS = {
 
 
 def document(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
-    assert main(["simulate", *words.split(), "--json", "-"]) == 0
+    assert main(["simulate", *said_once(words.split()), "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, dict)
     return found

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from words_said import said_once
 
 from meshwright import main
 from meshwright.hwprofiles import PS_PER_S, Cluster, Precision, load_cluster
@@ -39,7 +40,7 @@ CHAIN = ["matmul", "4x5", "5x8", "8x3", "--devices", "2"]
 def run(words: list[str]) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(words)
+        status = main(said_once(words))
     return status, out.getvalue(), err.getvalue()
 
 

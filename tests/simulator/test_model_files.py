@@ -401,7 +401,7 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
          "rope_scaling: original_max_position_embeddings=0 must be"),
         (LLAMA_CONFIG, {"attention_dropout": 2}, "attention_dropout=2 must be a probability"),
         (GPT2_CONFIG, {"attn_pdrop": "0.1"}, "attn_pdrop='0.1' must be a probability"),
-        (GPT2_CONFIG, {"attn_pdrop": float("nan")}, "attn_pdrop=nan must be a probability"),
+        (GPT2_CONFIG, {"attn_pdrop": float("nan")}, "attn_pdrop: nan is not allowed"),
         (GPT2_CONFIG, {"n_head": 7}, "num_heads=7 does not divide hidden_size=768; nearest that"),
         (BLOOM_CONFIG, {"hidden_size": 64}, "hidden_size=64 disagrees with n_embed"),
         (OPT_CONFIG, {"word_embed_proj_dim": 512}, "=512 must equal hidden_size=768"),
@@ -448,12 +448,12 @@ def test_config_json_keys_that_switch_nothing_on_are_accepted(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{\n  \"a\": 1,\n}", "is not valid JSON: "),
-        ("", "is not valid JSON: Expecting value (at line 1 column 1)"),
+        ("{\n  \"a\": 1,\n}", "not valid JSON: "),
+        ("", "not valid JSON: Expecting value (line 1 column 1)"),
         ("[1]", "must hold a JSON object, not [1]"),
-        ('{"a": 1, "a": 2}', "is not valid JSON: key 'a' appears twice"),
-        ("[" * 100_000, "is not valid JSON: "),
-        ("{\"a\": 1" + "0" * 5000 + "}", "is not valid JSON: "),
+        ('{"a": 1, "a": 2}', "not valid JSON: key 'a' appears twice"),
+        ("[" * 100_000, "not valid JSON: "),
+        ("{\"a\": 1" + "0" * 5000 + "}", "not valid JSON: "),
         ("{}", "model_type=(missing) is not supported"),
     ],
     ids=["comma", "empty", "list", "twice", "deep", "digits", "object"],
@@ -527,8 +527,8 @@ def test_configs_with_experts_are_the_built_in_models(
         (TINY + "max_positions = 16", "seq_len=32 exceeds max_positions=16"),
         (TINY + "positions = 'sinus'", "positions='sinus': input should be 'learned', 'rotary'"),
         (TINY.replace("tiny", r"a\nb"), r"name='a\nb' must be printable"),
-        (TINY + "name = 'again'", "is not valid TOML: "),
-        ("x = ", "is not valid TOML: Invalid value (at "),
+        (TINY + "name = 'again'", "not valid TOML: "),
+        ("x = ", "not valid TOML: Invalid value (at "),
         ("", "name is missing"),
         ("models = 3", "models=3 must be tables [models.NAME]"),
         ("[models]", "must be tables"),
@@ -603,7 +603,7 @@ def test_folder_is_refused(tmp_path: Path) -> None:
 def test_binary_file_is_refused(tmp_path: Path, ending: str) -> None:
     file = tmp_path / f"weights.{ending}"
     file.write_bytes(b"\x80\x02\xff\xfe")
-    with pytest.raises(PlanError, match=r"is not UTF-8 text \(byte 0\)"):
+    with pytest.raises(PlanError, match=r"line 1: not UTF-8"):
         load_model(str(file))
 
 
@@ -611,7 +611,7 @@ def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "weights.json"
     with file.open("wb") as handle:
         handle.truncate(1_000_001)
-    with pytest.raises(PlanError, match="has 1000001 bytes; a model file has at most 1000000"):
+    with pytest.raises(PlanError, match="too large for a model file; allowed: at most 1,000,000"):
         load_model(str(file))
 
 
@@ -624,7 +624,7 @@ def test_file_that_vanishes_or_may_not_be_read_is_refused(
     def refuse(*args: object, **kwargs: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(PlanError, match="cannot be read: Permission denied"):
         load_model(str(file))
 
@@ -640,7 +640,7 @@ def test_file_names_are_shown_on_one_line(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as refusal:
         load_model(str(file))
     assert str(refusal.value).isprintable()
-    assert r"two\nlines.toml' is not valid TOML" in str(refusal.value)
+    assert r"two\nlines.toml': not valid TOML" in str(refusal.value)
 
 
 values = st.one_of(

@@ -55,7 +55,7 @@ def test_a_name_that_is_no_plan_is_refused() -> None:
 
 
 def test_a_plan_is_what_its_command_makes() -> None:
-    plan = AgreementPlan(name="x", size="small", options="gpt2 --gpus 2", ranks=(), note="")
+    plan = AgreementPlan(name="x", is_sampled=True, options="gpt2 --gpus 2", ranks=(), note="")
     assert plan.command == f"simulate gpt2 --gpus 2 --cluster {CLUSTER}"
     with pytest.raises(PlanError, match="--global-batch is missing; it is required"):
         plan.saved()

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from meshwright.hwprofiles import CollectiveOp, load_cluster, load_link
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import CalibrateOptions, run_calibrate
 from meshwright.validate.calibration.rows.nccl_tests import PROGRAMS, read_nccl_tests
+from meshwright.validate.traces import job_trace
 from meshwright.validate.traces.job_trace import kind_of, read_job_trace
 
 BUSBW, LATENCY_S = 200e9, 20e-6
@@ -123,10 +125,10 @@ def test_what_is_no_such_output_is_refused(name: str, text: str, says: str, tmp_
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"missing.txt cannot be read: No such file"):
+    with pytest.raises(PlanError, match=r"missing.txt: no such file"):
         read_nccl_tests(tmp_path / "missing.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="binary is no text"):
+    with pytest.raises(PlanError, match="binary: line 1: not UTF-8"):
         read_nccl_tests(tmp_path / "binary")
 
 
@@ -215,19 +217,26 @@ def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"hello", "is no JSON"),
-        (b"\x1f\x8bbroken", "is no JSON"),
-        (b"\x1f\x8b" + gzip.compress(b"[]", mtime=0)[2:-4], "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
+        (b"hello", "not valid JSON"),
+        (b"\x1f\x8bbroken", "not a whole gzip file"),
+        (b"\x1f\x8b" + gzip.compress(b"[]", mtime=0)[2:-4], "not a whole gzip file"),
+        (b"\xff\xfe", "not UTF-8"),
         (b"{}", "has no traceEvents"),
         (b"7", "has no traceEvents"),
         (trace_text(()).replace("gpu_memcpy", "cpu_op").encode(), "has no kernel of a device"),
         (trace_text().replace('"dur": 50.0', '"dur": "long"').encode(), "without ts and dur"),
+        (trace_text().replace('"dur": 50.0', '"dur": -50.0').encode(), "none below 0"),
+        (trace_text().replace('"dur": 50.0', '"dur": NaN').encode(), "finite times"),
+        (gzip.compress(b"[" + b" " * 6000), "too large for a torch.profiler trace"),
     ],
 )
-def test_what_is_no_trace_is_refused(content: bytes, says: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(
+    content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(content)
+    small = replace(job_trace.TRACE_FILE, most_bytes=5000)
+    monkeypatch.setattr(job_trace, "TRACE_FILE", small)
     with pytest.raises(PlanError, match=says) as caught:
         read_job_trace(path)
     assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from meshwright.validate.launch import (
 pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
+FAKES = list(re.finditer(r"^def (\w+)", (HERE / "launch_fakes.py").read_text(), re.MULTILINE))
 LONG_S = 60.0  # a limit that no test should come to
 Run = Callable[..., RunOutcome]
 
@@ -48,6 +50,8 @@ def saved_plan(dp: int) -> SavedPlan:
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
     """A run whose workers find the stand-ins beside this file."""
     monkeypatch.syspath_prepend(str(HERE))
+    names = [each.group(1) for each in FAKES]
+    monkeypatch.setenv("MESHWRIGHT_MEASURE", " ".join(f"launch_fakes:{name}" for name in names))
     plan = tmp_path / "tiny.json"
     plan.write_text(json_text(plan_document(saved_plan(2))), encoding="utf-8")
     return RunSpec(

@@ -151,7 +151,12 @@ def test_torchrun_runs_a_folder(tmp_path: Path) -> None:
     subprocess.run(
         ["bash", script.name],
         cwd=tmp_path,
-        env={**os.environ, "PATH": os.pathsep.join(paths), "PYTHONPATH": modules},
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join(paths),
+            "PYTHONPATH": modules,
+            "MESHWRIGHT_MEASURE": spec.measure,
+        },
         check=True,
         capture_output=True,
         timeout=120,

@@ -118,7 +118,7 @@ def test_communication_is_not_in_the_predicted_passes() -> None:
     ("fields", "rank", "expected"),
     [
         ({}, 0, 2),  # gradients of a second pass are added to those of the first
-        (PIPELINE, 0, 2),
+        (PIPELINE, 0, 3),
         (INTERLEAVED, 0, 4),  # rank 0 holds three passes of four
     ],
 )

@@ -67,24 +67,11 @@ def plan(**fields: Any) -> ParallelPlan:
 
 OPERATORS = Recompute.SELECTIVE_OP
 PIPELINE = {"pp": 2, "stages": (2, 2)}
-INTERLEAVED = {
-    "pp": 2,
-    "num_virtual_stages": 2,
-    "stages": (1, 1, 1, 1),
-    "schedule": "interleaved",
-}
+# Plans that test_agreement_gloo.py does not train, and one of each kind for the norms.
 CASES = {
-    "ddp full recompute": Case(LLAMA, "ddp", plan(dp=2, zero_stage=0, recompute=Recompute.FULL)),
     "fsdp": Case(GPT, "fsdp", plan(dp=2)),
     "fsdp kept, microbatch of two": Case(
         LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
-    ),
-    "titan selective recompute": Case(
-        LLAMA, "torchtitan", plan(dp=2, recompute=Recompute.SELECTIVE)
-    ),
-    "tp": Case(GPT, "torchtitan", plan(tp=2)),
-    "tp sp operators llama": Case(
-        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=OPERATORS)
     ),
     "tp sp full recompute llama": Case(
         LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)
@@ -93,9 +80,6 @@ CASES = {
         LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
     ),
     "gpipe": Case(GPT, "torchtitan", plan(schedule="gpipe", **PIPELINE)),
-    "interleaved": Case(GPT, "torchtitan", plan(**INTERLEAVED)),
-    "hsdp": Case(GPT, "fsdp", plan(dp=4, dp_shard=2)),
-    "tp fsdp": Case(GPT, "torchtitan", plan(tp=2, dp=2, sequence_parallel=True)),
     "pp tp sp llama": Case(
         LLAMA, "torchtitan", plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True)
     ),

@@ -290,7 +290,7 @@ def test_a_missing_column_or_file_is_named(tmp_path: Path) -> None:
     path = changed(tmp_path, "published_excluded.csv", lambda text: text.replace(",reason", ""))
     with pytest.raises(ProfileError, match="column 'reason' is missing; required: id, source"):
         load_excluded_runs(path)
-    with pytest.raises(ProfileError, match=r"none\.csv: cannot be read"):
+    with pytest.raises(ProfileError, match=r"none\.csv: no such file"):
         load_published_layers(tmp_path / "none.csv")
 
 

@@ -74,7 +74,8 @@ class WayTable(NamedTuple):
         most = max((len(set(role.stages)) for each in pipelines for role in each.roles), default=1)
         rows = [_ways(each, role, most) for each in pipelines for role in each.roles]
         num_roles = np.array([len(each.roles) for each in pipelines], np.int64)
-        ways = Ways(*(np.array(each) for each in zip(*rows, strict=True)))
+        columns = list(zip(*rows, strict=True)) or [()] * len(Ways._fields)
+        ways = Ways(*(np.array(each) for each in columns))
         return cls(pipelines, ways, np.cumsum(num_roles) - num_roles, num_roles)
 
 

@@ -34,7 +34,7 @@ GPU_MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass
 class Trials:
-    """Changes of a plan that does not fit, simulated as long as the budget of passes lasts."""
+    """Changes of a plan, simulated as long as the budget of passes lasts."""
 
     before: StepResult
     memory_limit_bytes: int | None
@@ -45,6 +45,15 @@ class Trials:
 
     def change(self, plan: ParallelPlan, fields: Fields) -> tuple[Change, bool] | None:
         """Return what *fields*, which make *plan*, come to, and whether it fits then.
+
+        Returns:
+            None where `step` has none.
+        """
+        after = self.step(plan)
+        return None if after is None else (Change.of(self.before, after, fields), after.memory.fits)
+
+    def step(self, plan: ParallelPlan) -> StepResult | None:
+        """Return the simulated step of *plan*.
 
         Returns:
             None where stack or job do not go with it, or the budget is spent.
@@ -70,8 +79,8 @@ class Trials:
         self.num_passes += num_passes
         self.num_trials += 1
         if self.progress is not None:
-            self.progress("simulating changes", self.num_trials, self.num_trials + 1)
-        return Change.of(before, after, fields), after.memory.fits
+            self.progress("simulating changes", self.num_trials, 0)
+        return after
 
     def all_of(self, wanted: Iterable[Fields]) -> Iterator[tuple[Change, bool]]:
         """Yield what each of *wanted* comes to, of those that go with the plan."""

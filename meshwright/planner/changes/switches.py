@@ -35,6 +35,24 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
                 yield {axis.value: 2 * plan.degree(axis)}
 
 
+def neighbours(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
+    """Yield the plans one change away: `switches`, and those that take more memory.
+
+    Others are half the ranks along an axis, larger microbatches, more or fewer virtual stages and
+    a lower ZeRO stage.
+    """
+    yield from switches(plan, stack)
+    yield {"microbatch_size": 2 * plan.microbatch_size}
+    yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage < plan.zero_stage)
+    if stack.strategy is not Strategy.MESH:
+        return
+    for vpp in sorted({plan.num_virtual_stages // 2, 2 * plan.num_virtual_stages} - {0, 1}):
+        yield {"num_virtual_stages": vpp, "schedule": "interleaved"}
+    for axis, known in AXES.items():
+        if not known.takes_rest and plan.degree(axis) % 2 == 0:
+            yield {axis.value: plan.degree(axis) // 2}
+
+
 def switched(job: TrainingJob, plan: ParallelPlan, fields: Fields) -> tuple[ParallelPlan, Fields]:
     """Return *plan* with *fields* on as many devices, and all the fields that differ.
 

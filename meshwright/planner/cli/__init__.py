@@ -6,6 +6,7 @@ from meshwright.planner.cli.commands import (
     check_outputs,
     print_report,
     progress_bar,
+    say_written,
     show,
     write_text,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "progress_bar",
     "read_setting",
     "resolve_plan",
+    "say_written",
     "show",
     "with_buckets",
     "write_text",

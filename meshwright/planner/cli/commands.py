@@ -4,9 +4,11 @@ Imports are local, so that a command waits for no more than it needs.
 """
 # ruff: noqa: PLC0415
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
         FileOptions,
         Given,
         JobOptions,
+        JsonOptions,
         MatmulOptions,
         MoneyOptions,
         NameOptions,
@@ -31,6 +34,7 @@ STEP_WIDTH = 100
 SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
+STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 
 
 def run_search(
@@ -53,6 +57,7 @@ def run_search(
     pins = read_limits(setting, {**layout, **limits})
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
+    written: tuple[str, ...] = ()
     with progress_bar() as progress:
         result = search(
             setting.job,
@@ -64,8 +69,9 @@ def run_search(
             top=ranking.top,
             progress=progress,
         )
-    if folder is not None:
-        write_search(result, folder, budget)
+        if folder is not None:
+            tell(progress, "drawing pictures")
+            written = write_search(result, folder, budget)
 
     def report() -> "RenderableType":
         from meshwright.planner.reports import search_report
@@ -73,6 +79,7 @@ def run_search(
         return search_report(result, budget)
 
     show(output.json, search_document(result, budget), report, SEARCH_WIDTH)
+    say_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 
 
@@ -95,18 +102,22 @@ def run_simulate(
     plan = resolve_plan(setting, {**layout, **replication})
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
+    written: tuple[str, ...] = ()
     trace = None if files.trace is None else check_file("--trace", files.trace)
     limit_bytes = setting.memory_limit_bytes
-    result = simulate(
-        setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
-    )
     with progress_bar() as progress:
+        tell(progress, "simulating")
+        result = simulate(
+            setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
+        )
         changes = cheapest_changes(result, limit_bytes, progress)
-    if folder is not None:
-        write_step(result, folder, budget, changes)
-    if trace is not None:
-        with new_file(trace) as path:
-            write_chrome_trace(result, path)
+        if folder is not None:
+            tell(progress, "drawing pictures")
+            written = write_step(result, folder, budget, changes)
+        if trace is not None:
+            tell(progress, "writing the trace")
+            with new_file(trace) as path:
+                write_chrome_trace(result, path)
     parts = result, budget, changes
 
     def report() -> "RenderableType":
@@ -115,6 +126,7 @@ def run_simulate(
         return step_report(*parts)
 
     show(output.json, step_document(*parts), report, STEP_WIDTH)
+    say_written(output, written, files.trace)
     return 0
 
 
@@ -124,9 +136,9 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
 
     study = read_study(options)
     check_outputs(output)
-    if output.out is not None:
-        write_matmul(study, Path(output.out))
+    written = () if output.out is None else write_matmul(study, Path(output.out))
     show(output.json, matmul_document(study), lambda: matmul_report(study), MATMUL_WIDTH)
+    say_written(output, written)
     return 0
 
 
@@ -170,11 +182,18 @@ def check_outputs(output: "OutputOptions") -> Path | None:
     Raises:
         PlanError: If they cannot.
     """
-    from meshwright.planner.reports import check_file, check_folder
+    from meshwright.planner.reports import check_folder
+
+    check_json(output)
+    return None if output.out is None else check_folder(output.out, force=output.force)
+
+
+def check_json(output: "JsonOptions") -> None:
+    """Raise PlanError when the file of ``--json`` cannot be written."""
+    from meshwright.planner.reports import check_file
 
     if output.json is not None and output.json != "-":
         check_file("--json", output.json)
-    return None if output.out is None else check_folder(output.out, force=output.force)
 
 
 def show(
@@ -184,27 +203,63 @@ def show(
     width: int,
 ) -> None:
     """Write the document where ``--json`` says, and the report unless standard output is taken."""
-    from meshwright.planner.reports import json_text, new_file
+    from meshwright.planner.reports import json_text, write_whole
 
     if target == "-":
         write_text(sys.stdout, json_text(document))
         return
     if target is not None:
-        with new_file(Path(target)) as path:
-            path.write_text(json_text(document), encoding="utf-8", newline="\n")
+        write_whole(Path(target), json_text(document))
     print_report(report(), width)
 
 
+def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | None) -> None:
+    """Say what was written, unless standard output is taken.
+
+    Args:
+        output: Where results go.
+        names: Files in its folder.
+        files: Others.
+    """
+    from meshwright.hwprofiles import shown_path
+    from meshwright.planner.options import OutputOptions
+
+    if output.json == "-":
+        return
+    lines = [shown_path(Path(each)) for each in (output.json, *files) if each is not None]
+    if isinstance(output, OutputOptions) and output.out is not None:
+        lines.append(": ".join(filter(None, (shown_path(Path(output.out)), " ".join(names)))))
+    for line in lines:
+        write_text(sys.stdout, f"written  {line}\n")
+
+
+def tell(progress: Callable[[str, int, int], None] | None, what: str) -> None:
+    """Report that *what* begins, of which nobody knows how much there is."""
+    if progress is not None:
+        progress(what, 0, 0)
+
+
 def print_report(report: "RenderableType", width: int) -> int:
-    """Print *report*, to a terminal in its own width; return the status of success."""
+    """Print *report* and return the status of success.
+
+    A terminal has its own width, which COLUMNS overrules; so it does elsewhere, where *width* is
+    that of the report.
+    """
     from rich.console import Console
 
+    printed, on_terminal = StringIO(), sys.stdout.isatty()
+    is_told = on_terminal or os.environ.get("COLUMNS", "").isdigit()
     console = Console(
-        width=None if sys.stdout.isatty() else width, markup=False, emoji=False, highlight=False
+        file=printed,
+        force_terminal=on_terminal,
+        width=None if is_told else width,
+        markup=False,
+        emoji=False,
+        highlight=False,
     )
-    with console.capture() as capture:
-        console.print(report)
-    write_text(sys.stdout, "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")
+    console.print(report)
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    write_text(sys.stdout, "\n".join(lines) + "\n")
     return 0
 
 
@@ -225,25 +280,41 @@ def print_toml(name: str | None, load: "Callable[[str], Profile]") -> int:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield what a search reports its progress to: a bar on a terminal, elsewhere nothing."""
+    """Yield what work reports its progress to: a line on a terminal, elsewhere nothing.
+
+    The line has what is being done, how much of it where that is known, and the time so far.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[count]}")
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        known = {"starting": bar.add_task("starting", total=None, count="")}
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what)
-            bar.update(tasks[what], completed=done, total=total)
+            if what not in known:
+                bar.remove_task(known.popitem()[1])
+                known[what] = bar.add_task(what, total=total or None, count="")
+            count = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
+            bar.update(known[what], completed=done, total=total or None, count=count)
 
         yield report
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write *text*, whatever letters the stream knows."""
+    """Write *text*, whatever letters the stream knows.
+
+    Raises:
+        OSError: If the stream takes no more; it names the stream.
+    """
     encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except OSError as error:
+        raise OSError(
+            error.errno, error.strerror, STREAMS.get(getattr(stream, "name", ""))
+        ) from None

@@ -43,6 +43,7 @@ from meshwright.simulator.layout import (
     default_attention,
     default_precision,
     model_refusal,
+    near_multiples,
 )
 from meshwright.simulator.memory import usable_bytes
 
@@ -197,7 +198,7 @@ def _dp(draft: Draft) -> int:
         if num_gpus % product:
             raise PlanError(
                 f"gpus={num_gpus} is not a multiple of {text} = {product}; "
-                f"{_near_multiples(num_gpus, product)}"
+                f"{near_multiples(num_gpus, product)}"
             )
         return num_gpus // product
     dp = cast("int", given)
@@ -218,16 +219,6 @@ def _free_hosts(draft: Draft) -> int | None:
     if cluster.num_nodes is None:
         return None
     return cluster.num_nodes - -(-draft.number("dp") // cluster.devices_per_node)
-
-
-def _near_multiples(number: int, step: int) -> str:
-    """Return the multiples of *step* around *number* as a hint.
-
-    >>> _near_multiples(100, 32), _near_multiples(5, 32)
-    ('nearest: 96 or 128', 'nearest: 32')
-    """
-    below = number // step * step
-    return f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
 
 
 def _schedule(draft: Draft) -> str:

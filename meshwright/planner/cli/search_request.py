@@ -17,7 +17,7 @@ from meshwright.simulator import (
     parse_stages,
 )
 from meshwright.simulator.costs import peak_flops_per_s
-from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, stack_refusal
+from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, near_multiples, stack_refusal
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
@@ -98,7 +98,8 @@ def _check_division(job: TrainingJob, given: Given) -> None:
     if job.global_batch_size % (dp * microbatch_size):
         raise PlanError(
             f"global_batch_size={job.global_batch_size} is not divisible by dp={dp} x "
-            f"microbatch_size={microbatch_size}"
+            f"microbatch_size={microbatch_size}; "
+            f"{near_multiples(job.global_batch_size, dp * microbatch_size)}"
         )
     if "schedule" in given and "num_virtual_stages" in given:
         schedule = get_schedule(cast("str", given["schedule"]))

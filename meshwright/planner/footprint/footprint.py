@@ -1,5 +1,6 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     sum_layers,
 )
+
+Progress = Callable[[str, int, int], None]
 
 
 class ParameterCounts:
@@ -96,7 +99,12 @@ class _Sizes(NamedTuple):
 
 
 def peak_bytes(
-    space: Space, table: ShapeTable, blocks: BlockTable, indices: NDArray[np.int64] | None = None
+    space: Space,
+    table: ShapeTable,
+    blocks: BlockTable,
+    indices: NDArray[np.int64] | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment.
 
@@ -105,9 +113,10 @@ def peak_bytes(
         table: Their shapes.
         blocks: Where what blocks hold is kept.
         indices: Which layouts; by default all.
+        progress: Called with what is being done, how much is done, and of how much.
     """
     return Footprint(space, table, blocks).peak_bytes(
-        np.arange(len(space)) if indices is None else indices
+        np.arange(len(space)) if indices is None else indices, progress
     )
 
 
@@ -121,16 +130,22 @@ class Footprint:
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
 
-    def peak_bytes(self, indices: NDArray[np.int64]) -> Column:
+    def peak_bytes(self, indices: NDArray[np.int64], progress: Progress | None = None) -> Column:
         """Return the live bytes of the fullest rank of each layout at its fullest moment."""
         peaks = np.zeros(len(self._space), np.int64)
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress(f"sizing the memory of {len(indices):,} layouts", done, total)
+
         if self._units is not None:
-            self._units.add_to(peaks, indices)
+            self._units.add_to(peaks, indices, tell)
         elif self._sizes is not None:
             kinds, number = kinds_of(self._space, indices)
             sharing = np.zeros(len(self._space), np.int64)
             sharing[indices] = number
-            for group in pipeline_groups(self._space, indices):
+            for done, group in enumerate(groups := list(pipeline_groups(self._space, indices))):
+                tell(done, len(groups))
                 first, member = distinct([sharing[group.indices]])
                 own = [kinds[each] for each in sharing[group.indices][first].tolist()]
                 shapes = self._table.index[group.indices]

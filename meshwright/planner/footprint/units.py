@@ -118,8 +118,10 @@ class UnitPeaks:
         self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
         self._tables: dict[tuple[object, ...], PassTable] = {}
 
-    def add_to(self, peaks: Column, indices: Column) -> None:
+    def add_to(self, peaks: Column, indices: Column, tell: Callable[[int, int], None]) -> None:
         """Write the live bytes of the fullest rank of *indices* into *peaks*, those of all layouts.
+
+        *tell* is told how much is done, and of how much.
 
         Layouts that the stack does not offer, replicas of whole parameters, need nothing.
         """
@@ -138,11 +140,12 @@ class UnitPeaks:
                 part for role in group.pipeline.roles for part in _parts(role)
             ):
                 used[part].append(own)
-        sizes = {
-            part: self._part_sizes(part, states, np.unique(np.concatenate(each)))
-            for part, each in used.items()
-        }
-        for group in groups:
+        sizes: dict[Part, PartSizes] = {}
+        for part, each in used.items():
+            tell(len(sizes), len(used) + len(groups))
+            sizes[part] = self._part_sizes(part, states, np.unique(np.concatenate(each)))
+        for done, group in enumerate(groups, len(used)):
+            tell(done, len(used) + len(groups))
             for role in group.pipeline.roles:
                 found = self._role_peaks(
                     group, role, states, [sizes[each] for each in _parts(role)]

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import PS_PER_S, Source, format_time
@@ -17,8 +16,48 @@ from meshwright.planner.matmul.study import (
     shape_text,
 )
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent, product_text
-from meshwright.planner.reports import Json, facts_table, format_count, json_text, new_folder
+from meshwright.planner.reports import (
+    Column,
+    ColumnTable,
+    Json,
+    facts_table,
+    format_count,
+    json_text,
+    names_in,
+    new_folder,
+)
 from meshwright.simulator.matmul import Boxing, Chain, LocalRun, Signature
+
+
+class Rows:
+    """Rows of a table whose columns stack where the terminal is narrow.
+
+    Args:
+        names: Of the columns; numbers, whose name starts with >, are aligned on the right.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row."""
+        self._rows.append(cells)
+
+    def __rich_console__(
+        self, _console: Console, _options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Yield the table."""
+        yield ColumnTable(
+            [
+                Column(
+                    head=name.removeprefix(">"),
+                    cells=[row[place] for row in self._rows],
+                    is_word=not name.startswith(">"),
+                )
+                for place, name in enumerate(self._names)
+            ]
+        )
 
 
 def matmul_report(study: MatmulStudy) -> RenderableType:
@@ -36,8 +75,8 @@ def matmul_report(study: MatmulStudy) -> RenderableType:
     return Group(*parts, Text(), facts_table(_facts(study)))
 
 
-def _signature_table(study: MatmulStudy) -> Table:
-    table = _table(
+def _signature_table(study: MatmulStudy) -> Rows:
+    table = Rows(
         "signature",
         *("A", "B", "C", "each device computes"),
         *(">FLOPs", ">compute", "boxing", ">sends", ">takes", ">total"),
@@ -45,7 +84,7 @@ def _signature_table(study: MatmulStudy) -> Table:
     for row in study.rows:
         placements = _placement_cells(row.signature)
         if isinstance(row, Refusal):
-            table.add_row(*placements, f"refused: {row.reason}", *["-"] * 6, style="bright_black")
+            table.add_row(*placements, f"refused: {row.reason}", *["-"] * 6)
             continue
         table.add_row(
             *placements,
@@ -64,9 +103,9 @@ def _placement_cells(signature: Signature) -> list[str]:
     return [signature.name, *(repr(each) for each in signature.inputs), repr(signature.out)]
 
 
-def _chain_table(study: MatmulStudy) -> Table:
+def _chain_table(study: MatmulStudy) -> Rows:
     """Return the best chain for each signature of the first product, and the pipeline."""
-    table = _table(
+    table = Rows(
         "signatures, product by product",
         *("boxing", ">FLOPs", ">compute", ">sends", ">takes", ">total", ""),
     )
@@ -84,7 +123,7 @@ def _chain_table(study: MatmulStudy) -> Table:
     for row in study.rows:
         if isinstance(row, Refusal):
             name = f"{row.signature.name}: refused, {row.reason}"
-            table.add_row(name, *["-"] * 6, "", style="bright_black")
+            table.add_row(name, *["-"] * 6, "")
     if study.pipeline is not None:
         table.add_row(*_pipeline_cells(study.pipeline), "")
     return table
@@ -110,8 +149,8 @@ def _step_part(study: MatmulStudy) -> list[RenderableType]:
     return parts
 
 
-def _step_table(chain: Chain) -> Table:
-    table = _table(
+def _step_table(chain: Chain) -> Rows:
+    table = Rows(
         *("signature", "A", "B", "C", "each device computes", ">FLOPs", ">compute"),
         *("boxing before", ">sends", ">takes"),
     )
@@ -127,8 +166,8 @@ def _boxing_cells(boxing: Boxing) -> list[str]:
     return [boxing_text(boxing), format_sent(boxing.sent_bytes), _time(boxing.time_ps)]
 
 
-def _stage_table(pipeline: Pipeline) -> Table:
-    table = _table(
+def _stage_table(pipeline: Pipeline) -> Rows:
+    table = Rows(
         *("device", "computes", ">FLOPs", ">compute", "then sends", ">message", ">wire", ">latency")
     )
     for device, stage in enumerate(pipeline.stages):
@@ -200,15 +239,6 @@ def _source_ps(study: MatmulStudy, source: Source) -> int:
 
 def _time(time_ps: int) -> str:
     return format_time(time_ps / PS_PER_S) if time_ps else "-"
-
-
-def _table(*names: str) -> Table:
-    """Return a table with these columns; numbers, whose name starts with >, to the right."""
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 2, 0, 0))
-    for name in names:
-        justify = "right" if name.startswith(">") else "left"
-        table.add_column(name.removeprefix(">"), justify=justify)  # type: ignore[arg-type]
-    return table
 
 
 def matmul_document(study: MatmulStudy) -> dict[str, Json]:
@@ -302,8 +332,8 @@ def _number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def write_matmul(study: MatmulStudy, folder: Path) -> None:
-    """Write result.json and the picture of the split, matmul.png."""
+def write_matmul(study: MatmulStudy, folder: Path) -> tuple[str, ...]:
+    """Write result.json and the picture of the split, matmul.png; return names."""
     from meshwright.planner.matmul.picture import plot_matmul_split  # noqa: PLC0415  (slow to import)
     from meshwright.planner.plots import save_figure  # noqa: PLC0415
 
@@ -311,3 +341,4 @@ def write_matmul(study: MatmulStudy, folder: Path) -> None:
         document = json_text(matmul_document(study))
         (files / "result.json").write_text(document, encoding="utf-8", newline="\n")
         save_figure(plot_matmul_split(study), files / "matmul.png")
+        return names_in(files)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import typer
 
-from meshwright.planner.options.records import check_count
+from meshwright.planner.options.records import JobOptions, check_count
 from meshwright.planner.options.words import Given, Option, OptionGroup, option_name
 from meshwright.simulator.layout import (
     PLAN_FIELDS,
@@ -79,6 +79,11 @@ LIMITS = OptionGroup(
         *(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited),
     ),
     _given,
+)
+# The options of a job without its model, for commands that take several.
+SHARED_JOB = OptionGroup(
+    tuple(each for each in OptionGroup.of(JobOptions).options if each.key != "model"),
+    OptionGroup.of(JobOptions).build,
 )
 _NAMES = {each.key: each.name for group in (LAYOUT, REPLICATION, LIMITS) for each in group.options}
 

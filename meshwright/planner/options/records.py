@@ -4,6 +4,7 @@ A command takes records (`JobOptions`, `LayoutOptions`, ...); `option_words.as_c
 each of their fields into an option.  Fields are None where an option was not given.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -61,6 +62,16 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WordOptions:
+    """Plans, or one model, to set beside each other."""
+
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLAN...|MODEL", help="Several plan.json, or a model as in search."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
     """How many plans a search reports."""
 
@@ -73,22 +84,28 @@ class MoneyOptions:
 
     tokens: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Tokens, images or rows of the run, as 300e9."),
+        typer.Option(metavar="N", help="Tokens, images or rows of the run, as 300e9 or 15T."),
     ] = None
     price: Annotated[
         str | None,
-        typer.Option(metavar="PRICE", help='Such as "2.5 USD/GPU-hour" [the cluster\'s].'),
+        typer.Option(metavar="PRICE", help="USD of a GPU-hour, as 2.5 [the cluster's]."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputOptions:
-    """Where results go besides the terminal."""
+class JsonOptions:
+    """Where the document goes."""
 
     json: Annotated[
         str | None,
         typer.Option(metavar="FILE|-", help="Write the result as JSON; - for standard output."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions(JsonOptions):
+    """Where results go besides the terminal."""
+
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write plan, result, CSV and PNG files.")
     ] = None
@@ -96,13 +113,19 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileOptions:
-    """The plan file that a simulation starts from, and the trace it leaves."""
+class PlanOptions:
+    """The plan file that a simulation starts from."""
 
     plan: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A plan.json; other options override what it says."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileOptions(PlanOptions):
+    """The plan file that a simulation starts from, and the trace it leaves."""
+
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
     ] = None
@@ -172,8 +195,15 @@ def read_tokens(tokens: float | None) -> float | None:
 
 
 def read_price(text: str | None) -> float | None:
-    """Return ``--price`` in US dollars per GPU and hour."""
-    return None if text is None else _quantity("--price", text, parse_price)
+    """Return ``--price`` in US dollars per GPU and hour, which a number alone is, too.
+
+    >>> read_price("2"), read_price("2.5 USD/GPU-hour")
+    (2.0, 2.5)
+    """
+    if text is None:
+        return None
+    has_unit = re.search(r"[A-DF-Za-df-z]", text)  # an E may be part of a number
+    return _quantity("--price", text if has_unit else f"{text} USD/GPU-hour", parse_price)
 
 
 def read_memory_limit(text: str | None) -> int | None:

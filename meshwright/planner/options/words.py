@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import (
@@ -19,22 +20,22 @@ from typing import (
 )
 
 import typer
-from typer.main import get_group
+from typer.main import get_group, get_install_completion_arguments
 
-from meshwright.hwprofiles import shown, suggestion
+from meshwright.hwprofiles import GIGA, KILO, MEGA, TERA, shown, suggestion
+from meshwright.planner.options.claims import release_claims
 from meshwright.simulator import PlanError
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal
 
 # Digits are bounded: Python refuses to read, and to print, a number of 5,000 of them.
-_NUMBERS: dict[type, tuple[Callable[[str], float], re.Pattern[str], str]] = {
-    int: (int, re.compile(r"[+-]?[0-9]{1,30}"), "a whole number of at most 30 digits"),
-    float: (
-        float,
-        re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?"),
-        "a number such as 300e9",
-    ),
-}
+_NUMBER = re.compile(
+    r"(?P<digits>[+-]?([0-9]{1,3}(,[0-9]{3}){1,9}|[0-9]{1,30}))"
+    r"(?P<rest>(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?)(?P<scale> ?[kKMBT])?"
+)
+MOST_DIGITS = 30
+_SCALES = {"": 1, "K": KILO, "M": MEGA, "B": GIGA, "T": TERA}
+_WORDS = {int: "a whole number of at most 30 digits", float: "a number such as 300e9, 300B or 15T"}
 
 # The root of typer's complaints about words: its module differs between versions, its place
 # above BadParameter does not.
@@ -109,6 +110,7 @@ def as_command(
     target.__doc__ = run.__doc__
     target.__signature__ = inspect.Signature(parameters)
     target.ends_in_words = ends_in_words
+    target.options = tuple(each for group in taken for each in group.options)
     target.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
@@ -152,10 +154,37 @@ def _read(option: Option, value: object) -> object:
         if text not in known:
             raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, known)}")
         return kind(text)
-    read, pattern, word = _NUMBERS[kind]
-    if not pattern.fullmatch(text):
-        raise PlanError(f"{name} {shown(value)} is not {word}")
-    return read(text)
+    number = _number(text, is_whole=kind is int)
+    if number is None:
+        raise PlanError(f"{name} {shown(value)} is not {_WORDS[kind]}")
+    return number
+
+
+def _number(text: str, *, is_whole: bool) -> float | None:
+    """Return a number as people write it, None where it is none.
+
+    A whole number takes no letter for its scale: 8K positions are 8,192 to some.
+
+    >>> [_number(text, is_whole=True) for text in ("1,024", "1.5e3", "8K", "8.0", "1,24")]
+    [1024, 1500, None, None, None]
+    >>> [_number(text, is_whole=False) for text in ("300e9", "15T", "1.5 B")]
+    [300000000000.0, 15000000000000.0, 1500000000.0]
+    """
+    found = _NUMBER.fullmatch(text)
+    if found is None or (is_whole and found["scale"]):
+        return None
+    digits = found["digits"].replace(",", "")
+    scale = _SCALES[(found["scale"] or "").strip().upper()]
+    if not is_whole:
+        return float(digits + found["rest"]) * scale
+    if "e" not in found["rest"].lower():
+        return None if found["rest"] else int(digits)
+    value = Decimal(digits + found["rest"])
+    return (
+        int(value)
+        if value == value.to_integral_value() and value.adjusted() < MOST_DIGITS
+        else None
+    )
 
 
 def run_command_line(
@@ -176,7 +205,6 @@ def run_command_line(
     if words and not words[0].startswith("-") and named is names:
         raise PlanError(f"unknown command {shown(words[0])}; {suggestion(words[0], names)}")
     app = typer.Typer(
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -185,19 +213,48 @@ def run_command_line(
     )
     for name in named:
         run = command(name)
+        if named is not names:
+            told = cast("Any", run)
+            _check_once(words[1:], told.options, ends_in_words=told.ends_in_words)
         between = not cast("Any", run).ends_in_words
         app.command(name, context_settings={"allow_interspersed_args": between})(run)
+    group = get_group(app)
+    if named is names:  # typer adds these itself where it chooses between group and command
+        group.params += get_install_completion_arguments()
     try:
-        status = get_group(app).main(
+        status = group.main(
             args=list(words) or ["--help"], prog_name="meshwright", standalone_mode=False
         )
     except _USAGE_ERROR as error:
         raise PlanError(_first_lower(error.format_message())) from None
     except typer.Abort:
         raise KeyboardInterrupt from None
+    finally:
+        release_claims()
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return int(status or 0)
+
+
+def _check_once(words: Sequence[str], options: Sequence[Option], *, ends_in_words: bool) -> None:
+    """Raise PlanError when an option that is not a list is given more than once."""
+    kinds = {option_name(each.name): each.kind for each in options}
+    given: set[str] = set()
+    rest = iter(words)
+    for word in rest:
+        if word == "--" or (ends_in_words and not word.startswith("-")):
+            return
+        name, sign, _ = word.partition("=")
+        if name not in kinds:
+            name = f"--{name.removeprefix('--no-')}"
+        kind = kinds.get(name)
+        if kind is None:
+            continue
+        if kind is not bool and not sign:
+            next(rest, None)
+        if name in given and kind is not list:
+            raise PlanError(f"{name} is given more than once; allowed: once")
+        given.add(name)
 
 
 def _first_lower(text: str) -> str:

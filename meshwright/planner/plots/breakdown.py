@@ -1,5 +1,6 @@
 """Where the time of a step goes: one stacked bar a step."""
 
+from collections.abc import Sequence
 from math import floor, log10
 
 from matplotlib.axes import Axes
@@ -46,11 +47,15 @@ DARK = {canvas.BLUE, canvas.GREEN, canvas.VERMILION, canvas.DARK_GREY}
 LABELLED_FRACTION = 0.045
 
 
-def plot_breakdown(*steps: StepResult) -> Figure:
+def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
     """Return one horizontal bar a step, split by what ranks spend their time on.
 
     The parts are averages over pipeline ranks and add up to the step; one that is zero in
     every step is left out.
+
+    Args:
+        steps: One or more.
+        names: What the bars of several are called, beside their layouts.
 
     Raises:
         ValueError: If no step is given.
@@ -65,7 +70,7 @@ def plot_breakdown(*steps: StepResult) -> Figure:
         widths_s = [step.breakdown_ps[category] / PS_PER_S for step in steps]
         _draw_part(axes, category, widths_s, left_s, steps)
         left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]
-    _finish(axes, steps)
+    _finish(axes, steps, names)
     columns = 3 if len(steps) > 1 else 2
     figure.legend(
         loc="outside lower center",
@@ -115,7 +120,7 @@ def _draw_part(
             text.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 1.2})
 
 
-def _finish(axes: Axes, steps: tuple[StepResult, ...]) -> None:
+def _finish(axes: Axes, steps: tuple[StepResult, ...], names: Sequence[str]) -> None:
     """Name the bars, scale the axes and write the title."""
     over = "devices" if any(step.lanes for step in steps) else "pipeline ranks"
     canvas.style_axes(axes, f"Time of one training step (s), average over {over}", "")
@@ -142,7 +147,10 @@ def _finish(axes: Axes, steps: tuple[StepResult, ...]) -> None:
         )
     jobs = [canvas.describe_step(step)[0] for step in steps]
     is_one_job = len(set(jobs)) == 1
-    axes.set_yticks(range(len(steps)), [_name(step, with_job=not is_one_job) for step in steps])
+    described = [_name(step, with_job=not is_one_job) for step in steps]
+    if names:
+        described = [f"{name}\n{text}" for name, text in zip(names, described, strict=True)]
+    axes.set_yticks(range(len(steps)), described)
     note = "Percentages are shares of the bar's own step"
     details = [jobs[0], note] if is_one_job else [note]
     canvas.write_titles(axes, f"Where the time of {len(steps)} training steps goes", *details)

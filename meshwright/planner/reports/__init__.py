@@ -11,17 +11,21 @@ from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import (
     check_file,
     check_folder,
+    names_in,
     new_file,
     new_folder,
     output_path,
+    write_whole,
 )
 from meshwright.planner.reports.plan_file import (
     Json,
     SavedPlan,
+    is_plan_file,
     job_fields,
     plan_document,
     plan_fields,
     read_plan,
+    read_runnable_plan,
 )
 from meshwright.planner.reports.result_files import write_search, write_step
 
@@ -32,11 +36,22 @@ if TYPE_CHECKING:
         schedules_table,
         stacks_table,
     )
-    from meshwright.planner.reports.search import search_report
-    from meshwright.planner.reports.step import facts_table, format_count, step_report
+    from meshwright.planner.reports.columns import Column, ColumnTable
+    from meshwright.planner.reports.search import layout_text, search_report, step_columns
+    from meshwright.planner.reports.step import (
+        facts_table,
+        format_count,
+        headline,
+        job_text,
+        step_report,
+        value_text,
+        warning_lines,
+    )
 
 __all__ = [
     "Budget",
+    "Column",
+    "ColumnTable",
     "Json",
     "SavedPlan",
     "check_file",
@@ -44,29 +59,39 @@ __all__ = [
     "clusters_table",
     "facts_table",
     "format_count",
+    "headline",
+    "is_plan_file",
     "job_fields",
+    "job_text",
     "json_text",
+    "layout_text",
     "models_table",
+    "names_in",
     "new_file",
     "new_folder",
     "output_path",
     "plan_document",
     "plan_fields",
     "read_plan",
+    "read_runnable_plan",
     "schedules_table",
     "search_document",
     "search_report",
     "stacks_table",
+    "step_columns",
     "step_document",
     "step_report",
+    "value_text",
+    "warning_lines",
     "write_search",
     "write_step",
+    "write_whole",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Return a maker of text, imported when first asked for."""
-    for module in ("step", "search", "catalogue") if name in __all__ else ():
+    for module in ("step", "search", "catalogue", "columns") if name in __all__ else ():
         texts = import_module(f"{__name__}.{module}")
         if hasattr(texts, name):
             return getattr(texts, name)

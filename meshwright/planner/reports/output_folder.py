@@ -4,10 +4,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.hwprofiles import shown_path
+from meshwright.planner.options import claim
 from meshwright.simulator import PlanError
 
 # Written by an earlier search into the same folder; there may be more than the next one writes.
@@ -35,6 +36,7 @@ def check_file(option: str, text: str) -> Path:
     path = output_path(option, text)
     shown = shown_path(path)
     try:
+        _look_at(path)
         if path.is_dir():
             raise PlanError(f"{option} {shown} is a folder; allowed: a file")
         if not path.parent.is_dir():
@@ -60,6 +62,7 @@ def check_folder(text: str, *, force: bool) -> Path:
     path = output_path("--out", text)
     shown = shown_path(path)
     try:
+        _look_at(path)
         if path.exists() and not path.is_dir():
             raise PlanError(f"--out {shown} is a file; allowed: a folder")
         if path.is_dir() and not force and any(path.iterdir()):
@@ -69,9 +72,16 @@ def check_folder(text: str, *, force: bool) -> Path:
             raise PlanError(f"--out {shown}: {shown_path(existing)} is no folder")
         if not os.access(existing, os.W_OK):
             raise PlanError(f"--out {shown} cannot be written: permission denied")
+        claim(path, existing)
     except OSError as error:
         raise PlanError(f"--out {shown} cannot be written: {error.strerror}") from None
     return path
+
+
+def _look_at(path: Path) -> None:
+    """Raise OSError where *path* leads nowhere, such as links that lead to each other."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
 
 
 @contextmanager
@@ -79,15 +89,25 @@ def new_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file takes its place when the block ends well.
 
     A device or a pipe, such as /dev/stdout, is written to as it is.
+
+    Raises:
+        PlanError: If it cannot be written, such as on a full disk; nothing is left of it then.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        yield path
+        with _refusals_named(path):
+            yield path
         return
     with _scratch_folder(path) as scratch:
         written = scratch / path.name
         yield written
         written.replace(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write *text* to a file, all of it or nothing; raises as `new_file`."""
+    with new_file(path) as draft:
+        draft.write_text(text, encoding="utf-8", newline="\n")
 
 
 @contextmanager
@@ -96,9 +116,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Where *path* is a folder in use, its files are replaced one by one and others are kept, but
     for the numbered plans of an earlier search.
+
+    Raises:
+        PlanError: If it cannot be written, such as on a full disk; nothing is left of it then.
     """
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(os.path.realpath(path))
+    with _refusals_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(path) as scratch:
         written = scratch / "files"
         written.mkdir(mode=FOLDER_MODE)
@@ -112,14 +136,29 @@ def new_folder(path: Path) -> Iterator[Path]:
             file.replace(path / file.name)
 
 
+def names_in(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder, to tell what was written."""
+    return tuple(sorted(each.name for each in folder.iterdir()))
+
+
 @contextmanager
 def _scratch_folder(path: Path) -> Iterator[Path]:
     """Yield a folder beside *path*, on the same file system, and remove it at the end."""
-    try:
+    with _refusals_named(path):
         scratch = Path(tempfile.mkdtemp(prefix=".meshwright-", dir=path.parent))
-    except OSError as error:
-        raise PlanError(f"{shown_path(path)} cannot be written: {error.strerror}") from None
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _refusals_named(path: Path) -> Iterator[None]:
+    """Name *path* where the system refuses a write in the block; a closed pipe passes."""
     try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError(f"{shown_path(path)} cannot be written: {reason}") from None

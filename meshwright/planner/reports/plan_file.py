@@ -4,7 +4,7 @@ Built-in models, clusters and stacks are named; what a user's own file described
 in full, so that the plan file stands alone.
 """
 
-import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from meshwright.hwprofiles import (
     Cluster,
+    FileKind,
     Precision,
     ProfileError,
     StackProfile,
@@ -31,17 +32,24 @@ from meshwright.simulator import (
     ParameterServer,
     PlanError,
     TrainingJob,
+    check_plan,
     list_models,
     load_model,
 )
-from meshwright.simulator.layout import MAX_ZERO_STAGE, PLAN_FIELDS, SERVER_FIELDS, PlanField
+from meshwright.simulator.layout import (
+    MAX_ZERO_STAGE,
+    PLAN_FIELDS,
+    SERVER_FIELDS,
+    PlanField,
+    with_stages,
+)
 from meshwright.simulator.model import AnyModel, parse_any_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 FORMAT = "meshwright-plan-1"
 
 # A plan of 10,000 stages with a cluster written out is a few hundred kilobytes.
-MAX_FILE_BYTES = 4_000_000
+PLAN_FILE = FileKind(title="plan file", most_bytes=4_000_000, error=PlanError)
 # Enough for the largest layout; the text of a longer number would be refused by Python itself.
 Degree = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 T = TypeVar("T", AnyModel, Cluster, StackProfile)
@@ -149,6 +157,23 @@ def plan_document(saved: SavedPlan) -> dict[str, Json]:
     }
 
 
+def is_plan_file(text: str) -> bool:
+    """Return whether a word names a plan file, and no model.
+
+    >>> is_plan_file("gpt2"), is_plan_file("out/plan-2.json")
+    (False, True)
+    """
+    path = Path(text)
+    if path.suffix != ".json":
+        return False
+    if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
+        return True
+    try:
+        return f'"{FORMAT}"' in PLAN_FILE.read_text(path)
+    except PlanError:
+        return False
+
+
 def read_plan(path: Path) -> SavedPlan:
     """Return what the plan file at *path* holds.
 
@@ -156,7 +181,7 @@ def read_plan(path: Path) -> SavedPlan:
         PlanError: If it cannot be read or says something that cannot be; names file and key.
     """
     file = shown_path(path)
-    entry = _checked(_parsed(_read_text(path, file), file), file)
+    entry = _checked(PLAN_FILE.read_json(path), file)
 
     def resolved(key: str, load: Callable[[str], T], build: Callable[[dict[str, object]], T]) -> T:
         value = getattr(entry, key)
@@ -174,6 +199,18 @@ def read_plan(path: Path) -> SavedPlan:
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)
+
+
+def read_runnable_plan(path: Path) -> SavedPlan:
+    """Return what the plan file at *path* holds, to be run as it stands.
+
+    Raises:
+        PlanError: As `read_plan`, or if the plan can never run: before anything is built of it.
+    """
+    saved = read_plan(path)
+    job, stack = saved.job, saved.stack
+    check_plan(job, with_stages(job, saved.plan, stack), saved.cluster, stack)
+    return saved
 
 
 def _reference(item: T, known: Sequence[str], load: Callable[[str], T]) -> Json:
@@ -194,38 +231,6 @@ def _profile(kind: type[P], data: Mapping[str, object]) -> P:
         return kind.model_validate(data)
     except ValidationError as error:
         raise ProfileError(one_line(error)) from None
-
-
-def _read_text(path: Path, file: str) -> str:
-    try:
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
-            raise PlanError(f"{file}: too large for a plan file; allowed: {MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{file}: byte {error.start} is not UTF-8 text") from None
-    except OSError as error:
-        raise PlanError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise PlanError(f"{file}: cannot be read: {error}") from None
-
-
-def _parsed(text: str, file: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}"
-        raise PlanError(f"{file}: not valid JSON: {error.msg} ({place})") from None
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file}: not valid JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {shown(repeated)} appears twice")
-    return document
 
 
 def _checked(data: object, file: str) -> _PlanFile:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.changes import Change
 from meshwright.planner.reports.documents import json_text, search_document, step_document
 from meshwright.planner.reports.money import Budget
-from meshwright.planner.reports.output_folder import new_folder
+from meshwright.planner.reports.output_folder import names_in, new_folder
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import SearchResult
@@ -22,16 +22,19 @@ def write_step(
     folder: Path,
     budget: Budget | None = None,
     changes: Sequence[Change] = (),
-) -> None:
-    """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures."""
+) -> tuple[str, ...]:
+    """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures; return names."""
     with new_folder(folder) as files:
         _write(files / "result.json", json_text(step_document(result, budget, changes)))
         _write_plans(files, [result], budget)
         _save(files, _step_pictures(result))
+        return names_in(files)
 
 
-def write_search(result: SearchResult, folder: Path, budget: Budget | None = None) -> None:
-    """Write a search: the best plan as plan.json, the next as plan-2.json, and the rest.
+def write_search(
+    result: SearchResult, folder: Path, budget: Budget | None = None
+) -> tuple[str, ...]:
+    """Write a search and return names: the best as plan.json, the next as plan-2.json, the rest.
 
     A search in which nothing fits leaves result.json alone, with the nearest layout.
     """
@@ -40,6 +43,7 @@ def write_search(result: SearchResult, folder: Path, budget: Budget | None = Non
         if result.plans:
             _write_plans(files, result.plans, budget, result.like)
             _save(files, {"memory_time": _memory_time(result), **_step_pictures(result.plans[0])})
+        return names_in(files)
 
 
 def saved_plan(result: StepResult) -> SavedPlan:

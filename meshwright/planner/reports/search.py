@@ -1,14 +1,12 @@
 """A search as text for a terminal: the best plans, the proof, what was refused and why."""
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
+from meshwright.planner.reports.columns import Column, ColumnTable
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.step import (
@@ -21,13 +19,14 @@ from meshwright.planner.reports.step import (
     switches_text,
     value_text,
     warning_lines,
-    widest,
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, SearchResult
+from meshwright.planner.space import waste_hints
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
+    ParameterServer,
     StepResult,
     TrainingJob,
 )
@@ -36,10 +35,6 @@ from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule
 MAX_FRONTIER_LINES = 8
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
 HABIT = "-"  # a switch that the plan leaves to the stack
-RESULT_COLUMNS = ("MFU", "GiB", "bubble", "comm s")
-LIKE_COLUMN = " "
-# What a narrow terminal goes without, the first first.
-DISPENSABLE_COLUMNS = ("comm s", "bubble", "MFU")
 SHORT_SAMPLES = {"tokens": "tok"}
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
@@ -59,20 +54,15 @@ def search_report(result: SearchResult, budget: Budget | None = None) -> Rendera
         Text(),
     ]
     if result.plans:
-        shared = _shared(result, [result.plans[place].plan for place in result.listed])
-        parts += [*shared, PlansTable(result, budget), Text()]
+        parts += [_plans_table(result, budget), Text()]
     parts.append(facts_table(_facts(result)))
     if result.frontier:
         shown = f"memory against time, {len(result.frontier)} layouts that no other beats in both"
-        parts += [
-            Text(),
-            Text(shown),
-            *_shared(result, [each.plan for each in _thinned(result.frontier)]),
-        ]
-        parts.append(_frontier_table(result))
+        parts += [Text(), Text(shown), _frontier_table(result)]
     if result.plans:
         parts += warning_lines(_first(result).warnings)
-    return Group(*parts)
+    hints = waste_hints(result.job, result.cluster, result.num_gpus)
+    return Group(*parts, *(Text(f"hint: {each}") for each in hints))
 
 
 def proof_text(result: SearchResult) -> str:
@@ -115,18 +105,16 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield from change_facts(result.nearest.changes)
 
 
-def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[RenderableType]:
-    """Return a line of the fields that a table of *plans* leaves out, as all have the same."""
+def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[str]:
+    """Return the fields that a table of *plans* leaves out, as all have the same."""
     plan, shown = plans[0], _shown_fields(result, plans)
-    values = [
-        (each.declaration.heading, value)
+    return [
+        f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
         if each not in shown
         and (value := _value(result, plan, each)) is not None
         and not (each.declaration.axis and value == each.default)
     ]
-    text = " ".join(f"{heading}={value_text(value)}" for heading, value in values)
-    return [Text(f"all with {text}")] if values else []
 
 
 def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
@@ -170,67 +158,41 @@ def _first(result: SearchResult) -> StepResult:
     return result.plans[result.listed[0]]
 
 
-@dataclass(frozen=True, slots=True)
-class PlansTable:
-    """The plans of a search, with as many columns as the terminal is wide."""
-
-    result: SearchResult
-    budget: Budget | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """Yield the widest table that fits, else the narrowest."""
-        for left_out in range(len(DISPENSABLE_COLUMNS) + 1):
-            table = self._table(DISPENSABLE_COLUMNS[:left_out])
-            if widest(console, options, table) <= options.max_width:
-                break
-        yield table
-
-    def _table(self, left_out: Collection[str]) -> Table:
-        result, budget = self.result, self.budget
-        money = [] if budget is None else _money_columns(budget, result.plans[0])
-        sample = result.job.model.sample
-        rates = ("step s", f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU")
-        plans = [result.plans[place].plan for place in result.listed]
-        fields = _shown_fields(result, plans)
-        heads = ("", *_layout_columns(result, fields), *rates, *RESULT_COLUMNS, *money)
-        rows = [self._row(place, fields) for place in result.listed]
-        likes = [_like_text(len(result.like[place])) for place in result.listed]
-        if any(likes):
-            heads += (LIKE_COLUMN,)
-            rows = [[*row, like] for row, like in zip(rows, likes, strict=True)]
-        kept = [place for place, head in enumerate(heads) if head not in left_out]
-        table = _table(*(heads[place] for place in kept))
-        for row in rows:
-            table.add_row(*(row[place] for place in kept))
-        return table
-
-    def _row(self, place: int, fields: Sequence[PlanField]) -> list[str]:
-        step, budget = self.result.plans[place], self.budget
-        cells = [str(place + 1), *_layout_cells(self.result, step.plan, fields)]
-        cells += _result_cells(step)
-        return [*cells, *([] if budget is None else _money_cells(step, budget))]
+def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
+    """Return the plans of a search."""
+    places = result.listed
+    steps = [result.plans[place] for place in places]
+    sample = result.job.model.sample
+    columns = [
+        _column("", [str(place + 1) for place in places], is_first=True),
+        *_layout_columns(result, [step.plan for step in steps]),
+        *step_columns(steps, f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU"),
+        *([] if budget is None else _money_columns(budget, steps)),
+    ]
+    likes = [_like_text(len(result.like[place])) for place in places]
+    if any(likes):
+        columns.append(_column(" ", likes))
+    return ColumnTable(columns, _shared(result, [step.plan for step in steps]))
 
 
 def _like_text(count: int) -> str:
     return f"and {count} like it" if count else ""
 
 
-def _frontier_table(result: SearchResult) -> Table:
+def _frontier_table(result: SearchResult) -> ColumnTable:
     points = _thinned(result.frontier)
-    fields = _shown_fields(result, [point.plan for point in points])
-    table = _table("GiB", "step s", *_layout_columns(result, fields), "proven")
-    for point in points:
-        size, time = f"{point.device_bytes / GIBI:.1f}", f"{point.step_ps / PS_PER_S:.4g}"
-        table.add_row(size, time, *_layout_cells(result, point.plan, fields), yes_no(point.proven))
-    return table
+    plans = [point.plan for point in points]
+    columns = [
+        _column("GiB", [f"{point.device_bytes / GIBI:.1f}" for point in points], is_first=True),
+        _column("step s", [f"{point.step_ps / PS_PER_S:.4g}" for point in points], is_first=True),
+        *_layout_columns(result, plans),
+        _column("proven", [yes_no(point.proven) for point in points]),
+    ]
+    return ColumnTable(columns, _shared(result, plans))
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="cyan")
-    for name in names:
-        justify: Literal["left", "right"] = "left" if name in WORD_COLUMNS else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
-    return table
+def _column(head: str, cells: Sequence[str], *, is_first: bool = False) -> Column:
+    return Column(head=head, cells=cells, is_word=head in WORD_COLUMNS, is_first=is_first)
 
 
 def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[PlanField]:
@@ -250,43 +212,41 @@ def _value(result: SearchResult, plan: ParallelPlan, field: PlanField) -> object
     return stages_rule(result.job, plan, result.stack)
 
 
-def _layout_columns(result: SearchResult, fields: Sequence[PlanField]) -> tuple[str, ...]:
-    """Return the heads of `_layout_cells`."""
-    has_servers = result.stack.strategy is Strategy.PARAMETER_SERVER
-    heads = tuple(str(each.declaration.heading) for each in fields)
-    return (*heads, "servers") if has_servers else heads
+def _layout_columns(result: SearchResult, plans: Sequence[ParallelPlan]) -> Iterator[Column]:
+    """Yield a column for each field that is shown; those of axes come first."""
+    for field in _shown_fields(result, plans):
+        head = str(field.declaration.heading)
+        yield Column(
+            head=head,
+            cells=[_text(_value(result, plan, field)) for plan in plans],
+            is_word=head in WORD_COLUMNS,
+            is_layout=True,
+            is_first=field.declaration.axis is not None,
+        )
+    if result.stack.strategy is Strategy.PARAMETER_SERVER:
+        servers = (plan.parameter_server or ParameterServer() for plan in plans)
+        yield _column("servers", [str(each.servers) for each in servers])
 
 
-def _layout_cells(
-    result: SearchResult, plan: ParallelPlan, fields: Sequence[PlanField]
-) -> list[str]:
-    values = [_value(result, plan, each) for each in fields]
-    if plan.parameter_server is not None:
-        values.append(plan.parameter_server.servers)
-    return [_text(value) for value in values]
-
-
-def _result_cells(step: StepResult) -> list[str]:
-    return [
-        f"{step.step_time_s:.4g}",
-        f"{step.tokens_per_s_per_gpu:,.0f}",
-        f"{step.mfu_fraction:.1%}",
-        f"{step.memory.device_bytes / GIBI:.1f}",
-        f"{step.bubble_fraction:.1%}",
-        f"{step.exposed_comm_s:.3g}",
+def step_columns(steps: Sequence[StepResult], rate: str) -> list[Column]:
+    """Return what the steps of plans come to; time and memory come first."""
+    cells = [
+        ("step s", [f"{step.step_time_s:.4g}" for step in steps]),
+        (rate, [f"{step.tokens_per_s_per_gpu:,.0f}" for step in steps]),
+        ("MFU", [f"{step.mfu_fraction:.1%}" for step in steps]),
+        ("GiB", [f"{step.memory.device_bytes / GIBI:.1f}" for step in steps]),
+        ("bubble", [f"{step.bubble_fraction:.1%}" for step in steps]),
+        ("comm s", [f"{step.exposed_comm_s:.3g}" for step in steps]),
     ]
+    return [_column(head, each, is_first=head in {"step s", "GiB"}) for head, each in cells]
 
 
-def _money_cells(step: StepResult, budget: Budget) -> list[str]:
-    run = budget.run(step)
-    days = f"{run.days:,.1f}"
-    return [days] if run.cost_usd is None else [days, f"{run.cost_usd:,.0f}"]
-
-
-def _money_columns(budget: Budget, step: StepResult) -> list[str]:
-    """Return the heads of `_money_cells`: no cost where no price is known."""
-    has_price = budget.run(step).cost_usd is not None
-    return [TIME_COLUMN, COST_COLUMN] if has_price else [TIME_COLUMN]
+def _money_columns(budget: Budget, steps: Sequence[StepResult]) -> Iterator[Column]:
+    """Yield days and cost; no cost where no price is known."""
+    runs = [budget.run(step) for step in steps]
+    yield _column(TIME_COLUMN, [f"{run.days:,.1f}" for run in runs])
+    if budget.price_usd_per_gpu_hour is not None:
+        yield _column(COST_COLUMN, [f"{run.cost_usd:,.0f}" for run in runs])
 
 
 def _text(value: object) -> str:

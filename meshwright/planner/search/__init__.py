@@ -1,6 +1,6 @@
 """The search: price, prune with reasons, simulate best first, prove."""
 
-from meshwright.planner.search.finalists import MAX_PASSES
+from meshwright.planner.search.finalists import MAX_PASSES, Progress
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
 from meshwright.planner.search.search import search
 from meshwright.planner.search.varied import Held, Varied
@@ -10,6 +10,7 @@ __all__ = [
     "FrontierPoint",
     "Held",
     "Nearest",
+    "Progress",
     "SearchResult",
     "SimulatedPlan",
     "Varied",

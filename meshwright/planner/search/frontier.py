@@ -1,6 +1,6 @@
 """The least time for the memory that is given: what a smaller memory limit would cost."""
 
-from meshwright.planner.search.finalists import Finalists, Runs
+from meshwright.planner.search.finalists import Finalists, Progress, Runs
 from meshwright.planner.search.result import FrontierPoint
 
 # Each point of the frontier needs this share less memory than the one before it.
@@ -8,7 +8,7 @@ STEP_FRACTION = 0.05
 
 
 def find_frontier(
-    finalists: Finalists, fastest: int | None, *, max_passes: int
+    finalists: Finalists, fastest: int | None, *, max_passes: int, tell: Progress
 ) -> tuple[FrontierPoint, ...]:
     """Return the frontier of memory against time, by bytes.
 
@@ -20,12 +20,14 @@ def find_frontier(
         finalists: Every feasible layout.
         fastest: The proven fastest layout, where there is one.
         max_passes: Stop when all runs together have made so many passes.
+        tell: Is told how many points are known.
     """
     runs = finalists.runs
     proven: set[int] = set()
     index = fastest
     while index is not None and index not in proven:
         proven.add(index)
+        tell("finding points of the frontier", len(proven), 0)
         limit_bytes = int(runs.device_bytes[index] * (1 - STEP_FRACTION))
         proof = finalists.within(limit_bytes).fastest(1, max_passes)
         index = proof.indices[0] if proof.is_proven else None

@@ -62,19 +62,20 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     _check_request(cluster, num_gpus, top)
-    asked = limits or SpaceLimits()
+    asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = _with_kernels(job, asked, cluster, stack)
-    prepare = _mesh_field if stack.strategy is Strategy.MESH else strategy_field
-    field = prepare(job, cluster, stack, num_gpus, limits)
+    field = _field(job, cluster, stack, num_gpus, limits, tell)
     runs = field.runs
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
+    tell(f"bounding the time of {len(runs.space):,} layouts", 0, 0)
     finalists, rejections = _finalists(field, candidates)
-    proof, ranking = _rank(finalists, top, progress)
+    proof, ranking = _rank(finalists, top, tell)
     frontier = find_frontier(
         finalists,
         proof.indices[0] if proof.is_proven else None,
         max_passes=runs.num_passes + FRONTIER_PASSES,
+        tell=tell,
     )
     return SearchResult(
         job=job,
@@ -97,7 +98,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         frontier=frontier,
         nearest=None
         if len(finalists.indices)
-        else find_nearest(candidates, runs, limit_bytes, progress),
+        else find_nearest(candidates, runs, limit_bytes, tell),
     )
 
 
@@ -121,14 +122,23 @@ def _finalists(field: Field, candidates: Candidates) -> tuple[Finalists, dict[st
     return Finalists(indices, field.bounds(indices), field.runs), rejections
 
 
-def _mesh_field(
-    job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+def _field(
+    job: TrainingJob,
+    cluster: Cluster,
+    stack: StackProfile,
+    num_gpus: int,
+    limits: SpaceLimits,
+    tell: Progress,
 ) -> Field:
-    """Return the layouts of a mesh of ranks: exact memory and bounds without a run."""
+    """Return the layouts; those of a mesh of ranks with exact memory and bounds without a run."""
+    tell("laying out the space", 0, 0)
+    if stack.strategy is not Strategy.MESH:
+        return strategy_field(job, cluster, stack, num_gpus, limits)
     space = enumerate_space(job, stack, num_gpus, limits)
+    tell(f"sizing the memory of {len(space):,} layouts", 0, 0)
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, num_gpus)
-    peaks = peak_bytes(space, table, costs.blocks)
+    peaks = peak_bytes(space, table, costs.blocks, progress=tell)
     runs = Runs(space, costs, peaks, device_bytes_column(space, cluster, peaks))
     bounds = StepBounds(space, table, costs)
     return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps)
@@ -145,16 +155,14 @@ def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:
             raise PlanError(f"gpus={num_gpus} is more than the {most} of {cluster.name}")
 
 
-def _rank(
-    finalists: Finalists, top: int, progress: Progress | None
-) -> tuple[Proof, dict[int, list[int]]]:
+def _rank(finalists: Finalists, top: int, tell: Progress) -> tuple[Proof, dict[int, list[int]]]:
     """Return the proof of the best layout, and the best rows known after some more runs.
 
     Returns:
         The proof; the best layout, and those that stand for others, with all that each stands for.
     """
     runs = finalists.runs
-    proof = finalists.fastest(1, PROOF_PASSES, progress)
+    proof = finalists.fastest(1, PROOF_PASSES, tell)
     if len(finalists.indices) and not proof.indices:
         raise PlanError(
             f"every layout that fits has more than {MAX_PASSES} stages x microbatches, too many to "
@@ -163,6 +171,7 @@ def _rank(
         )
     if top == 1 or not proof.indices:
         return proof, {index: [] for index in proof.indices}
+    tell("simulating runners-up", 0, 0)
     rows = Rows(finalists).best(top, runs.num_passes + RUNNER_UP_PASSES)
     return proof, {proof.indices[0]: []} | rows
 

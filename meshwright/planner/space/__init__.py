@@ -17,6 +17,7 @@ from meshwright.planner.space.space import (
     is_searched,
 )
 from meshwright.planner.space.switches import SWITCHES, Column, distinct
+from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
     "BASIC",
@@ -42,4 +43,5 @@ __all__ = [
     "lacks",
     "pipeline_roles",
     "representative_microbatches",
+    "waste_hints",
 ]

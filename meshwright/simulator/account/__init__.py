@@ -3,6 +3,7 @@
 from meshwright.simulator.account.advice import plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.account.counts import rank_flops
+from meshwright.simulator.account.critical_path import CriticalPath, critical_path
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
@@ -18,6 +19,7 @@ from meshwright.simulator.account.traffic import (
 __all__ = [
     "NO_TRAFFIC",
     "AsyncRun",
+    "CriticalPath",
     "HostTraffic",
     "MemoryResult",
     "ResourceLane",
@@ -25,6 +27,7 @@ __all__ = [
     "StepResult",
     "Traffic",
     "closing_traffic",
+    "critical_path",
     "host_traffic",
     "message_traffic",
     "norm_ranks",

@@ -8,6 +8,7 @@ from meshwright.simulator.layout.axes import (
     REPLICATED,
     Axis,
     divides,
+    near_multiples,
 )
 from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
@@ -109,6 +110,7 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "near_multiples",
     "offered_formats",
     "pair_span",
     "parse_stages",

@@ -55,13 +55,26 @@ class ParallelAxis:
     is_rare: bool = False
 
 
+def near_multiples(number: int, step: int) -> str:
+    """Return the multiples of *step* around *number* as a hint.
+
+    >>> near_multiples(100, 32), near_multiples(5, 32)
+    ('nearest: 96 or 128', 'nearest: 32')
+    """
+    below = number // step * step
+    return f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
+
+
 def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
     return job.model.split_refusal(degree)
 
 
 def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
     if job.global_batch_size % degree:
-        return f"global_batch_size={job.global_batch_size} is not divisible by dp={degree}"
+        return (
+            f"global_batch_size={job.global_batch_size} is not divisible by dp={degree}; "
+            f"{near_multiples(job.global_batch_size, degree)}"
+        )
     return None
 
 

@@ -1,13 +1,11 @@
 """Find a model by name or by file: built-in, model TOML, or Hugging Face config.json."""
 
-import json
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from meshwright.hwprofiles import nearest_names, shown_path
+from meshwright.hwprofiles import FileKind, nearest_names, shown_path
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.huggingface import read_config
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
@@ -16,7 +14,7 @@ from meshwright.simulator.model.spec import ModelSpec, parse_model
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
 
 # A model description is a few hundred bytes; this stops a weights file from being read whole.
-MAX_FILE_BYTES = 1_000_000
+MODEL_FILE = FileKind(title="model file", most_bytes=1_000_000, error=PlanError)
 
 
 def list_models() -> tuple[str, ...]:
@@ -45,7 +43,10 @@ def load_model(name_or_path: str) -> AnyModel:
     path = Path(name_or_path)
     _check_readable(path, name_or_path)
     if path.suffix == ".json":
-        return parse_model(read_config(_read_json(path), path=path), origin=shown_path(path))
+        config = MODEL_FILE.read_json(path)
+        if not isinstance(config, dict):
+            raise PlanError(f"{shown_path(path)} must hold a JSON object, not {shorten(config)}")
+        return parse_model(read_config(config, path=path), origin=shown_path(path))
     models = read_models(path)
     if len(models) > 1:
         raise PlanError(
@@ -76,7 +77,7 @@ def read_models(path: Path) -> dict[str, AnyModel]:
     Raises:
         PlanError: If the file is not TOML or describes no valid model.
     """
-    document = _read_toml(path)
+    document = MODEL_FILE.read_toml(path)
     if "models" not in document:
         model = parse_any_model(document, origin=shown_path(path))
         return {model.name: model}
@@ -108,7 +109,7 @@ def _built_in_models() -> Mapping[str, AnyModel]:
 
 
 def _check_readable(path: Path, name_or_path: str) -> None:
-    """Raise unless *path* is a model file of plausible kind and size."""
+    """Raise unless *path* is a model file of plausible kind."""
     shown = shorten(name_or_path)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -120,11 +121,6 @@ def _check_readable(path: Path, name_or_path: str) -> None:
         raise PlanError(_explain_unknown(name_or_path))
     if path.suffix not in {".json", ".toml"}:
         raise PlanError(f"model file {shown} must end in .json (Hugging Face config) or .toml")
-    size_bytes = path.stat().st_size
-    if size_bytes > MAX_FILE_BYTES:
-        raise PlanError(
-            f"{shown_path(path)} has {size_bytes} bytes; a model file has at most {MAX_FILE_BYTES}"
-        )
 
 
 def _explain_unknown(name: str) -> str:
@@ -134,44 +130,3 @@ def _explain_unknown(name: str) -> str:
     nearest = nearest_names(name[:100], list_models())
     known = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(list_models())}"
     return f"unknown model {shown}; {known}; or give a config.json or model TOML"
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{shown_path(path)} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise PlanError(f"{shown_path(path)} cannot be read: {error.strerror}") from None
-
-
-def _read_toml(path: Path) -> dict[str, object]:
-    try:
-        return tomllib.loads(_read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError(f"{shown_path(path)} is not valid TOML: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    text = _read_text(path)
-    try:
-        document = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
-    except json.JSONDecodeError as error:
-        position = f"line {error.lineno} column {error.colno}"
-        raise PlanError(
-            f"{shown_path(path)} is not valid JSON: {error.msg} (at {position})"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{shown_path(path)} is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise PlanError(f"{shown_path(path)} must hold a JSON object, not {shorten(document)}")
-    return document
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {shorten(repeated)} appears twice")
-    return document

@@ -5,10 +5,18 @@ what runs it.
 """
 # ruff: noqa: PLC0415
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cli import STEP_WIDTH, check_outputs, print_report, progress_bar, show
+from meshwright.planner.cli import (
+    STEP_WIDTH,
+    check_outputs,
+    print_report,
+    progress_bar,
+    say_written,
+    show,
+)
 from meshwright.simulator import PlanError
 from meshwright.validate.cli.options import (
     DEFAULT_STEPS,
@@ -30,12 +38,12 @@ DISAGREES = 1
 
 def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
     """Compare what a plan is predicted to do with what its ranks do."""
-    from meshwright.planner.reports import read_plan
+    from meshwright.planner.reports import read_runnable_plan
 
     mode = mode_of(options, output)
     if options.plan is None:
         raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
-    saved = read_plan(Path(options.plan))
+    saved = read_runnable_plan(Path(options.plan))
     folder = check_outputs(output)
     _check_program(saved)
     if mode is Mode.PROBE:
@@ -68,8 +76,8 @@ def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
     most = num_members(saved) - 1
     if options.rank is not None and not 0 <= options.rank <= most:
         raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
-    few = capped(saved)
-    ranks = usual_members(few) if options.rank is None else (options.rank,)
+    ranks = usual_members(saved) if options.rank is None else (options.rank,)
+    few = capped(saved, ranks)
     measurements = {}
     with progress_bar() as progress:
         if progress is not None:
@@ -129,13 +137,16 @@ def _run(
     backend = options.backend or Backend.GLOO
     check_backend(saved, backend)
     check_host(saved, backend)
-    with results_folder(folder) as results:
-        spec = _run_spec(options, backend, results=results)
-        with progress_bar() as progress:
-            outcome = run_local(spec, processes, progress=progress)
-        if outcome.failure is not None:
-            return _fail(outcome.failure, output)
-    return _finish(_compared(outcome, saved), output, folder)
+    results = results_folder(folder)
+    spec = _run_spec(options, backend, results=results)
+    with progress_bar() as progress:
+        outcome = run_local(spec, processes, progress=progress)
+    if outcome.failure is not None:  # the report names the folder, which holds the reasons
+        return _fail(outcome.failure, output)
+    validation = _compared(outcome, saved)
+    if folder is None:
+        shutil.rmtree(results)
+    return _finish(validation, output, folder)
 
 
 def _collect(
@@ -208,6 +219,7 @@ def _probe(
     if folder is not None:
         write_probe(result, folder)
     show(output.json, probe_document(result), lambda: probe_report(result), STEP_WIDTH)
+    say_written(output)
     return 0 if result.agrees else DISAGREES
 
 
@@ -223,6 +235,7 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
         write_validation(validation, folder)
     document, report = validation_document(validation), validation_report(validation)
     show(output.json, document, lambda: report, STEP_WIDTH)
+    say_written(output)
     return 0 if validation.agrees else DISAGREES
 
 

@@ -50,10 +50,10 @@ class CountOptions:
 
 def run_count(options: CountOptions, output: ValidateOutput) -> int:
     """Count what one rank of a training script computes, sends and holds, without GPUs."""
-    from meshwright.planner.reports import read_plan
+    from meshwright.planner.reports import read_runnable_plan
     from meshwright.validate.runs import check_torch
 
-    saved = None if options.plan is None else read_plan(Path(options.plan))
+    saved = None if options.plan is None else read_runnable_plan(Path(options.plan))
     world = _world(options, saved)
     folder = check_outputs(output)
     check_torch("count")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.hwprofiles import shown_path
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.diagnosis import RankOutcome, RunFailure, diagnose
 from meshwright.validate.launch.records import (
@@ -16,7 +17,7 @@ from meshwright.validate.launch.records import (
 from meshwright.validate.launch.spec import RunSpec, read_spec
 from meshwright.validate.ranks import RankMeasurement, read_measurement
 
-_RANK_FILE = re.compile(r"rank-(\d+)\.(heartbeat|failure)\.json")
+_RANK_FILE = re.compile(r"rank-(\d{5,7})\.(heartbeat|failure)\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +41,22 @@ class RunOutcome:
         return tuple(rank for rank in range(self.world_size) if rank not in self.measurements[plan])
 
 
-def collect_run(folder: Path) -> RunOutcome:
+def collect_run(folder: Path, num_ranks: int | None = None) -> RunOutcome:
     """Return what a run, as of a cluster's job, left in *folder*.
 
+    Args:
+        folder: Of the results.
+        num_ranks: How many there must have been; None allows any number.
+
     Raises:
-        PlanError: If no rank left anything there.
+        PlanError: If no rank left anything there, a file is damaged, or the number is another.
     """
     spec = read_spec(folder / SPEC_NAME)
     world_size = _world_size(folder)
+    if num_ranks not in (None, world_size):
+        raise PlanError(
+            f"--collect {shown_path(folder)} is of {world_size} ranks; the plan has {num_ranks}"
+        )
     states = [rank_state(folder, rank) for rank in range(world_size)]
     return outcome(replace(spec, results=folder), states)
 
@@ -74,7 +83,7 @@ def outcome(
     """
     measurements = tuple(
         {
-            state.rank: read_measurement(path)
+            state.rank: _measurement(path, state.rank, len(states))
             for state in states
             for path in [measurement_path(spec.results, state.rank, plan)]
             if path.exists()
@@ -89,6 +98,18 @@ def outcome(
     )
 
 
+def _measurement(path: Path, rank: int, world_size: int) -> RankMeasurement:
+    """Return what *rank* measured; raises PlanError if the file is another's, or damaged."""
+    measured = read_measurement(path)
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if getattr(measured, name) != value:
+            raise PlanError(
+                f"{shown_path(path)}: {name}: {getattr(measured, name)} is another one; "
+                f"allowed: {value}"
+            )
+    return measured
+
+
 def _world_size(folder: Path) -> int:
     """Return the number of ranks there were to be, as any one of them knows."""
     for path in sorted(folder.iterdir()):
@@ -96,4 +117,6 @@ def _world_size(folder: Path) -> int:
         heartbeat = read_heartbeat(folder, int(named[1])) if named else None
         if heartbeat is not None:
             return heartbeat.world_size
-    raise PlanError(f"{folder}: no rank left a file here; name the results folder of a run")
+    raise PlanError(
+        f"{shown_path(folder)}: no rank left a file here; name the results folder of a run"
+    )

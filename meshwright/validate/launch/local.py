@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from meshwright.validate.launch.collect import RunOutcome, outcome, rank_state
 from meshwright.validate.launch.diagnosis import RankOutcome
 from meshwright.validate.launch.records import SPEC_NAME, rank_path, read_heartbeat
 from meshwright.validate.launch.spec import RunPhase, RunSpec, write_spec
+from meshwright.validate.processes import MODULES, module_path
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 POLL_S = 0.1
@@ -71,7 +71,7 @@ class _Ranks:
 
     def __enter__(self) -> Self:
         port = _free_port()
-        command = [sys.executable, "-P", "-m", "meshwright.validate.launch.worker"]
+        command = [*MODULES, "meshwright.validate.launch.worker"]
         command.append(str(self._spec.results / SPEC_NAME))
         try:
             for rank in range(self._num_ranks):
@@ -149,8 +149,7 @@ class _Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(self._spec.threads_per_rank),
-            # Modules are found where this process finds them, in the same order.
-            "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+            "PYTHONPATH": module_path(),
         }
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         return {**_loopback(), **kept, **own}

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from meshwright.validate.launch.environment import WorkerEnvironment
 _NAMED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 PROBE_S = 0.2
 CONNECT_S = 5.0
+LOOPBACK = "127.0.0.1"
 
 
 class MissingRanksError(RuntimeError):
@@ -116,14 +118,40 @@ def _use_device(local_rank: int) -> None:
 def _meeting_point(worker: WorkerEnvironment, timeout: timedelta) -> Store:
     if not worker.hosts_store:
         _wait_for_listener(worker, timeout.total_seconds())
-    store = TCPStore(
+    made: list[Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(_store(worker, timeout))
+        except Exception as error:
+            made.append(error)
+
+    # A store waits for the first answer of whatever listens there without an end: in a thread of
+    # its own, which is left behind.
+    thread = threading.Thread(target=make, daemon=True, name="store")
+    thread.start()
+    thread.join(timeout.total_seconds() + CONNECT_S)
+    if not made:
+        where = f"{worker.address}:{worker.port}"
+        raise MissingRanksError(f"what listens at {where} is no store: it does not answer", (0,))
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return PrefixStore("meshwright", made[0])
+
+
+def _store(worker: WorkerEnvironment, timeout: timedelta) -> Store:
+    """Return the store, which is for this machine alone where its address is."""
+    listener = None
+    if worker.hosts_store and worker.address == LOOPBACK:
+        listener = socket.create_server((LOOPBACK, worker.port), backlog=1024).detach()
+    return TCPStore(
         worker.address,
         worker.port,
         is_master=worker.hosts_store,
         timeout=timeout,
         wait_for_workers=False,
+        master_listen_fd=listener,
     )
-    return PrefixStore("meshwright", store)
 
 
 def _wait_for_listener(worker: WorkerEnvironment, timeout_s: float) -> None:

@@ -5,11 +5,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar, TypeVar
 
-from meshwright.validate.ranks import RankMeasurement, write_measurement
+from pydantic import ConfigDict, Field
+
+from meshwright.hwprofiles import shown_path
+from meshwright.simulator import PlanError
+from meshwright.validate.ranks import (
+    RESULT_FILE,
+    Count,
+    RankMeasurement,
+    Seconds,
+    read_record,
+    write_measurement,
+)
 
 SPEC_NAME = "run.json"
+MOST_RANKS = 10**6
 
 
 class FailureKind(StrEnum):
@@ -76,13 +88,15 @@ class Heartbeat:
         time_s: When it began to, in seconds since 1970 by the clock of its host.
     """
 
-    rank: int
-    world_size: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: Count
+    world_size: Annotated[Count, Field(ge=1, le=MOST_RANKS)]
     host: str
-    pid: int
+    pid: Count
     phase: str
-    plan: int | None
-    time_s: float
+    plan: Count | None
+    time_s: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +117,22 @@ class RankFailure:
         missing: Ranks that it waited for, where it knows.
     """
 
-    rank: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: Count
     host: str
-    pid: int
+    pid: Count
     phase: str
-    plan: int | None
-    time_s: float
+    plan: Count | None
+    time_s: Seconds
     kind: FailureKind
     exception: str
     message: str
     traceback: str
-    missing: tuple[int, ...] = ()
+    missing: tuple[Count, ...] = ()
+
+
+R = TypeVar("R", Heartbeat, RankFailure)
 
 
 def rank_path(folder: Path, rank: int, ending: str) -> Path:
@@ -149,9 +168,8 @@ def claim_rank(heartbeat: Heartbeat, folder: Path) -> bool:
 
 
 def read_heartbeat(folder: Path, rank: int) -> Heartbeat | None:
-    """Return where *rank* is, or None if it never started."""
-    fields = _read(rank_path(folder, rank, "heartbeat.json"))
-    return None if fields is None else Heartbeat(**fields)
+    """Return where *rank* is, or None if it never started; raises as `read_record`."""
+    return _read(rank_path(folder, rank, "heartbeat.json"), rank, Heartbeat)
 
 
 def write_failure(failure: RankFailure, folder: Path) -> bool:
@@ -160,12 +178,8 @@ def write_failure(failure: RankFailure, folder: Path) -> bool:
 
 
 def read_failure(folder: Path, rank: int) -> RankFailure | None:
-    """Return why *rank* failed, or None if it left no word."""
-    fields = _read(rank_path(folder, rank, "failure.json"))
-    if fields is None:
-        return None
-    kind, missing = FailureKind(fields.pop("kind")), tuple(fields.pop("missing"))
-    return RankFailure(kind=kind, missing=missing, **fields)
+    """Return why *rank* failed, or None if it left no word; raises as `read_record`."""
+    return _read(rank_path(folder, rank, "failure.json"), rank, RankFailure)
 
 
 def keep_measurement(measurement: RankMeasurement, folder: Path, plan: int) -> None:
@@ -190,10 +204,21 @@ def _write_new(path: Path, fields: Mapping[str, object]) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the fields of a record; None if it is not there or a kill left half of it."""
+def _read(path: Path, rank: int, kind: type[R]) -> R | None:
+    """Return a record; None if it is not there or a kill left half of it.
+
+    Raises:
+        PlanError: If it is of another rank, or as `read_record`.
+    """
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        text = RESULT_FILE.read_text(path).strip()
+    except PlanError:
+        if not path.exists():
+            return None
+        raise
+    if not text or (text.startswith("{") and not text.endswith("}")):
         return None
-    return fields
+    record = read_record(path, kind)
+    if record.rank != rank:
+        raise PlanError(f"{shown_path(path)}: rank: {record.rank} is another one; allowed: {rank}")
+    return record

@@ -1,5 +1,6 @@
 """What a run of real processes is told: a small JSON file that every rank reads."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,12 +8,20 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from meshwright.hwprofiles import one_line
+from meshwright.hwprofiles import one_line, shown_path
 from meshwright.simulator import PlanError
+from meshwright.validate.ranks import RESULT_FILE
 
 Count = Annotated[int, Field(strict=True, ge=1, le=10**6)]
 Seconds = Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)]
 
+# ``module:function`` from plan, spec and rank to a `RankMeasurement`. A folder of results may come
+# from anywhere, so a worker imports nothing else that a file names; who starts it may allow more.
+MEASURES = (
+    "meshwright.validate.runs.measure:measure_rank",
+    "meshwright.validate.calibration.steps.clock:measure_steps",
+)
+MEASURE_VARIABLE = "MESHWRIGHT_MEASURE"
 SHUTDOWN_S = 60.0  # to leave the group, to write results, to stop what hangs
 
 
@@ -48,7 +57,7 @@ class RunSpec:
         init_timeout_s: Longest wait to join, and in everything before a plan's first timed step.
         step_timeout_s: Longest timed step, and longest wait for another rank in it.
         threads_per_rank: CPU threads of each rank.
-        measure: ``module:function`` from plan, spec and rank to a `RankMeasurement`.
+        measure: One of `MEASURES`.
     """
 
     plans: Annotated[tuple[Path, ...], Field(min_length=1)]
@@ -59,9 +68,7 @@ class RunSpec:
     init_timeout_s: Seconds = 300.0
     step_timeout_s: Seconds = 60.0
     threads_per_rank: Count = 1
-    measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = (
-        "meshwright.validate.runs.measure:measure_rank"
-    )
+    measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = MEASURES[0]
 
     def limit_s(self, phase: str) -> float:
         """Return how long a rank may wait for another one in *phase*."""
@@ -88,8 +95,10 @@ _ADAPTER = TypeAdapter(RunSpec)
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
-    """Write *spec* as JSON; its relative paths mean files beside *path*."""
-    path.write_bytes(_ADAPTER.dump_json(spec, indent=1) + b"\n")
+    """Write *spec* as JSON, in one piece; its relative paths mean files beside *path*."""
+    draft = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}.draft")
+    draft.write_bytes(_ADAPTER.dump_json(spec, indent=1) + b"\n")
+    draft.replace(path)
 
 
 def read_spec(path: Path) -> RunSpec:
@@ -99,11 +108,9 @@ def read_spec(path: Path) -> RunSpec:
         PlanError: If the file cannot be read or says something that cannot be.
     """
     try:
-        spec = _ADAPTER.validate_json(path.read_bytes())
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
+        spec = _ADAPTER.validate_python(RESULT_FILE.read_json(path))
     except ValidationError as error:
-        raise PlanError(f"{path}: {one_line(error)}") from None
+        raise PlanError(f"{shown_path(path)}: {one_line(error)}") from None
     beside = path.resolve().parent
     plans = tuple(beside / plan for plan in spec.plans)
     return replace(spec, plans=plans, results=beside / spec.results)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from meshwright.hwprofiles import Offload, ProfileError
-from meshwright.planner.reports import SavedPlan, read_plan
+from meshwright.planner.reports import SavedPlan, read_runnable_plan
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.environment import WorkerEnvironment
 from meshwright.validate.launch.last_words import failures_kept, watch_for_end
@@ -23,7 +23,14 @@ from meshwright.validate.launch.records import (
     claim_rank,
     keep_measurement,
 )
-from meshwright.validate.launch.spec import RunPhase, RunSpec, read_spec, write_spec
+from meshwright.validate.launch.spec import (
+    MEASURE_VARIABLE,
+    MEASURES,
+    RunPhase,
+    RunSpec,
+    read_spec,
+    write_spec,
+)
 from meshwright.validate.ranks import RankMeasurement, num_processes
 
 USER_MISTAKE = 2
@@ -102,8 +109,11 @@ def measure_function(name: str) -> Measure:
     """Return the function that a spec names as ``module:function``.
 
     Raises:
-        PlanError: If there is no such module or function.
+        PlanError: If it is none that may be named, or there is no such module or function.
     """
+    allowed = (*MEASURES, *os.environ.get(MEASURE_VARIABLE, "").split())
+    if name not in allowed:
+        raise PlanError(f"measure={name} is unknown; allowed: {', '.join(allowed)}")
     module_name, _, function_name = name.partition(":")
     try:
         function: Measure = getattr(import_module(module_name), function_name)
@@ -113,7 +123,7 @@ def measure_function(name: str) -> Measure:
 
 
 def _plans(spec: RunSpec, world_size: int) -> list[SavedPlan]:
-    plans = [read_plan(path) for path in spec.plans]
+    plans = [read_runnable_plan(path) for path in spec.plans]
     for path, saved in zip(spec.plans, plans, strict=True):
         check_world_size(saved, world_size, name=path.name)
     return plans
@@ -134,7 +144,7 @@ def _claim(spec: RunSpec, worker: WorkerEnvironment) -> None:
         raise PlanError(
             f"results={spec.results} holds rank {worker.rank} of an earlier run; name a new folder"
         )
-    if worker.rank == 0 and not (spec.results / SPEC_NAME).exists():
+    if not (spec.results / SPEC_NAME).exists():  # whoever is first: any rank may never start
         write_spec(spec, spec.results / SPEC_NAME)
 
 

@@ -167,7 +167,7 @@ def probe_table(report: ProbeReport) -> Table:
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("", "predicted", "measured", "spread", "measured/predicted"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
     for name, predicted_s, spread in timed_rows(report):
         table.add_row(
             name,

@@ -7,7 +7,7 @@ Torch is imported late: whoever only reads results does not wait for it.
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,12 @@ from meshwright.simulator import (
     CostModel,
     PlanError,
     build_step,
-    get_schedule,
     simulate,
 )
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import HEAD, parameters_by_kind
-from meshwright.validate.ranks import pipeline_rank
+from meshwright.validate.ranks import capped, pipeline_rank
 from meshwright.validate.runs import check_torch, run_counted
 
 if TYPE_CHECKING:
@@ -221,34 +220,19 @@ def _pass_times(times: Sequence["ProbedStepTimes"]) -> tuple[PassTimes, ...]:
 
 
 def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
-    """Return the plan with the fewest microbatches that fill the memory of *rank* as all do.
+    """Return the plan with the fewest microbatches that fill the memory of *rank* as more do.
 
     Raises:
         PlanError: If the plan has no such rank, or no stages.
     """
-    plan, job = saved.plan, saved.job
     if saved.stack.strategy is not Strategy.MESH:
         raise PlanError(
             f"stack {saved.stack.name} has no stages to probe; allowed: one of strategy "
             f"{Strategy.MESH}"
         )
-    if not 0 <= rank < plan.world_size:
-        raise PlanError(f"rank={rank} is out of range; allowed: 0 to {plan.world_size - 1}")
-    schedule, whole = (
-        get_schedule(plan.schedule, saved.stack.pipeline_runtime),
-        plan.num_microbatches(job),
-    )
-
-    def in_flight(count: int) -> int:
-        index = pipeline_rank(plan, rank)
-        return schedule.in_flight(index, plan.pp, count, plan.num_virtual_stages)
-
-    for count in range(plan.pp * (1 + (plan.pp == 1)), whole, plan.pp):
-        refused = schedule.refusal(plan.pp, count, plan.num_virtual_stages)
-        if refused is None and in_flight(count) == in_flight(whole):
-            batch = count * plan.dp * plan.microbatch_size
-            return replace(saved, job=replace(job, global_batch_size=batch))
-    return saved
+    if not 0 <= rank < saved.plan.world_size:
+        raise PlanError(f"rank={rank} is out of range; allowed: 0 to {saved.plan.world_size - 1}")
+    return capped(saved, (rank,))
 
 
 def _computing_s(cost: PhaseCost) -> float:

@@ -1,6 +1,5 @@
 """Tables of published figures: lines of a CSV file as typed rows."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from meshwright.hwprofiles import ProfileError, nearest_names
+from meshwright.hwprofiles import FileKind, ProfileError, nearest_names
 
 
 def empty_is_none(value: object) -> object:
@@ -33,6 +32,7 @@ class Row(BaseModel):
 
 
 R = TypeVar("R", bound=Row)
+TABLE_FILE = FileKind(title="CSV file", most_bytes=10_000_000)
 
 
 def load_rows(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, ...]:
@@ -47,27 +47,22 @@ def load_rows(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, .
         ProfileError: Naming file, line, column and value of the first mistake.
     """
     file = str(path or built_in)
-    rows: list[R] = []
-    ids: set[str] = set()
-    reader = csv.DictReader(_text(path, built_in).splitlines())
-    _check_columns(row_type, reader.fieldnames or (), file)
-    for data in reader:
-        row = _checked(row_type, data, f"{file}: line {reader.line_num}")
-        if row.id in ids:
+    if path is None:
+        source = files("meshwright.validate") / "data" / built_in
+        text = source.read_text(encoding="utf-8")
+    else:
+        text = TABLE_FILE.read_text(path)
+    columns, table = TABLE_FILE.parse_table(text, file)
+    _check_columns(row_type, columns, file)
+    rows: dict[str, R] = {}
+    for number, cells in table:
+        row = _checked(row_type, cells, f"{file}: line {number}")
+        if row.id in rows:
             raise ProfileError(
-                f"{file}: line {reader.line_num}: id={row.id!r} repeats; allowed: each id once"
+                f"{file}: line {number}: id={row.id!r} repeats; allowed: each id once"
             )
-        ids.add(row.id)
-        rows.append(row)
-    return tuple(rows)
-
-
-def _text(path: Path | None, built_in: str) -> str:
-    source = path or files("meshwright.validate") / "data" / built_in
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{source}: cannot be read: {' '.join(str(error).split())}") from None
+        rows[row.id] = row
+    return tuple(rows.values())
 
 
 def _check_columns(row_type: type[Row], names: Sequence[str], file: str) -> None:

@@ -9,11 +9,15 @@ from meshwright.validate.ranks.groups import (
     table_ranks,
 )
 from meshwright.validate.ranks.measurement import (
+    RESULT_FILE,
     Backend,
     ByteKind,
     CollectiveCount,
+    Count,
     RankMeasurement,
+    Seconds,
     read_measurement,
+    read_record,
     write_measurement,
 )
 from meshwright.validate.ranks.members import (
@@ -37,13 +41,16 @@ from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
 
 __all__ = [
     "MESH_DIMS",
+    "RESULT_FILE",
     "SEND",
     "SERVERS",
     "Backend",
     "ByteKind",
     "CollectiveCount",
+    "Count",
     "RankMeasurement",
     "RankPrediction",
+    "Seconds",
     "ServerLayout",
     "batch_ranks",
     "capped",
@@ -59,6 +66,7 @@ __all__ = [
     "predict_members",
     "predicted_rounds",
     "read_measurement",
+    "read_record",
     "table_ranks",
     "usual_members",
     "without_dropout",

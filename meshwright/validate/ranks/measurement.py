@@ -4,10 +4,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from meshwright.hwprofiles import FileKind, one_line, shown_path
+from meshwright.simulator import PlanError
 from meshwright.simulator.account import NO_TRAFFIC, HostTraffic
+
+RESULT_FILE = FileKind(title="file of a run", most_bytes=20_000_000, error=PlanError)
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+T = TypeVar("T")
 
 
 class Backend(StrEnum):
@@ -43,9 +53,9 @@ class CollectiveCount(NamedTuple):
 
     axis: str
     op: str
-    num_ranks: int
-    size_bytes: int
-    num_calls: int
+    num_ranks: Count
+    size_bytes: Count
+    num_calls: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +85,22 @@ class RankMeasurement:
         versions: Of software and device, by name.
     """
 
-    rank: int
-    world_size: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    rank: Count
+    world_size: Count
     backend: str
-    flops: int
+    flops: Count
     collectives: tuple[CollectiveCount, ...]
-    peak_bytes: int
-    bytes_at_peak: Mapping[ByteKind, int]
-    host_bytes: int = 0
+    peak_bytes: Count
+    bytes_at_peak: Mapping[ByteKind, Count]
+    host_bytes: Count = 0
     host_traffic: HostTraffic = NO_TRAFFIC
-    losses: tuple[float, ...] = ()
-    step_times_s: tuple[float, ...] = ()
-    allocator_bytes: Mapping[str, int] = field(default_factory=dict)
-    collective_times_s: Mapping[str, float] = field(default_factory=dict)
-    staleness: tuple[tuple[int, int], ...] = ()
+    losses: tuple[Annotated[float, Field(strict=True)], ...] = ()
+    step_times_s: tuple[Seconds, ...] = ()
+    allocator_bytes: Mapping[str, Count] = field(default_factory=dict)
+    collective_times_s: Mapping[str, Seconds] = field(default_factory=dict)
+    staleness: tuple[tuple[Count, Count], ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -99,12 +111,25 @@ def write_measurement(measurement: RankMeasurement, path: Path) -> None:
 
 
 def read_measurement(path: Path) -> RankMeasurement:
-    """Return what `write_measurement` wrote."""
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {ByteKind(kind): size for kind, size in fields.pop("bytes_at_peak").items()}
-    calls = tuple(CollectiveCount(*call) for call in fields.pop("collectives"))
-    for name in ("losses", "step_times_s"):
-        fields[name] = tuple(fields[name])
-    fields["host_traffic"] = HostTraffic(*fields.get("host_traffic", NO_TRAFFIC))
-    fields["staleness"] = tuple((late, count) for late, count in fields.get("staleness", ()))
-    return RankMeasurement(bytes_at_peak=kinds, collectives=calls, **fields)
+    """Return what `write_measurement` wrote; raises as `read_record`."""
+    return read_record(path, RankMeasurement)
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """Return the record that a rank left as JSON.
+
+    Raises:
+        PlanError: If the file is none, or says something that no rank can have seen.
+    """
+    try:
+        record: T = _adapter(kind).validate_python(  # type: ignore[arg-type]  # a class can be hashed
+            RESULT_FILE.read_json(path)
+        )
+    except ValidationError as error:
+        raise PlanError(f"{shown_path(path)}: {one_line(error)}") from None
+    return record
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - any record
+    return TypeAdapter(kind)

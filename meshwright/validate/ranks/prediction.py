@@ -62,28 +62,27 @@ def default_ranks(plan: ParallelPlan) -> tuple[int, ...]:
     return tuple(sorted(pp_rank * stride for pp_rank in chosen))
 
 
-def capped(saved: SavedPlan) -> SavedPlan:
-    """Return the plan with no more microbatches than its counts need to scale exactly.
+def capped(saved: SavedPlan, ranks: Iterable[int] = ()) -> SavedPlan:
+    """Return the plan with the fewest microbatches that show what *ranks*, or all, do with more.
 
-    Twice the stages are enough where a schedule holds no more passes at a time with more.
+    Each holds as many passes at a time, and runs a forward pass after its first backward pass:
+    beside the gradients, to which later passes add.
     """
     plan, job = saved.plan, saved.job
     schedule = get_schedule(plan.schedule, saved.stack.pipeline_runtime)
-    whole = plan.num_microbatches(job)
-    few = 2 * plan.pp * plan.num_virtual_stages
-    if few >= whole:
-        return saved
-    in_flight = (
-        [
-            schedule.in_flight(rank, plan.pp, count, plan.num_virtual_stages)
-            for rank in range(plan.pp)
-        ]
-        for count in (few, whole)
-    )
-    if next(in_flight) != next(in_flight):
-        return saved
-    batch = few * plan.dp * plan.microbatch_size
-    return replace(saved, job=replace(job, global_batch_size=batch))
+    whole, vpp = plan.num_microbatches(job), plan.num_virtual_stages
+    shown = {min(pipeline_rank(plan, rank), plan.pp - 1) for rank in ranks} or range(plan.pp)
+
+    def held(count: int) -> list[int]:
+        return [schedule.in_flight(rank, plan.pp, count, vpp) for rank in shown]
+
+    def shows(count: int) -> bool:
+        if schedule.refusal(plan.pp, count, vpp) is not None:
+            return False
+        return max(held(count)) < count * vpp and held(count) == held(whole)
+
+    few = next(filter(shows, range(2, whole)), whole)
+    return replace(saved, job=replace(job, global_batch_size=few * plan.dp * plan.microbatch_size))
 
 
 def without_dropout(saved: SavedPlan) -> SavedPlan:

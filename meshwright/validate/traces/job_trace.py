@@ -4,18 +4,23 @@ The file is what torch.profiler's ``export_chrome_trace`` writes: the JSON Objec
 Chromium's Trace Event Format, times in microseconds, kernels in the category "kernel".
 """
 
-import gzip
-import json
 import re
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import MEGA, shown_path
+from meshwright.hwprofiles import MEGA, FileKind, shown_path
 from meshwright.simulator import PlanError
 
-GZIP_MAGIC = b"\x1f\x8b"
-MAX_BYTES = 10**10
+# An hour of kernels is some hundred megabytes. Profilers write infinities where a rate has none.
+TRACE_FILE = FileKind(
+    title="torch.profiler trace",
+    most_bytes=10**9,
+    error=PlanError,
+    is_packed=True,
+    is_exact=False,
+)
 DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 # What a kernel's name contains, most telling first: attention libraries are built of the
 # same templates as products, so they come before them.
@@ -103,7 +108,7 @@ def read_job_trace(path: Path) -> JobTrace:
         PlanError: If the file is no such trace, or has no kernel of a device; one line.
     """
     shown = shown_path(path)
-    data = _data(path, shown)
+    data = TRACE_FILE.read_json(path)
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):
         raise PlanError(f"--trace {shown} has no traceEvents; allowed: a torch.profiler trace")
@@ -116,20 +121,6 @@ def read_job_trace(path: Path) -> JobTrace:
     return summarise(kernels)
 
 
-def _data(path: Path, shown: str) -> object:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanError(f"--trace {shown} is larger than {MAX_BYTES:,} bytes")
-        content = path.read_bytes()
-        if content[:2] == GZIP_MAGIC:
-            content = gzip.decompress(content)
-        return json.loads(content)
-    except (EOFError, gzip.BadGzipFile, RecursionError, ValueError):
-        raise PlanError(f"--trace {shown} is no JSON; allowed: a torch.profiler trace") from None
-    except OSError as error:
-        raise PlanError(f"--trace {shown} cannot be read: {error.strerror}") from None
-
-
 def _kernel(event: object, shown: str) -> Kernel | None:
     if not isinstance(event, dict) or event.get("ph") != "X":
         return None
@@ -138,8 +129,13 @@ def _kernel(event: object, shown: str) -> Kernel | None:
         return None
     try:
         start_s, length_s = float(event["ts"]) / MEGA, float(event["dur"]) / MEGA
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise PlanError(f"--trace {shown} has a kernel without ts and dur") from None
+    if not (isfinite(start_s) and isfinite(start_s + length_s) and length_s >= 0):
+        raise PlanError(
+            f"--trace {shown} has a kernel of ts={event['ts']!r:.40} and dur={event['dur']!r:.40}; "
+            "allowed: finite times, none below 0"
+        )
     return Kernel(kind_of(str(event.get("name", "")), category), start_s, start_s + length_s)
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +25,9 @@ from meshwright.validate.calibration.rows import (
     collective_cases,
     summarised,
 )
+from meshwright.validate.processes import MODULES, module_path
 
-WORKER = (sys.executable, "-m", "meshwright.validate.calibration.collectives.worker")
+WORKER = (*MODULES, "meshwright.validate.calibration.collectives.worker")
 POLL_S = 0.05
 # Longest time without a visit of any rank: a rank starts, or a large collective runs.
 TIMEOUT_S = 90.0
@@ -72,6 +72,7 @@ def measure_collectives(
             folder=folder,
             timeout_s=timeout_s,
             deadline_s=deadline_s,
+            parent=os.getpid(),
             cases=missing,
         )
         with _processes(job, worker) as ranks:
@@ -89,8 +90,7 @@ Ranks = list[subprocess.Popen[bytes]]
 @contextmanager
 def _processes(job: CollectiveJob, worker: Sequence[str]) -> Iterator[Ranks]:
     """Yield the started ranks; all of them have ended when the block ends."""
-    root = str(Path(__file__).parents[3])  # where the package lies, installed or not
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = module_path()
     job_file = Path(job.folder) / "job.json"
     job_file.write_text(job.dumps(), encoding="utf-8")
     ranks: Ranks = []

@@ -18,6 +18,7 @@ class CollectiveJob:
         folder: Of the rendezvous and the files that ranks write.
         timeout_s: Longest wait for another rank.
         deadline_s: No batch of cases starts after it; on the machine's clock `time.monotonic`.
+        parent: The process that started the ranks; none outlives it.
         cases: What to measure, in this order.
     """
 
@@ -27,6 +28,7 @@ class CollectiveJob:
     folder: str
     timeout_s: float
     deadline_s: float
+    parent: int
     cases: list[BenchmarkCase]
 
     def dumps(self) -> str:

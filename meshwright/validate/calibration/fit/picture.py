@@ -25,6 +25,7 @@ from meshwright.planner.plots import (
     save_figure,
     style_axes,
 )
+from meshwright.planner.reports import new_file
 from meshwright.validate.calibration.fit.residuals import Residual
 from meshwright.validate.calibration.rows import CaseGroup
 
@@ -78,7 +79,8 @@ def draw_residuals(residuals: Iterable[Residual], title: str, path: Path) -> Non
     columns = min(2, len(panels))
     for number, (panel, rows) in enumerate(panels, start=1):
         _draw_panel(figure.add_subplot(num_rows, columns, number), panel, rows)
-    save_figure(figure, path)
+    with new_file(path) as draft:
+        save_figure(figure, draft)
 
 
 def _draw_panel(axes: Axes, panel: ResidualPanel, residuals: list[Residual]) -> None:

@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     Link,
     Profile,
 )
+from meshwright.planner.reports import write_whole
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
 
@@ -152,5 +153,5 @@ def write_profiles(
         title = f"one machine of {count} x {reference.removesuffix('.toml')}, calibrated"
         texts[f"{name}.toml"] = cluster_toml(name, title, reference, wire, count)
     for file, text in texts.items():
-        (folder / file).write_text(text, encoding="ascii", newline="\n")
+        write_whole(folder / file, text)
     return [folder / file for file in texts]

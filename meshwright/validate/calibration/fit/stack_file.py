@@ -15,6 +15,7 @@ from meshwright.hwprofiles import (
     parse_time,
     profile_toml,
 )
+from meshwright.planner.reports import write_whole
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
 from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Row, median
@@ -79,7 +80,7 @@ def write_stacks(
     rows, written = list(rows), []
     for stack in stacks:
         path = folder / f"{name}-{stack}.toml"
-        path.write_text(stack_toml(stack, rows, source), encoding="utf-8", newline="\n")
+        write_whole(path, stack_toml(stack, rows, source))
         load_stack(path)
         written.append(path)
     return written

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import MEGA, CollectiveOp, shown_path
+from meshwright.hwprofiles import MEGA, CollectiveOp, FileKind, shown_path
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.rows import Row, collective
 
@@ -17,7 +17,8 @@ PROGRAMS = {
     "alltoall_perf": CollectiveOp.ALL_TO_ALL,
     "sendrecv_perf": CollectiveOp.P2P,
 }
-MAX_BYTES = 10**8
+OUTPUT_FILE = FileKind(title="text of nccl-tests", most_bytes=10_000_000, error=PlanError)
+MOST_DIGITS = 18  # of bytes, and more than any buffer has
 _DEVICE = re.compile(r"#\s+Rank\s+\d+\s.*?\son\s+(?P<host>\S+)\s+device\b")
 _COUNTS = re.compile(r"#\s*nThreads?:?\s+(?P<threads>\d+)\s+nGpus:?\s+(?P<gpus>\d+)")
 
@@ -42,8 +43,7 @@ def read_nccl_tests(path: Path) -> NcclRun:
         PlanError: If it is no such output; one line.
     """
     shown = shown_path(path)
-    text = _text(path, shown)
-    lines = text.splitlines()
+    lines = OUTPUT_FILE.read_text(path).splitlines()
     op = _operation(lines, path.name, shown)
     hosts = {match["host"] for line in lines if (match := _DEVICE.match(line.strip()))}
     devices = [line.strip() for line in lines if _DEVICE.match(line.strip())]
@@ -59,17 +59,6 @@ def read_nccl_tests(path: Path) -> NcclRun:
     rows = _rows(lines, op, num_ranks, shown)
     title = devices[0].rpartition("]")[2].strip() if devices else ""
     return NcclRun(path, op, num_ranks, title or "unnamed device", rows)
-
-
-def _text(path: Path, shown: str) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanError(f"--nccl-tests {shown} is larger than any such output")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise PlanError(f"--nccl-tests {shown} is no text; allowed: nccl-tests output") from None
-    except OSError as error:
-        raise PlanError(f"--nccl-tests {shown} cannot be read: {error.strerror}") from None
 
 
 def _operation(lines: list[str], file_name: str, shown: str) -> CollectiveOp:
@@ -105,12 +94,17 @@ def _rows(lines: list[str], op: CollectiveOp, num_ranks: int, shown: str) -> lis
         if not cells or not cells[0].isdigit() or len(cells) <= place + 2:
             continue
         try:
-            size_bytes, time_s = int(cells[0]), float(cells[place]) / MEGA
+            size_bytes, time_s = int(cells[0][:MOST_DIGITS]), float(cells[place]) / MEGA
         except ValueError:
             raise PlanError(
-                f"--nccl-tests {shown} line {number}: {cells[place]!r} is no time"
+                f"--nccl-tests {shown} line {number}: {cells[place]!r:.40} is no time"
             ) from None
-        if size_bytes > 0 and 0 < time_s < float("inf"):
+        if not 0 <= time_s < float("inf"):
+            raise PlanError(
+                f"--nccl-tests {shown} line {number}: a time of {cells[place]:.40}; allowed: "
+                "finite times, none below 0"
+            )
+        if size_bytes > 0 and time_s > 0:
             rows.append(Row(collective(op, size_bytes, num_ranks), time_s, time_s, time_s, 1))
     if not rows:
         raise PlanError(f"--nccl-tests {shown} has no row with a size and a time")

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from meshwright.hwprofiles import Precision, shown_path
+from meshwright.hwprofiles import FileKind, Precision, shown_path
+from meshwright.planner.reports import write_whole
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.machine import Machine, machine_of
 from meshwright.validate.calibration.rows.rows import SIZE_NAMES, BenchmarkCase, CaseGroup, Row
 
 FILE_NAME = "measurements.csv"
 TITLE = "# meshwright calibrate: seconds of one call, median and quartiles"
+ROW_FILE = FileKind(title="file of rows", most_bytes=100_000_000, error=PlanError)
 COLUMNS = (
     "group",
     "op",
@@ -41,7 +43,7 @@ class RowFile:
         """Return a new file without rows."""
         head = {"date": date} | {each.name: getattr(machine, each.name) for each in fields(machine)}
         lines = [TITLE, *(f"# {key}: {_one_line(value)}" for key, value in head.items())]
-        path.write_text("\n".join(lines) + "\n" + _csv_line(COLUMNS), encoding="utf-8")
+        write_whole(path, "\n".join(lines) + "\n" + _csv_line(COLUMNS))
         return cls(path, machine, date)
 
     @classmethod
@@ -52,13 +54,10 @@ class RowFile:
             PlanError: If it is no file of rows.
         """
         shown = shown_path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except ValueError:
-            raise PlanError(f"{shown} is not UTF-8; allowed: what calibrate wrote") from None
+        text = ROW_FILE.read_text(path)
         complete, _, cut = text.rpartition("\n")
         if cut:
-            path.write_text(complete + "\n", encoding="utf-8")
+            write_whole(path, complete + "\n")
         lines = complete.split("\n")
         notes = [line for line in lines if line.startswith("#")]
         if not notes or notes[0] != TITLE:
@@ -68,15 +67,20 @@ class RowFile:
             file = cls(path, machine_of(texts), texts["date"])
             table = csv.DictReader(line for line in lines if not line.startswith("#"))
             file.rows = [_read(cells) for cells in table]
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
             raise PlanError(f"{shown} has a row that is none: {_one_line(error)}") from None
         return file
 
     def append(self, rows: Iterable[Row]) -> None:
         """Add rows to the file; they are on disk when this returns."""
         added = list(rows)
-        with self.path.open("a", encoding="utf-8", newline="") as stream:
-            stream.write("".join(_csv_line(_cells(row)) for row in added))
+        lines = "".join(_csv_line(_cells(row)) for row in added)
+        try:
+            with self.path.open("a", encoding="utf-8", newline="") as stream:
+                stream.write(lines)
+        except OSError as error:
+            what = f"{shown_path(self.path)} cannot be written: {error.strerror}"
+            raise PlanError(f"{what}; the rows before are kept") from None
         self.rows += added
 
     @property

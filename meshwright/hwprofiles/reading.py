@@ -1,0 +1,199 @@
+"""The one way in for files that people and other programs wrote: bounded, strict, one line a fault.
+
+A file is read once it is known to be a regular one of a plausible size. JSON and TOML with a key
+that stands twice, a number too long to be meant or one that is not finite are refused here, so
+that nothing after has to think of them.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+import stat
+import tomllib
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.hwprofiles.complaints import shown, shown_path
+from meshwright.hwprofiles.errors import ProfileError
+
+GZIP_MAGIC = b"\x1f\x8b"
+MOST_DIGITS = 30
+MOST_DEPTH = 50  # of tables in tables; Python's own limit is near a thousand
+# Time to parse a dotted key grows with the cube of its dots: a line of a million takes hours.
+_DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){50}""")
+
+
+class Line(NamedTuple):
+    """A line of a table: its number in the file, and its cells by column."""
+
+    number: int
+    cells: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileKind:
+    """A kind of file.
+
+    Args:
+        title: What it is called, such as "plan file".
+        most_bytes: Size of the largest that is read, unpacked where it is packed.
+        error: What is raised.
+        is_packed: Whether it may be gzipped.
+        is_exact: Whether its JSON may hold no key twice and no number that is not finite.
+    """
+
+    title: str
+    most_bytes: int
+    error: type[ValueError] = ProfileError
+    is_packed: bool = False
+    is_exact: bool = True
+
+    def read_text(self, path: Path) -> str:
+        """Return the text of the file, without its byte order mark.
+
+        Raises:
+            ValueError: As `error`, naming the file, if it is none of this kind.
+        """
+        return self._decoded(self._content(path), shown_path(path))
+
+    def read_json(self, path: Path) -> object:
+        """Return what a JSON file holds; raises as `read_text`."""
+        return self.parse_json(self.read_text(path), shown_path(path))
+
+    def parse_json(self, text: str, file: str) -> object:
+        """Return what a JSON text of *file* holds; raises as `read_text`."""
+        try:
+            if not self.is_exact:
+                return json.loads(text)
+            document = json.loads(text, object_pairs_hook=_unique)
+            mistake = _mistaken_number(document)
+        except json.JSONDecodeError as error:
+            place = f"line {error.lineno} column {error.colno}"
+            raise self.error(f"{file}: not valid JSON: {error.msg} ({place})") from None
+        except RecursionError:
+            raise self.error(f"{file}: not valid JSON: nested too deeply") from None
+        except ValueError as error:
+            raise self.error(f"{file}: not valid JSON: {_short_limit(error)}") from None
+        if mistake is not None:
+            raise self.error(f"{file}: {mistake}")
+        return document
+
+    def read_toml(self, path: Path) -> dict[str, object]:
+        """Return what a TOML file holds; raises as `read_text`."""
+        return self.parse_toml(self._content(path), shown_path(path))
+
+    def parse_toml(self, content: bytes, file: str) -> dict[str, object]:
+        """Return what a TOML text of *file* holds; raises as `read_text`."""
+        text = self._decoded(content, file)
+        try:
+            if _DEEP_KEY.search(text):
+                raise RecursionError
+            document = tomllib.loads(text)
+            mistake = _mistaken_number(document)
+        except RecursionError:
+            raise self.error(f"{file}: not valid TOML: nested too deeply") from None
+        except ValueError as error:
+            raise self.error(f"{file}: not valid TOML: {_short_limit(error)}") from None
+        if mistake is not None:
+            raise self.error(f"{file}: {mistake}")
+        return document
+
+    def parse_table(self, text: str, file: str) -> tuple[Sequence[str], Iterator[Line]]:
+        """Return the columns of a CSV text of *file* and its lines; raises as `read_text`."""
+        reader = csv.DictReader(text.splitlines(), strict=True)
+        try:
+            return reader.fieldnames or (), self._lines(reader, file)
+        except csv.Error as error:
+            raise self.error(f"{file}: line {reader.line_num}: {error}") from None
+
+    def _lines(self, reader: "csv.DictReader[str]", file: str) -> Iterator[Line]:
+        try:
+            for cells in reader:
+                if None in cells or None in cells.values():
+                    count = len(reader.fieldnames or ())
+                    raise self.error(f"{file}: line {reader.line_num}: allowed: {count} cells")
+                yield Line(reader.line_num, cells)
+        except csv.Error as error:
+            raise self.error(f"{file}: line {reader.line_num}: {error}") from None
+
+    def _content(self, path: Path) -> bytes:
+        file = shown_path(path)
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise self.error(f"{file}: cannot be read: no regular file; allowed: {self._a}")
+            with path.open("rb") as stream:
+                content = stream.read(self.most_bytes + 1)
+            if self.is_packed and content.startswith(GZIP_MAGIC):
+                with gzip.open(io.BytesIO(content)) as unpacked:
+                    content = unpacked.read(self.most_bytes + 1)
+        except FileNotFoundError:
+            raise self.error(f"{file}: no such file; allowed: {self._a}") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            raise self.error(f"{file}: not a whole gzip file; allowed: {self._a}") from None
+        except OSError as error:
+            raise self.error(f"{file}: cannot be read: {error.strerror}") from None
+        except self.error:
+            raise
+        except ValueError as error:  # a null character in the path
+            raise self.error(f"{file}: cannot be read: {error}") from None
+        if len(content) > self.most_bytes:
+            limit = f"at most {self.most_bytes:,} bytes"
+            raise self.error(f"{file}: too large for {self._a}; allowed: {limit}")
+        return content
+
+    def _decoded(self, content: bytes, file: str) -> str:
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise self.error(f"{file}: line {line}: not UTF-8; allowed: {self._a}") from None
+
+    @property
+    def _a(self) -> str:
+        return f"a {self.title}"
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {shown(repeated)} appears twice")
+    return document
+
+
+def _short_limit(error: ValueError) -> str:
+    """Return the words of *error*; of Python's own about numbers of thousands of digits, ours."""
+    words = " ".join(str(error).split())
+    is_limit = "integer string conversion" in words
+    return f"a number of too many digits; allowed: {MOST_DIGITS}" if is_limit else words
+
+
+def _mistaken_number(document: object) -> str | None:
+    """Return what is wrong with a number of *document*, and its key; None where all are well.
+
+    Raises:
+        RecursionError: If tables are nested too deeply.
+    """
+    remaining = [("", document)]
+    for _ in range(MOST_DEPTH):
+        inner: list[tuple[str, object]] = []
+        for key, value in remaining:
+            if isinstance(value, float) and not isfinite(value):
+                return f"{key}: {value} is not allowed; it must be a finite number"
+            if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+                return f"{key}: {shown(value)} is too long; allowed: at most {MOST_DIGITS} digits"
+            if isinstance(value, dict):
+                inner += [(f"{key}.{name}".lstrip("."), each) for name, each in value.items()]
+            elif isinstance(value, list):
+                inner += [(key, each) for each in value]
+        if not inner:
+            return None
+        remaining = inner
+    raise RecursionError

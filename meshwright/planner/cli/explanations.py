@@ -1,0 +1,208 @@
+"""What `explain` and `compare` do with their options.
+
+Imports are local, so that a command waits for no more than it needs.
+"""
+# ruff: noqa: PLC0415
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.planner.cli.commands import (
+    STEP_WIDTH,
+    check_json,
+    check_outputs,
+    progress_bar,
+    say_written,
+    show,
+    tell,
+)
+from meshwright.simulator import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.planner.options import (
+        Given,
+        JobOptions,
+        JsonOptions,
+        OutputOptions,
+        PlanOptions,
+        WordOptions,
+    )
+    from meshwright.planner.search import Progress
+    from meshwright.simulator import StepResult
+
+FEWEST = 2
+MOST = 12
+
+
+def run_explain(
+    job: "JobOptions",
+    layout: "Given",
+    replication: "Given",
+    files: "PlanOptions",
+    output: "JsonOptions",
+) -> int:
+    """Explain the time and the memory of a plan: causes, resources, neighbours."""
+    from meshwright.planner.cli.buckets import with_buckets
+    from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.planner.explain import explain, explanation_document, explanation_report
+    from meshwright.planner.reports import is_plan_file
+
+    plan_file = files.plan
+    if job.model is not None and is_plan_file(job.model):
+        if plan_file is not None:
+            raise PlanError(f"--plan {plan_file} and {job.model} are two plans; allowed: one")
+        job, plan_file = replace(job, model=None), job.model
+    setting = with_buckets(read_setting(job, plan_file), replication)
+    plan = resolve_plan(setting, {**layout, **replication})
+    check_json(output)
+    with progress_bar() as progress:
+        explanation = explain(
+            setting.job,
+            plan,
+            setting.cluster,
+            setting.stack,
+            memory_limit_bytes=setting.memory_limit_bytes,
+            progress=progress,
+        )
+    document = explanation_document(explanation)
+    show(output.json, document, lambda: explanation_report(explanation), STEP_WIDTH)
+    say_written(output)
+    return 0
+
+
+def run_compare(
+    words: "WordOptions",
+    job: "JobOptions",
+    layout: "Given",
+    limits: "Given",
+    output: "OutputOptions",
+) -> int:
+    """Compare plans, or a model's best plans on several stacks, term by term."""
+    from meshwright.planner.compare import (
+        Comparison,
+        comparison_document,
+        comparison_report,
+        write_comparison,
+    )
+
+    given = words.words or []
+    stacks = [None] if job.stack is None else [each.strip() for each in job.stack.split(",")]
+    are_plans = _are_plans(given, len(stacks))
+    folder = check_outputs(output)
+    jobs = [replace(job, stack=stack) for stack in stacks]
+    fields = {**layout, **limits}
+    written: tuple[str, ...] = ()
+    with progress_bar() as progress:
+        if are_plans:
+            steps = list(_simulated(given, jobs, fields, progress))
+        else:
+            steps = [_best(replace(each, model=given[0]), fields, progress) for each in jobs]
+        names = _names(given, [str(stack) for stack in stacks], are_plans=are_plans)
+        comparison = Comparison(names=tuple(names), steps=tuple(steps))
+        if folder is not None:
+            tell(progress, "drawing the picture")
+            written = write_comparison(comparison, folder)
+    document = comparison_document(comparison)
+    show(output.json, document, lambda: comparison_report(comparison), STEP_WIDTH)
+    say_written(output, written)
+    return 0
+
+
+def _are_plans(given: Sequence[str], num_stacks: int) -> bool:
+    """Return whether plans are given, not a model.
+
+    Raises:
+        PlanError: If neither or both are, or too few or too many.
+    """
+    from meshwright.planner.reports import is_plan_file
+
+    found = {is_plan_file(each) for each in given}
+    if len(found) != 1 or (found == {False} and len(given) > 1):
+        raise PlanError("compare needs plans, or one model; allowed: PLAN PLAN ..., or MODEL")
+    count = len(given) * num_stacks
+    if not FEWEST <= count <= MOST:
+        raise PlanError(f"{count} to compare; allowed {FEWEST} to {MOST}: plans, or --stack A,B")
+    return found == {True}
+
+
+def _names(given: Sequence[str], stacks: Sequence[str], *, are_plans: bool) -> list[str]:
+    """Return what the plans are called: their files, the stacks, or both."""
+    if not are_plans:
+        return list(stacks)
+    plans = _short(given)
+    if len(stacks) == 1:
+        return plans
+    return [stack if len(plans) == 1 else f"{plan} {stack}" for plan in plans for stack in stacks]
+
+
+def _short(paths: Sequence[str]) -> list[str]:
+    """Return the paths without what all have in common.
+
+    >>> _short(["a/plan.json", "b/plan.json"]), _short(["out/plan.json", "out/plan-2.json"])
+    (['a', 'b'], ['plan', 'plan-2'])
+    """
+    parts = [Path(each).with_suffix("").parts for each in paths]
+    if len(paths) == 1:
+        return [parts[0][-1]]
+    shortest = min(len(each) for each in parts)
+    ahead = next((n for n in range(shortest) if len({each[n] for each in parts}) > 1), shortest - 1)
+    behind = next((n for n in range(shortest) if len({each[-1 - n] for each in parts}) > 1), 0)
+    names = ["/".join(each[ahead : len(each) - behind]) for each in parts]
+    return names if len(set(names)) == len(names) else list(paths)
+
+
+def _simulated(
+    plans: Sequence[str], jobs: "Sequence[JobOptions]", given: "Given", progress: "Progress | None"
+) -> "Iterator[StepResult]":
+    """Yield the step of each plan with each stack."""
+    from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.simulator import simulate
+
+    for limit in given:
+        if limit.startswith("max_"):
+            raise PlanError("--max-... has no effect on plans; allowed: with MODEL")
+    for number, plan in enumerate(plans):
+        for job in jobs:
+            if progress is not None:
+                progress("simulating plans", number, len(plans))
+            setting = read_setting(job, plan)
+            yield simulate(
+                setting.job,
+                resolve_plan(setting, given),
+                setting.cluster,
+                setting.stack,
+                memory_limit_bytes=setting.memory_limit_bytes,
+            )
+
+
+def _best(job: "JobOptions", given: "Given", progress: "Progress | None") -> "StepResult":
+    """Return the fastest step of a model with a stack, where nothing fits that closest to it."""
+    from meshwright.planner.cli.request import read_setting
+    from meshwright.planner.cli.search_request import read_limits
+    from meshwright.planner.search import search
+    from meshwright.simulator import simulate
+
+    setting = read_setting(job)
+    result = search(
+        setting.job,
+        setting.cluster,
+        setting.stack,
+        setting.world_size,
+        limits=read_limits(setting, given),
+        memory_limit_bytes=setting.memory_limit_bytes,
+        top=1,
+        progress=progress,
+    )
+    if result.plans:
+        return result.plans[0]
+    if result.nearest is None:
+        raise PlanError(f"stack {setting.stack.name} has no layout of {setting.world_size} GPUs")
+    return simulate(
+        setting.job,
+        result.nearest.plan,
+        setting.cluster,
+        setting.stack,
+        memory_limit_bytes=setting.memory_limit_bytes,
+    )

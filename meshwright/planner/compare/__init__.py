@@ -1,0 +1,14 @@
+"""Several plans beside each other, term by term."""
+
+from meshwright.planner.compare.comparison import Comparison, memory_terms, time_terms
+from meshwright.planner.compare.files import write_comparison
+from meshwright.planner.compare.report import comparison_document, comparison_report
+
+__all__ = [
+    "Comparison",
+    "comparison_document",
+    "comparison_report",
+    "memory_terms",
+    "time_terms",
+    "write_comparison",
+]

@@ -1,0 +1,60 @@
+"""What steps differ by: time and memory in terms that add up."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.simulator import Category, StepResult
+
+Terms = Mapping[str, int]
+
+
+def time_terms(step: StepResult) -> Terms:
+    """Return the picoseconds of a step by `Category`; they add up to it.
+
+    What averaging over ranks rounds away, a few picoseconds, is with the bubble.
+    """
+    terms = {category.value: time_ps for category, time_ps in step.breakdown_ps.items()}
+    terms[Category.BUBBLE.value] += step.step_ps - sum(terms.values())
+    return terms
+
+
+def memory_terms(step: StepResult) -> Terms:
+    """Return what fills the fullest device, in bytes; the terms add up to ``device_bytes``."""
+    memory, stage = step.memory, step.memory.worst_stage
+    return {
+        "parameters": stage.parameters_bytes,
+        "gradients": stage.gradients_bytes,
+        "optimizer_states": stage.optimizer_states_bytes,
+        "activations": stage.activations_bytes,
+        "buffers": stage.buffers_bytes,
+        "allocator": memory.reserved_bytes - memory.peak_bytes,
+        "context_and_communicators": memory.device_bytes - memory.reserved_bytes,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Steps beside each other; the first is what the others are compared with.
+
+    Args:
+        names: What each is called.
+        steps: As many simulated steps.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[StepResult, ...]
+
+    def rows(self, terms: Callable[[StepResult], Terms]) -> dict[str, tuple[int, ...]]:
+        """Return what each step has of each term that any of them has."""
+        found = [terms(step) for step in self.steps]
+        rows = {name: tuple(each[name] for each in found) for name in found[0]}
+        return {name: values for name, values in rows.items() if any(values)}
+
+
+def differences(values: Sequence[int]) -> tuple[int, ...]:
+    """Return how much each of *values* but the first is more than that.
+
+    >>> differences((3, 5, 1))
+    (2, -2)
+    """
+    return tuple(value - values[0] for value in values[1:])

@@ -1,0 +1,97 @@
+"""Memory of the fullest rank as products: how many, times how large."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.hwprofiles import format_bytes
+from meshwright.simulator import BuiltStep, CostModel, Phase, StepResult
+from meshwright.simulator.memory import block_bytes
+
+
+class MemoryTerm(NamedTuple):
+    """A part of the memory of the fullest rank, and the product that makes it.
+
+    ``factors`` is empty where it is no product.
+    """
+
+    name: str
+    size_bytes: int
+    factors: str = ""
+
+
+def memory_products(
+    step: StepResult, built: BuiltStep | None, costs: CostModel
+) -> tuple[MemoryTerm, ...]:
+    """Return what fills the fullest rank at its fullest instant; adds up to its live bytes.
+
+    Activations are passes in flight, whose backward is still to come, times what a block keeps of
+    each; what else counts as one is held for messages and outputs.
+
+    Args:
+        step: The simulated step.
+        built: What it was made from; None where ranks are no mesh.
+        costs: Of which the sizes of blocks are.
+    """
+    stage = step.memory.worst_stage
+    states = (
+        ("parameters", stage.parameters_bytes),
+        ("gradients", stage.gradients_bytes),
+        ("optimizer states", stage.optimizer_states_bytes),
+    )
+    count = 0 if built is None else _num_parameters(built, stage.stage)
+    terms = [MemoryTerm(name, size, _a_parameter(size, count)) for name, size in states]
+    kept = () if built is None else tuple(_kept(step, built, costs))
+    rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
+    # With recomputation inside kept units a pass's own levels say what is saved, not its blocks.
+    if rest < 0:
+        kept, rest = (), stage.activations_bytes
+    others = (
+        MemoryTerm("other activations" if kept else "activations", rest),
+        MemoryTerm("buffers", stage.buffers_bytes),
+    )
+    return tuple(term for term in (*terms, *kept, *others) if term.size_bytes)
+
+
+def _num_parameters(built: BuiltStep, pp_rank: int) -> int:
+    parameters = built.setting.shape.parameters
+    return sum(
+        parameters[kind] * count
+        for stage in built.setting.rank_stages(pp_rank)
+        for kind, count in stage.blocks
+    )
+
+
+def _a_parameter(size_bytes: int, count: int) -> str:
+    return f"{count:,} x {size_bytes / count:.4g} B" if count and size_bytes else ""
+
+
+def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[MemoryTerm]:
+    """Yield what each kind of block of each virtual stage keeps of the passes in flight."""
+    pp_rank = step.memory.worst_stage.stage
+    in_flight = passes_in_flight(step, pp_rank)
+    blocks = block_bytes(costs.blocks, built.setting.shape)
+    for number, stage in enumerate(built.setting.rank_stages(pp_rank)):
+        for kind, count in stage.blocks:
+            saved = blocks[kind].saved
+            size = in_flight[number] * count * saved
+            if size:
+                where = f" of stage {number}" if len(in_flight) > 1 else ""
+                blocks_text = f"{count} {kind}s" if count > 1 else kind
+                factors = f"{in_flight[number]} in flight x {blocks_text} x {format_bytes(saved)}"
+                yield MemoryTerm(f"{kind} activations{where}", size, factors)
+
+
+def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
+    """Return the passes of each virtual stage that have kept something, at the fullest instant.
+
+    The pass of that instant is among them.
+    """
+    assert step.times is not None  # a mesh has times
+    rank, peak_ps = step.times.ranks[pp_rank], step.memory.by_stage[pp_rank].peak_time_ps
+    counts = [0] * step.plan.num_virtual_stages
+    for (phase, virtual_stage, _), start_ps, end_ps in rank.passes():
+        if phase is Phase.FORWARD and start_ps <= peak_ps:
+            counts[virtual_stage] += 1
+        elif phase is not Phase.FORWARD and end_ps <= peak_ps:
+            counts[virtual_stage] -= 1
+    return counts

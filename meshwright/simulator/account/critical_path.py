@@ -1,0 +1,139 @@
+"""The critical path of a simulated step, from its record: what its end waited for."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.engine import SpanKind, StepTimes
+from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.step import BuiltStep
+
+CLOSING = {
+    SpanKind.REDUCTION_WAIT: Category.DP_COMM,
+    SpanKind.SHARED_EMBEDDING: Category.DP_COMM,
+    SpanKind.GRADIENT_NORM: Category.DP_COMM,
+    SpanKind.PARAMETER_GATHER: Category.DP_COMM,
+    SpanKind.TENSOR_SUM: Category.TP_COMM,
+    SpanKind.OPTIMIZER: Category.OPTIMIZER,
+}
+
+
+class CriticalPath(NamedTuple):
+    """The chain of work and messages that a step cannot be shorter than.
+
+    Args:
+        time_ps: Its picoseconds by category; they add up to the step.
+        by_rank_ps: Those of the passes among them, by pipeline rank.
+        num_passes: Passes that it goes through.
+    """
+
+    time_ps: dict[Category, int]
+    by_rank_ps: dict[int, int]
+    num_passes: int
+
+
+def critical_path(built: BuiltStep, times: StepTimes) -> CriticalPath:
+    """Return what the end of a step waited for, step by step back to its beginning.
+
+    A rank that ended late did so for its own work before, or for a message; whoever sent that did
+    it for the same reasons.  Of two reasons that came at the same instant it is the rank's own.
+    """
+    walk = _Walk(built, times)
+    walk.run()
+    return CriticalPath(
+        {category: walk.spent_ps[category] for category in Category},
+        dict(sorted(walk.by_rank_ps.items())),
+        walk.num_passes,
+    )
+
+
+class _Walk:
+    """A walk from the end of a step to its beginning."""
+
+    def __init__(self, built: BuiltStep, times: StepTimes) -> None:
+        self._built, self._times = built, times
+        self.spent_ps: Counter[Category] = Counter()
+        self.by_rank_ps: Counter[int] = Counter()
+        self.num_passes = 0
+        self._places = [
+            {action: place for place, action in enumerate(rank.actions)} for rank in times.ranks
+        ]
+        self._sent = [
+            {action: sent[1] for action, sent in zip(rank.senders, rank.sent_ps, strict=True)}
+            for rank in times.ranks
+        ]
+
+    def run(self) -> None:
+        """Walk all of it."""
+        ranks = self._times.ranks
+        last = max(range(len(ranks)), key=lambda each: ranks[each].end_ps)
+        self.spent_ps[Category.STEP_OVERHEAD] += self._times.step_ps - ranks[last].end_ps
+        update_ps = ranks[last].update_start_ps
+        self._closing(last, ranks[last].end_ps, update_ps)
+        norm_ps = update_ps - self._built.work.norm_ps
+        self.spent_ps[Category.DP_COMM] += self._built.work.norm_ps
+        rank = max(range(len(ranks)), key=lambda each: ranks[each].reduce_end_ps)
+        rank = self._closing(rank, norm_ps, 0)
+        self._passes(rank)
+
+    def _closing(self, rank: int, now_ps: int, until_ps: int) -> int:
+        """Walk from *now_ps* over what follows the passes; return the rank whose passes it ends.
+
+        The ends of a tied table's reduction wait for each other.
+        """
+        other = len(self._times.ranks) - 1 - rank
+        while now_ps > max(until_ps, self._times.ranks[rank].passes_end_ps):
+            spans = self._times.ranks[rank].closing
+            span = next((each for each in spans if each.end_ps == now_ps), None)
+            if span is None:
+                rank, other = other, rank
+                continue
+            self.spent_ps[CLOSING[span.kind]] += span.end_ps - span.start_ps
+            now_ps = span.start_ps
+        return rank
+
+    def _passes(self, rank: int) -> None:
+        """Walk from the end of a rank's passes to the beginning of the step."""
+        times = self._times.ranks[rank]
+        place, now_ps = len(times.actions) - 1, times.passes_end_ps
+        while place >= 0:
+            times, action = self._times.ranks[rank], self._times.ranks[rank].actions[place]
+            # What is between a pass and what waited for it is the message on its way.
+            self.spent_ps[Category.PP_COMM] += now_ps - times.ends_ps[place]
+            self._charge(rank, action, times.ends_ps[place] - times.starts_ps[place])
+            now_ps = times.starts_ps[place]
+            own_ps = self._own_ps(rank, place - 1)
+            if now_ps > own_ps:
+                rank, place = self._sender(rank, action)
+            else:
+                place -= 1
+
+    def _own_ps(self, rank: int, place: int) -> int:
+        """Return when a rank is done with a pass, and with its message where that blocks."""
+        if place < 0:
+            return 0
+        times = self._times.ranks[rank]
+        end_ps = times.ends_ps[place]
+        if not self._built.work.blocking_messages:
+            return end_ps
+        return self._sent[rank].get(times.actions[place], end_ps)
+
+    def _sender(self, rank: int, action: Action) -> tuple[int, int]:
+        """Return the rank and the place of the pass that sent *action* its message."""
+        step = -1 if action.phase is Phase.FORWARD else 1
+        stage = action.virtual_stage * len(self._times.ranks) + rank + step
+        virtual_stage, sender = divmod(stage, len(self._times.ranks))
+        return sender, self._places[sender][action._replace(virtual_stage=virtual_stage)]
+
+    def _charge(self, rank: int, action: Action, time_ps: int) -> None:
+        """Charge a pass: what it computes by category, and what it waited for or copied."""
+        costs = self._built.virtual_stage_costs[rank][action.virtual_stage]
+        cost: PhaseCost = costs.forward if action.phase is Phase.FORWARD else costs.backward
+        for category in Category:
+            self.spent_ps[category] += cost.category_ps(category)
+        waited_ps = time_ps - cost.time_ps
+        host_ps = int(waited_ps * self._built.host_shares[rank])
+        self.spent_ps[Category.HOST_COPY] += host_ps
+        self.spent_ps[Category.DP_COMM] += waited_ps - host_ps
+        self.by_rank_ps[rank] += time_ps
+        self.num_passes += 1

@@ -1,0 +1,31 @@
+"""What a started process needs of the one that starts it."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+WATCH_S = 1.0
+ORPHANED_STATUS = 143  # as after SIGTERM
+# Run a module of ours; -P: what lies in the current folder is none of ours.
+MODULES = (sys.executable, "-P", "-m")
+
+
+def module_path() -> str:
+    """Return PYTHONPATH for a process that is to find modules where this one finds them."""
+    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+
+
+def end_without(parent: int) -> None:
+    """End this process within two seconds of *parent*, the process that started it.
+
+    A thread sees to it, since the main thread may wait in a call of a C++ library.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        os._exit(ORPHANED_STATUS)
+
+    threading.Thread(target=watch, daemon=True, name="watch for end").start()

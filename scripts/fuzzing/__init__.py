@@ -1,0 +1,1 @@
+"""Fuzzed command lines and files, run through the command's own `main`."""

@@ -1,0 +1,171 @@
+"""Explanations and comparisons: terms that add up, and figures that a simulation repeats."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright import (
+    ParallelPlan,
+    StepResult,
+    TrainingJob,
+    load_cluster,
+    load_model,
+    load_stack,
+    main,
+    simulate,
+)
+from meshwright.planner.compare import Comparison, memory_terms, time_terms
+from meshwright.planner.explain import explain
+from meshwright.planner.explain.memory import passes_in_flight
+from meshwright.planner.explain.resources import Resource
+from meshwright.simulator import Category, CostModel, account, build_step, simulate_folded
+from meshwright.simulator.account import critical_path
+from meshwright.simulator.layout import with_stages
+
+JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=64, seq_len=1024)
+CLUSTER = load_cluster("dgx-a100")
+WORDS = ["gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--global-batch", "64"]
+LAYOUT = ["--tp", "2", "--pp", "2"]
+PLANS = {
+    "megatron-core": {"tp": 2, "pp": 2, "dp": 4},
+    "megatron-lm-2021": {"tp": 1, "pp": 4, "dp": 2, "num_virtual_stages": 3},
+    "megatron-deepspeed-2022": {"tp": 2, "pp": 3, "dp": 2, "zero_stage": 1},
+    "torchtitan": {"tp": 1, "pp": 2, "dp": 4, "zero_stage": 3},
+    "fsdp": {"dp": 8, "zero_stage": 3},
+    "ddp": {"dp": 8},
+}
+
+
+def plan_of(stack: str) -> ParallelPlan:
+    """Return the plan of a stack in `PLANS`."""
+    fields = PLANS[stack]
+    schedule = "interleaved" if fields.get("num_virtual_stages", 1) > 1 else "1f1b"
+    profile = load_stack(stack)
+    return ParallelPlan.of(
+        {"zero_stage": profile.zero_stage, "attention": profile.attention, "schedule": schedule}
+        | fields
+    )
+
+
+@pytest.mark.parametrize("stack", PLANS)
+def test_the_critical_path_is_as_long_as_the_step(stack: str) -> None:
+    profile = load_stack(stack)
+    plan = with_stages(JOB, plan_of(stack), profile)
+    costs = CostModel(CLUSTER, profile, plan.world_size)
+    built = build_step(JOB, plan, costs)
+    times = simulate_folded(built.work)
+    path = critical_path(built, times)
+    assert sum(path.time_ps.values()) == times.step_ps
+    assert min(path.time_ps.values()) >= 0
+    assert path.time_ps[Category.BUBBLE] == 0
+    step = account(built, times, costs)
+    if plan.pp == 1:  # one rank: nothing to wait for, nothing to average
+        assert path.time_ps == {**step.breakdown_ps, Category.BUBBLE: 0}
+    else:
+        # Forward and backward of the first and the last microbatch pass through every stage.
+        assert path.num_passes >= 2 * (plan.num_stages - 1) + 2
+        assert sorted(path.by_rank_ps) == list(range(plan.pp))
+
+
+def test_a_tenth_more_is_what_the_changed_hardware_gives(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explain", *WORDS, *LAYOUT, "--json", "-"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    gains = explained["a_tenth_more"]
+    assert [gain["resource"] for gain in gains] == [each.value for each in Resource]
+    for gain in gains:
+        facts = [word for change in gain["set"] for word in ("--set", change)]
+        assert main(["simulate", *WORDS, *LAYOUT, *facts, "--json", "-"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert gain["step_time_s"] == again["step_time_s"]
+        assert gain["fits"] == again["memory"]["fits"]
+    by_resource = {gain["resource"]: gain["step_time_s"] for gain in gains}
+    assert by_resource.pop("memory capacity") == explained["step_time_s"]
+    assert max(by_resource.values()) <= explained["step_time_s"]
+    assert by_resource["matrix rate"] < explained["step_time_s"]
+
+
+def test_a_neighbour_is_a_simulation_and_its_terms_add_up() -> None:
+    stack = load_stack("megatron-core")
+    explanation = explain(JOB, plan_of("megatron-core"), CLUSTER, stack)
+    options = {each.change.options: each for each in explanation.neighbours}
+    assert {"--tp 4", "--tp 1", "--pp 4", "--pp 1", "--micro-batch 2", "--zero 0"} <= set(options)
+    assert "--vpp 2 --schedule interleaved" in options
+    for neighbour in (options["--tp 4"], options["--zero 0"]):
+        change = neighbour.change
+        again = simulate(JOB, change.plan, CLUSTER, stack)
+        assert (again.step_ps, again.memory.device_bytes) == (change.step_ps, change.device_bytes)
+        assert sum(neighbour.more_ps.values()) == again.step_ps - explanation.step.step_ps
+        assert neighbour.fits == again.memory.fits
+
+
+@pytest.mark.parametrize("stack", PLANS)
+def test_products_of_memory_add_up_to_the_live_bytes(stack: str) -> None:
+    explanation = explain(JOB, plan_of(stack), CLUSTER, load_stack(stack))
+    memory = explanation.step.memory
+    assert sum(term.size_bytes for term in explanation.memory) == memory.peak_bytes
+    assert min(term.size_bytes for term in explanation.memory) > 0
+
+
+def test_1f1b_has_as_many_passes_in_flight_as_stages_behind_a_rank() -> None:
+    plan = ParallelPlan(pp=4, stages=(3, 3, 3, 3))
+    step = simulate(JOB, plan, CLUSTER, load_stack("megatron-lm-2021"))
+    flights = [passes_in_flight(step, pp_rank) for pp_rank in range(4)]
+    assert flights == [[4], [3], [2], [1]]
+
+
+def steps_beside() -> tuple[StepResult, ...]:
+    """Return a step of each plan."""
+    return tuple(simulate(JOB, plan_of(each), CLUSTER, load_stack(each)) for each in PLANS)
+
+
+def test_terms_of_a_comparison_add_up_to_the_difference() -> None:
+    steps = steps_beside()
+    comparison = Comparison(names=tuple(PLANS), steps=steps)
+    times, sizes = comparison.rows(time_terms), comparison.rows(memory_terms)
+    for number, step in enumerate(steps):
+        assert (
+            sum(row[number] - row[0] for row in times.values()) == step.step_ps - steps[0].step_ps
+        )
+        assert sum(row[number] for row in sizes.values()) == step.memory.device_bytes
+
+
+def test_plans_and_stacks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for pp in ("1", "2"):
+        out = tmp_path / f"pp{pp}"
+        assert main(["simulate", *WORDS, "--pp", pp, "--out", str(out)]) == 0
+        plans.append(str(out / "plan.json"))
+    capsys.readouterr()
+    assert main(["compare", *plans, "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["names"] == ["pp1", "pp2"]
+    assert [step["plan"]["pp"] for step in document["steps"]] == [1, 2]
+    (more,) = document["differences"]
+    assert sum(more["time_terms_s"].values()) == pytest.approx(more["step_time_s"], abs=1e-12)
+    out = tmp_path / "out"
+    stacks = ["--stack", "ddp,fsdp", "--gpus", "2", "--out", str(out)]
+    assert main(["compare", "gpt2", *WORDS[1:3], *stacks, "--global-batch", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith(f"written  {out}: breakdown.png result.json terms.csv\n")
+    both = json.loads((out / "result.json").read_text())
+    assert [step["stack"] for step in both["steps"]] == ["ddp", "fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["compare", *WORDS], "1 to compare; allowed 2 to 12"),
+        (["compare"], "compare needs plans, or one model"),
+        (["compare", "gpt2", "plan.json"], "compare needs plans, or one model"),
+        (["compare", "a/plan.json", "b/plan.json", "--max-tp", "2"], "--max-... has no effect"),
+        (["explain", "a/plan.json", "--plan", "b/plan.json"], "are two plans"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
