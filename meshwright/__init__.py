@@ -82,6 +82,8 @@ COMMANDS = (
     "validate",
     "count",
     "calibrate",
+    "export",
+    "import",
     "models",
     "clusters",
     "stacks",
@@ -177,17 +179,21 @@ def _command(name: str) -> Callable[..., int]:
             records = cli.CountOptions, cli.ValidateOutput
             return as_command(cli.run_count, *records, ends_in_words=True)
         return as_command(cli.run_validate, cli.ValidateOptions, cli.ValidateOutput)
+    run, groups = _planning(name)
+    return as_command(run, *groups)
+
+
+def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup, ...]]":
+    """Return a command that needs no PyTorch, and its options."""
     from meshwright.planner import options
-    from meshwright.planner.cli import commands, explanations
+    from meshwright.planner.cli import commands, explanations, handover
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
     replication, files = options.REPLICATION, options.FileOptions
+    ranking, shared = options.RankingOptions, options.SHARED_JOB
     known: dict[str, tuple[Callable[..., int], tuple[type | OptionGroup, ...]]] = {
-        "search": (
-            commands.run_search,
-            (job, layout, limits, options.RankingOptions, money, output),
-        ),
+        "search": (commands.run_search, (job, layout, limits, ranking, money, output)),
         "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
         "explain": (
             explanations.run_explain,
@@ -195,13 +201,14 @@ def _command(name: str) -> Callable[..., int]:
         ),
         "compare": (
             explanations.run_compare,
-            (options.WordOptions, options.SHARED_JOB, layout, limits, output),
+            (options.WordOptions, shared, layout, limits, output),
         ),
+        "export": (handover.run_export, (options.ExportOptions,)),
+        "import": (handover.run_import, (options.ImportOptions, layout, replication)),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
         "clusters": (commands.run_clusters, (options.ProfileOptions,)),
         "stacks": (commands.run_stacks, (options.ProfileOptions,)),
         "schedules": (commands.run_schedules, (options.NameOptions,)),
     }
-    run, groups = known[name]
-    return as_command(run, *groups)
+    return known[name]

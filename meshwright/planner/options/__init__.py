@@ -11,7 +11,9 @@ from meshwright.planner.options.plan_options import (
 )
 from meshwright.planner.options.records import (
     MAX_GPUS,
+    ExportOptions,
     FileOptions,
+    ImportOptions,
     JobOptions,
     JsonOptions,
     MatmulOptions,
@@ -41,8 +43,10 @@ __all__ = [
     "MAX_GPUS",
     "REPLICATION",
     "SHARED_JOB",
+    "ExportOptions",
     "FileOptions",
     "Given",
+    "ImportOptions",
     "JobOptions",
     "JsonOptions",
     "MatmulOptions",

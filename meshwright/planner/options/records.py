@@ -167,7 +167,68 @@ class MatmulOptions:
     ] = None
 
 
-def check_counts(record: JobOptions | RankingOptions) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """A plan, and the framework that is to train it."""
+
+    plan: Annotated[
+        str | None, typer.Argument(metavar="PLAN", help="A plan.json of search or simulate.")
+    ] = None
+    to: Annotated[
+        str | None, typer.Option(metavar="FRAMEWORK", help="The framework that reads it.")
+    ] = None
+    framework_version: Annotated[
+        str | None, typer.Option(metavar="V", help="Of the framework, as 0.3 of torchtitan.")
+    ] = None
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a script for sbatch, too.")] = False
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE|DIR", help="Where to [standard output].")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder in use.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportOptions:
+    """A framework's configuration, and what it does not say."""
+
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A configuration of a framework.")
+    ] = None
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FRAMEWORK", help="Whose it is [by the file's name]."),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Built-in name, config.json or model TOML."),
+    ] = None
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
+    ] = None
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the run.")] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Sequences of one optimizer step.")
+    ] = None
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a sequence [the model's].")
+    ] = None
+    precision: Annotated[
+        Precision | None, typer.Option(metavar="|".join(Precision), help="Number format.")
+    ] = None
+    stack: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Training software [the framework's]."),
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Change a fact of stack or cluster; repeatable."),
+    ] = None
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The plan.json [standard output].")
+    ] = None
+
+
+def check_counts(record: JobOptions | RankingOptions | ImportOptions) -> None:
     """Raise PlanError when a whole number of *record* is out of range."""
     for field in fields(record):
         check_count(field.name, getattr(record, field.name))

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.validate.scripts.gpu.memories import GPU, ScriptMemories
 
@@ -81,7 +81,11 @@ def _casting(
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with _without_autocast():
             dtype = choose((args, kwargs))
-            args, kwargs = tree_map(lambda each: casts.to(each, dtype), (args, kwargs))
+            # The last argument first, as PyTorch's compiler evaluates them: a weight is cast behind
+            # its bias, and so its gradient comes before the bias's.
+            leaves, structure = tree_flatten((args, kwargs))
+            cast = [casts.to(each, dtype) for each in reversed(leaves)]
+            args, kwargs = tree_unflatten(cast[::-1], structure)
             return operator(*args, **kwargs)
 
     return run

@@ -1,0 +1,34 @@
+"""Plans as the configurations of frameworks that train, and back."""
+
+from meshwright.planner.export.launch import (
+    PORT,
+    Launch,
+    hand_script,
+    job_name,
+    nodes_of,
+    slurm_script,
+)
+from meshwright.planner.export.registry import (
+    FRAMEWORKS,
+    export_plan,
+    get_framework,
+    read_framework_file,
+    settled,
+)
+from meshwright.planner.export.table import STACK_FACT, Facts
+
+__all__ = [
+    "FRAMEWORKS",
+    "PORT",
+    "STACK_FACT",
+    "Facts",
+    "Launch",
+    "export_plan",
+    "get_framework",
+    "hand_script",
+    "job_name",
+    "nodes_of",
+    "read_framework_file",
+    "settled",
+    "slurm_script",
+]

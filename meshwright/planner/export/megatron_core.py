@@ -1,0 +1,149 @@
+"""What Megatron-Core is told of a layout, by Megatron-LM and by Megatron Bridge.
+
+Fields are those of TransformerConfig (megatron/core/transformer/transformer_config.py of
+core_v0.16.1).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from meshwright.hwprofiles import Attention, Offload, Recompute, StageSplit
+from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.simulator import PlanError
+
+FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
+BATCHES = {"microbatch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
+RECOMPUTE: Mapping[object, Keys] = {
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"granularity": "selective"},
+    Recompute.FULL: FULL,
+}
+
+
+def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tuple[Row, ...]:
+    """Return the correspondences of all that is trained by Megatron-Core.
+
+    Args:
+        words: Of the framework.
+        key: From a field of Megatron-Core's TransformerConfig to the framework's key.
+        off: What stands for a switch that is not on; None where its key is left out.
+    """
+    return (
+        words.same("tp", key("tensor_model_parallel_size"), 1),
+        words.same("pp", key("pipeline_model_parallel_size"), 1),
+        words.choice(
+            "sequence_parallel",
+            key("sequence_parallel"),
+            {True: True, False: off},
+            default=off,
+        ),
+        _recompute(words, key, is_written=off is not None),
+        # fused is cuDNN's flash attention by way of Transformer Engine, flash is flash-attn's.
+        words.choice(
+            "attention",
+            key("attention_backend"),
+            {Attention.FLASH: "fused", Attention.UNFUSED: "unfused"},
+            default="auto",
+            also={
+                "flash": Attention.FLASH,
+                "auto": Attention.FLASH,
+                "local": Attention.UNFUSED,
+            },
+        ),
+        # get_forward_backward_func of megatron/core/pipeline_parallel/schedules.py
+        words.rule("schedule", _schedule),
+        words.rule("reduce_precision", lambda facts: facts.get("gradient_precision")),
+        words.rule("sync_each_microbatch", lambda _: False),
+        words.rule("dp_shard", lambda facts: facts.get("dp")),
+        words.rule("reshard_after_forward", lambda _: None),
+        words.only("offload", Offload.NONE),
+        words.held(key("context_parallel_size"), (1,)),
+        words.held(key("expert_model_parallel_size"), (1,)),
+        words.held(key("expert_tensor_parallel_size"), (1, None)),
+    )
+
+
+def _schedule(facts: Facts) -> str:
+    return "interleaved" if facts.number("num_virtual_stages") > 1 else "1f1b"
+
+
+def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> Row:
+    keys = {name: key(f"recompute_{name}") for name in FULL}
+
+    def write(facts: Facts) -> Keys:
+        theirs = RECOMPUTE[words.known("recompute", facts, RECOMPUTE)]
+        absent: Keys = dict.fromkeys(keys) if is_written else {}
+        return {keys[name]: value for name, value in (absent | theirs).items()}
+
+    def read(found: Keys, _: Facts) -> Keys:
+        theirs = {name: found[each] for name, each in keys.items() if found.get(each) is not None}
+        for ours, each in RECOMPUTE.items():
+            if each == theirs:
+                return {"recompute": ours}
+        given = ", ".join(f"{keys[name]}={value}" for name, value in theirs.items())
+        raise PlanError(
+            f"{given} of {words.framework} is in no plan; allowed: none, "
+            f"{keys['granularity']}=selective alone, or full with method uniform of 1 layer"
+        )
+
+    return Row(fields=("recompute",), keys=tuple(keys.values()), write=write, read=read)
+
+
+def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> Row:
+    """Return the row of stages: even ones by their number, others as a layout.
+
+    Args:
+        words: Of the framework.
+        layout: Key of the text that lists the stages, as ``Et*3|t*4L``.
+        virtual: Key of the number of virtual stages of a rank.
+        says_both: Whether all keys are written, those with nothing in them, too.
+    """
+
+    def write(facts: Facts) -> Keys:
+        stages = cast("tuple[int, ...]", facts.get("stages"))
+        count = facts.number("num_virtual_stages")
+        text = None if len(set(stages)) == 1 else layout_text(stages)
+        number = None if count == 1 or (text and not says_both) else count
+        found = {layout: text, virtual: number}
+        return {name: value for name, value in found.items() if says_both or value is not None}
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        pp, text = facts.number("pp"), cast("str | None", keys.get(layout))
+        if text is None:
+            count = cast("int", keys.get(virtual) or 1)
+            return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
+        stages = read_layout(words, layout, text)
+        if len(stages) % pp:
+            raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
+        return {"stages": stages, "num_virtual_stages": len(stages) // pp}
+
+    fields = ("stages", "num_virtual_stages")
+    return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
+
+
+def layout_text(stages: tuple[int, ...]) -> str:
+    """Return stages as Megatron-Core's PipelineParallelLayerLayout has them.
+
+    >>> layout_text((3, 4, 0))
+    'Et*3|t*4|L'
+    """
+    parts = [f"t*{count}" if count else "" for count in stages]
+    return f"E{'|'.join(parts)}L"
+
+
+def read_layout(words: Words, key: str, text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of such a text.
+
+    Raises:
+        PlanError: If it has other layers, or embedding and loss elsewhere than at the ends.
+
+    >>> read_layout(Words("megatron-lm"), "layout", "Ettt|(tt|)*2,L")
+    (3, 2, 2, 0)
+    """
+    plain = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(pattern, lambda match: match[1] * int(match[2]), plain)
+    if not re.fullmatch(r"Et*(\|t*)*L", plain):
+        raise words.unknown(key, text, ("E, layers t and stages | between them, L",))
+    return tuple(part.count("t") for part in plain.split("|"))

@@ -1,0 +1,207 @@
+"""Plans as configurations of frameworks: there and back, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright import main
+from meshwright.hwprofiles import Offload
+from meshwright.planner.export import FRAMEWORKS, torchtitan
+from meshwright.planner.export.registry import facts_of
+from meshwright.planner.export.table import write_keys
+from meshwright.planner.reports import json_text, plan_document
+from meshwright.simulator import PlanError
+from meshwright.validate.cli import plan_of_words
+
+WHERE = ["--cluster", "dgx-h100"]
+LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
+TITAN = [*LLAMA, "--stack", "torchtitan"]
+# Plans by framework: options of simulate, and what an import has to be told.
+CORE = ["--model", "llama3-8b"]
+GPT_CORE = ["--model", "gpt2"]
+GPT = ["gpt2", "--global-batch", "64"]
+SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
+FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
+DDP = [*GPT, "--stack", "ddp"]
+SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
+SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
+PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
+    "megatron-lm": [
+        ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], CORE),
+        ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel", "--recompute", "full"], CORE),
+        ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
+        ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
+        ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
+        ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
+        ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
+        ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
+    ],
+    "megatron-bridge": [
+        ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], ["--gpus", "64"]),
+        ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel"], ["--gpus", "64"]),
+        ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),
+        ([*LLAMA, "--gpus", "16", "--pp", "2", "--stages", "15,17"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "16", "--recompute", "full", "--micro-batch", "2"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
+    ],
+    "deepspeed": [
+        ([*SPEED, "--zero", "0", "--precision", "fp16"], SPED),
+        ([*SPEED, "--zero", "1", "--micro-batch", "4"], SPED),
+        ([*SPEED, "--zero", "2", "--recompute", "full"], [*SPED, "--recompute", "full"]),
+        ([*SPEED, "--zero", "3"], SPED),
+        ([*SPEED, "--zero", "2", "--offload", "optimizer"], SPED),
+        ([*SPEED, "--zero", "1", "--tp", "2"], SPED),
+        ([*SPEED, "--zero", "1", "--precision", "bf16", "--reduce-precision", "fp32"], SPED),
+        ([*SPEED, "--zero", "1", "--set", "gradient_bucket_parameters=1000000"], SPED),
+    ],
+    "accelerate": [
+        ([*DDP, "--gpus", "8"], SPED),
+        ([*DDP, "--gpus", "16", "--find-unused"], [*SPED, "--find-unused"]),
+        (
+            [*DDP, "--gpus", "8", "--micro-batch", "4", "--recompute", "full"],
+            [*SPED, "--micro-batch", "4", "--recompute", "full"],
+        ),
+        ([*FSDP, "--recompute", "full"], SHARDED),
+        ([*FSDP, "--no-reshard-after-forward", "--precision", "fp16"], SHARDED),
+        (
+            [*FSDP, "--micro-batch", "4", "--offload", "parameters"],
+            [*SHARDED, "--micro-batch", "4"],
+        ),
+        ([*FSDP, "--dp-shard", "8"], SHARDED),
+        ([*SPEED, "--zero", "2", "--offload", "optimizer", "--micro-batch", "2"], SPED),
+        ([*SPEED, "--zero", "3", "--precision", "fp16"], SPED),
+    ],
+    "torchtitan": [
+        ([*TITAN, "--gpus", "8"], []),
+        ([*TITAN, "--gpus", "16", "--dp-shard", "8", "--recompute", "full"], []),
+        ([*TITAN, "--gpus", "16", "--tp", "8", "--sequence-parallel", "--micro-batch", "4"], []),
+        ([*TITAN, "--gpus", "16", "--recompute", "selective-op", "--precision", "fp32"], []),
+        ([*TITAN, "--gpus", "64", "--tp", "2", "--pp", "4", "--sequence-parallel"], []),
+        ([*TITAN, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], []),
+        ([*TITAN, "--gpus", "8", "--pp", "4", "--schedule", "gpipe", "--micro-batch", "2"], []),
+        ([*TITAN, "--gpus", "8", "--offload", "parameters", "--no-reshard-after-forward"], []),
+        ([*TITAN, "--gpus", "8", "--precision", "fp8", "--set", "kernels=eager"], []),
+    ],
+}
+ROUNDS = [
+    pytest.param(name, words, told, id=f"{name}-{number}")
+    for name, plans in PLANS.items()
+    for number, (words, told) in enumerate(plans)
+]
+
+
+def plan_file(words: list[str], folder: Path) -> Path:
+    """Return a plan file of options of simulate."""
+    saved = plan_of_words(" ".join(words), "dgx-h100")
+    path = folder / "plan.json"
+    path.write_text(json_text(plan_document(saved)))
+    return path
+
+
+def is_offered(words: list[str], version: str | None) -> bool:
+    """Return whether a version can express a plan that others can."""
+    lacking = {"0.3": "fp8", "fsdp1": "--dp-shard"}
+    return version not in lacking or lacking[version] not in words
+
+
+@pytest.mark.parametrize(("name", "words", "told"), ROUNDS)
+def test_a_plan_comes_back_from_a_framework_as_it_was(
+    name: str, words: list[str], told: list[str], tmp_path: Path
+) -> None:
+    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    for version in FRAMEWORKS[name].versions or (None,):
+        chosen = [] if version is None else ["--framework-version", version]
+        status = main(["export", str(plan), "--to", name, *chosen, "--out", str(out)])
+        assert status == (0 if is_offered(words, version) else 2)
+        if status == 0:
+            source = ["--from", name, *WHERE, *told]
+            assert main(["import", str(out), *source, "--out", str(again)]) == 0
+            assert json.loads(again.read_text()) == json.loads(plan.read_text())
+
+
+def test_every_framework_is_tried_with_six_plans() -> None:
+    assert {name: len(plans) >= 6 for name, plans in PLANS.items()} == {
+        name: True for name, framework in FRAMEWORKS.items() if framework.read is not None
+    }
+
+
+REFUSED = [
+    ("megatron-lm", [*LLAMA, "--gpus", "8", "--pp", "2", "--schedule", "gpipe"], "schedule=gpipe"),
+    ("megatron-lm", [*TITAN, "--gpus", "8"], "zero_stage=3"),
+    ("torchtitan", [*LLAMA, "--gpus", "8"], "zero_stage=1"),
+    ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
+    ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
+    ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
+    ("deepspeed", [*LLAMA, "--gpus", "8", "--pp", "2"], "pp=2"),
+    ("deepspeed", [*GPT, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
+    ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
+    ("accelerate", [*DDP, "--gpus", "8", "--sync-each-microbatch", "--micro-batch", "8"], ""),
+    ("accelerate", [*LLAMA, "--gpus", "8", "--tp", "2", "--zero", "0"], "tp=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "field"), REFUSED)
+def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
+    name: str, words: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    status = main(["export", str(plan_file(words, tmp_path)), "--to", name, "--out", str(out)])
+    assert status == (2 if field else 0)
+    if field:
+        line = capsys.readouterr().err
+        assert line.startswith("error: ")
+        assert field in line
+        assert f" cannot be expressed for {name}; allowed: " in line
+        assert not out.exists()
+        assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+
+
+WRONG = [
+    ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
+    ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
+    ("a.toml", "[activation_checkpoint]\nmode = 'selective'\n", "allowed: op"),
+    ("a.json", '{"zero_optimization": {"stage": 4}}', "allowed: 0, 1, 2, 3"),
+    ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
+    ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
+    ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
+    ("a.sh", "torchrun x.py --context-parallel-size 2", "allowed: 1"),
+    ("a.sh", "torchrun x.py --recompute-granularity full", "method uniform"),
+    ("a.txt", "", "--from is missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRONG)
+def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / name, tmp_path / "plan.json"
+    file.write_text(text)
+    told = ["--model", "llama3-8b", "--gpus", "8", "--global-batch", "8"]
+    assert main(["import", str(file), *WHERE, *told, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert not out.exists()
+
+
+def test_a_field_that_no_row_mentions_is_refused() -> None:
+    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-h100")
+    rows = [row for row in torchtitan.table("0.2") if "offload" not in row.fields]
+    facts = facts_of(saved)
+    assert "parallelism.tensor_parallel_degree" in write_keys(rows, facts, "torchtitan")
+    values = {**facts.values, "offload": Offload.PARAMETERS}
+    with pytest.raises(PlanError, match="offload=parameters cannot be expressed"):
+        write_keys(rows, replace(facts, values=values), "torchtitan")
+
+
+def test_an_option_may_not_say_other_than_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 8}')
+    told = ["--model", "gpt2", "--gpus", "8", "--micro-batch", "1", "--global-batch", "16"]
+    assert main(["import", str(file), *WHERE, *told]) == 2
+    assert "--global-batch 16 is not what" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+"""Exported plans in the hands of the frameworks' own parsers, field by field."""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils.launch import prepare_multi_gpu_env
+from deepspeed.runtime import constants
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from witnesses import megatron_job, torchtitan_job
+
+from meshwright.planner.export import export_plan, get_framework
+from meshwright.planner.export.registry import facts_of
+from meshwright.planner.export.table import Keys, write_keys
+from meshwright.planner.reports import SavedPlan
+from meshwright.validate.cli import plan_of_words
+
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip  (after Apex)
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.pipeline_parallel_layer_layout import (  # isort: skip
+    PipelineParallelLayerLayout,
+)
+from torchtitan.config import ConfigManager  # isort: skip  (after its witness)
+
+OPTIONS = Path(__file__).parent / "data" / "megatron_lm_options.txt"
+LLAMA = "llama3-8b --global-batch 64 --seq-len 4096"
+TITAN = f"{LLAMA} --stack torchtitan --set kernels=eager --gpus"
+TITAN_PLANS = (
+    f"{TITAN} 8",
+    f"{TITAN} 16 --dp-shard 8 --recompute full",
+    f"{TITAN} 16 --tp 8 --sequence-parallel --micro-batch 4",
+    f"{TITAN} 16 --recompute selective-op --precision fp32",
+    f"{TITAN} 64 --tp 2 --pp 4 --sequence-parallel",
+    f"{TITAN} 16 --pp 2 --vpp 2 --stages 7,9,8,8",
+    f"{TITAN} 8 --pp 4 --schedule gpipe --micro-batch 2",
+)
+CORE_PLANS = (
+    f"{LLAMA} --gpus 64 --tp 4 --pp 4",
+    f"{LLAMA} --gpus 64 --tp 8 --sequence-parallel --recompute full",
+    f"{LLAMA} --gpus 32 --pp 4 --vpp 2 --recompute selective",
+    f"{LLAMA} --gpus 16 --pp 2 --vpp 2 --stages 7,9,8,8",
+    f"{LLAMA} --gpus 16 --zero 0 --micro-batch 2",
+    f"{LLAMA} --gpus 8 --pp 4 --stages 7,9,9,7",
+)
+SPEED = "gpt2 --stack deepspeed --global-batch 64 --gpus 8"
+SPEED_PLANS = (
+    f"{SPEED} --zero 0 --precision fp16",
+    f"{SPEED} --zero 1 --micro-batch 4",
+    f"{SPEED} --zero 2 --recompute full",
+    f"{SPEED} --zero 3",
+    f"{SPEED} --zero 2 --offload optimizer",
+    f"{SPEED} --zero 1 --precision bf16 --reduce-precision fp32",
+)
+FSDP = f"{LLAMA} --stack fsdp --gpus 16"
+ACCELERATE_PLANS = (
+    "gpt2 --global-batch 64 --stack ddp --gpus 8",
+    f"{FSDP} --recompute full",
+    f"{FSDP} --no-reshard-after-forward --precision fp16",
+    f"{FSDP} --micro-batch 4 --offload parameters",
+    f"{FSDP} --dp-shard 8",
+    f"{SPEED} --zero 2 --offload optimizer --micro-batch 2",
+    f"{SPEED} --zero 3 --precision fp16",
+)
+
+
+def keys_of(saved: SavedPlan, name: str, version: str = "") -> Keys:
+    facts = facts_of(saved)
+    return write_keys(get_framework(name).write_table(version, facts), facts, name)
+
+
+@pytest.mark.parametrize("words", TITAN_PLANS)
+def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    file = tmp_path / "train.toml"
+    file.write_text(export_plan(saved, get_framework("torchtitan")).files["train.toml"])
+    read = ConfigManager().parse_args(["--job.config_file", str(file)])
+    told = torchtitan_job.job_config(saved.job, saved.plan)
+    if saved.plan.pp == 1:  # the witness says its default of it
+        told.parallelism.pipeline_parallel_microbatch_size = 1
+    assert read.parallelism == told.parallelism
+    if told.activation_checkpoint.mode != "selective":  # else it is not looked at
+        told.activation_checkpoint.selective_ac_option = "2"
+    assert read.activation_checkpoint == told.activation_checkpoint
+    assert (read.model.name, read.model.flavor) == ("llama3", "8B")
+    for name in ("seq_len", "local_batch_size", "global_batch_size", "mixed_precision_param"):
+        assert getattr(read.training, name) == getattr(told.training, name)
+    assert read.training.enable_cpu_offload is read.compile.enable is False
+
+
+def test_torchtitan_knows_every_key_and_no_misspelt_one(tmp_path: Path) -> None:
+    saved = plan_of_words(TITAN_PLANS[5], "dgx-h100")
+    text = export_plan(saved, get_framework("torchtitan")).files["train.toml"]
+    file = tmp_path / "train.toml"
+    for section, table in tomllib.loads(text).items():
+        for key in table:
+            file.write_text(text.replace(f"\n{key} = ", f"\n{key}x = "))
+            with pytest.raises((ValueError, SystemExit, TypeError)):
+                ConfigManager().parse_args(["--job.config_file", str(file)])
+            assert section
+
+
+@pytest.mark.parametrize("words", CORE_PLANS)
+def test_megatron_core_is_told_the_plan(words: str) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    plan, keys = saved.plan, keys_of(saved, "megatron-bridge")
+    parts = {
+        name: {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(name)}
+        for name in ("model.", "ddp.", "optimizer.")
+    }
+    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    for part, kind in zip(parts.values(), kinds, strict=True):
+        assert {*part} <= {each.name for each in fields(kind)}
+    own = {**parts["model."]}
+    layout = own.pop("pipeline_model_parallel_layout")
+    own.pop("attention_backend")
+    told = megatron_job.transformer_config(saved.job, plan)
+    assert own == {name: getattr(told, name) for name in own} | {
+        "recompute_num_layers": own["recompute_num_layers"]
+    }
+    DistributedDataParallelConfig(**parts["ddp."])
+    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage == 1}
+    if layout is None:
+        assert len({*plan.stages}) == 1
+        return
+    read = PipelineParallelLayerLayout.from_str(layout, plan.pp).layout
+    layers = [
+        sum(each.name == "decoder" for each in read[index % plan.pp][index // plan.pp])
+        for index in range(plan.num_stages)
+    ]
+    assert tuple(layers) == plan.stages
+
+
+@pytest.mark.parametrize("words", CORE_PLANS)
+def test_megatron_lm_has_every_option(words: str) -> None:
+    known = {line for line in OPTIONS.read_text().splitlines() if not line.startswith("#")}
+    keys = keys_of(plan_of_words(words, "dgx-h100"), "megatron-lm")
+    assert {*keys} <= known
+    assert "tensor-model-parallel-sizes" not in known
+
+
+@pytest.mark.parametrize("words", SPEED_PLANS)
+def test_deepspeed_reads_the_plan(words: str) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    plan, job = saved.plan, saved.job
+    text = export_plan(saved, get_framework("deepspeed")).files["ds_config.json"]
+    document = json.loads(text)
+    ranks = {"get_rank": lambda: 0, "get_world_size": lambda *_: plan.dp}
+    with patch.multiple("deepspeed.runtime.config.dist", **ranks):
+        read = DeepSpeedConfig(document)
+    zero = {*DeepSpeedZeroConfig.model_fields} | {
+        each.alias for each in DeepSpeedZeroConfig.model_fields.values()
+    }
+    assert {*document["zero_optimization"]} <= zero
+    words_of_deepspeed = {each for each in vars(constants).values() if isinstance(each, str)}
+    assert {*document} <= words_of_deepspeed | {"zero_optimization"}
+    assert read.zero_config.stage == plan.zero_stage
+    sizes = read.train_batch_size, read.train_micro_batch_size_per_gpu
+    assert sizes == (job.global_batch_size, plan.microbatch_size)
+    assert read.gradient_accumulation_steps == plan.num_microbatches(job)
+    formats = {"bf16": read.bfloat16_config.enabled, "fp16": read.float16_config.enabled}
+    assert formats == {name: name == job.precision for name in formats}
+    offloaded = read.zero_config.offload_optimizer
+    assert (offloaded is not None and offloaded.device == "cpu") is (plan.offload != "none")
+    assert read.zero_config.reduce_bucket_size == 500_000_000
+
+
+def environment(file: Path) -> Mapping[str, str]:
+    """Return what ``accelerate launch`` leaves in the environment for a file's FSDP."""
+    words = ["--config_file", str(file), "train.py"]
+    arguments = launch_command_parser().parse_args(words)
+    config = load_config_from_file(str(file))
+    arguments.use_fsdp, arguments.mixed_precision = True, config.mixed_precision
+    arguments.num_processes, arguments.num_machines = config.num_processes, 1
+    arguments.dynamo_backend = "no"
+    arguments.use_parallelism_config = bool(config.parallelism_config)
+    for section in (config.fsdp_config, config.parallelism_config):
+        for key, value in section.items():
+            assert hasattr(arguments, key)  # a misspelt key is none of its options
+            setattr(arguments, key, value)
+    with patch.dict(os.environ, clear=True):
+        return prepare_multi_gpu_env(arguments)
+
+
+@pytest.mark.parametrize("words", ACCELERATE_PLANS)
+def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    plan, file = saved.plan, tmp_path / "accelerate.yaml"
+    file.write_text(export_plan(saved, get_framework("accelerate")).files["accelerate.yaml"])
+    config = load_config_from_file(str(file))
+    assert isinstance(config, ClusterConfig)  # of which unknown keys are none
+    precision = {"fp32": "no"}.get(saved.job.precision, str(saved.job.precision))
+    assert (config.num_processes, config.mixed_precision) == (plan.world_size, precision)
+    if config.distributed_type == "FSDP":
+        with patch.dict(os.environ, environment(file)):
+            plugin = FullyShardedDataParallelPlugin()
+            axes = ParallelismConfig()
+        assert plugin.fsdp_version == 2
+        assert plugin.reshard_after_forward is (plan.reshard_after_forward is not False)
+        assert plugin.activation_checkpointing is (plan.recompute == "full")
+        assert bool(getattr(plugin.cpu_offload, "pin_memory", False)) is (
+            plan.offload == "parameters"
+        )
+        if plan.dp_shard is not None:
+            replicas = plan.dp // plan.dp_shard
+            assert (axes.dp_replicate_size, axes.dp_shard_size) == (replicas, plan.dp_shard)
+    if config.distributed_type == "DEEPSPEED":
+        options = vars(launch_command_parser().parse_args(["train.py"]))
+        assert {*config.deepspeed_config} <= {*options}
+        assert config.deepspeed_config["zero_stage"] == plan.zero_stage
+
+
+def test_accelerate_refuses_a_misspelt_key(tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: FSDP\nnum_processess: 8\n")
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(file))
