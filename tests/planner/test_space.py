@@ -9,6 +9,7 @@ import pytest
 from meshwright.hwprofiles import (
     GIBI,
     Attention,
+    ContextParallel,
     Recompute,
     StackProfile,
     StageSplit,
@@ -18,7 +19,7 @@ from meshwright.hwprofiles import (
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model
 from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
@@ -127,3 +128,22 @@ def test_what_just_fits_is_kept() -> None:
     (mask,) = fits_memory(Candidates(space, load_cluster("dgx-a100"), sizes, GIBI)).values()
     assert mask.tolist() == [size > GIBI for size in sizes.tolist()]
     assert mask.any()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "stack", "limits", "degrees"),
+    [
+        (4096, "megatron-core", SpaceLimits(), {1}),
+        (4096, "megatron-core", SpaceLimits(max_cp=4), {1, 2, 4}),
+        (4096, "megatron-core", SpaceLimits(cp_type=(ContextParallel.ALL_TO_ALL,)), {1, 2, 4, 8}),
+        (8192, "megatron-core", SpaceLimits(), {1, 2, 4, 8}),
+        (8192, "ddp", SpaceLimits(), {1}),
+    ],
+)
+def test_long_sequences_are_cut_and_short_ones_if_asked(
+    seq_len: int, stack: str, limits: SpaceLimits, degrees: set[int]
+) -> None:
+    job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=8, seq_len=seq_len)
+    space = enumerate_space(job, load_stack(stack), 8, limits)
+    assert set(space.column("cp").tolist()) == degrees
+    assert set(space.column("dp_cp").tolist()) == {1, 2, 4, 8}

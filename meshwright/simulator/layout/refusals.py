@@ -133,7 +133,9 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         cuts = Condition(DP_CP, lambda ranks, total: total % ranks != 0, num)
         whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
         reason = f"dp that does not divide the {num} experts"
-        yield Gap(Axis.DP, reason, (cuts, whole), (f"a divisor of the {num} experts",))
+        ranks = "dp x cp" if stack.context_parallel else "dp"
+        allowed = f"a divisor of the {num} experts for {ranks}"
+        yield Gap(Axis.DP, reason, (cuts, whole), (allowed,))
     offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
