@@ -128,7 +128,7 @@ def terminal(page_name: str) -> Terminal:
     return Terminal(read_page(page_name))
 
 
-def run(words: Sequence[str], folder: Path | None = None) -> str:
+def run(words: Sequence[str], folder: Path | None = None, columns: str = COLUMNS) -> str:
     """Return what ``meshwright WORDS`` prints, typed in *folder*, by default nowhere special.
 
     Raises:
@@ -136,7 +136,7 @@ def run(words: Sequence[str], folder: Path | None = None) -> str:
     """
     out, err = io.StringIO(), io.StringIO()
     with (
-        _columns(),
+        _columns(columns),
         contextlib.chdir(folder or Path.cwd()),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -176,9 +176,9 @@ def _step(document: dict[str, object]) -> Step:
 
 
 @contextlib.contextmanager
-def _columns() -> Iterator[None]:
+def _columns(columns: str) -> Iterator[None]:
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = COLUMNS
+    os.environ["COLUMNS"] = columns
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError
 from meshwright.simulator.layout import (
+    DP_CP,
     PLAN_FIELDS,
     chosen_formats,
     reshards_units,
@@ -176,6 +177,7 @@ def facts_of(saved: SavedPlan) -> Facts:
         name: getattr(plan, name) for name in HABITS if getattr(plan, name) is not None
     }
     values |= {
+        DP_CP: plan.number(DP_CP),
         "global_batch_size": job.global_batch_size,
         "seq_len": job.seq_len,
         "precision": job.precision,

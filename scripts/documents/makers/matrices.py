@@ -11,7 +11,7 @@ HEAD = ("signature", "A", "B", "C", "each device computes", "C to `R`", "sends")
 
 def signatures() -> str:
     """Return every signature of the textbook product."""
-    printed = run(COMMAND).split("\n\n")[1].splitlines()
+    printed = run(COMMAND, columns="200").split("\n\n")[1].splitlines()
     rows = []
     for line in printed[1:]:
         name, *placements, computes, flops, _, collective, sends, _, _ = re.split(r" {2,}", line)
