@@ -15,7 +15,7 @@ hidden_size = 256
 num_heads = 8
 num_kv_heads = 2
 ffn_hidden_size = 384
-vocab_size = 16384
+vocab_size = {vocab_size}
 seq_len = 64
 gated_mlp = true
 tied_embeddings = {tied}
@@ -61,9 +61,23 @@ UNTOLD_BYTES = 8192
     ],
 )
 def test_the_peak_is_pytorchs(tmp_path: Path, options: str, tied: str) -> None:
-    model = tmp_path / "tables.toml"
-    model.write_text(MODEL.format(tied=tied), encoding="utf-8")
-    plan = AgreementPlan(name="x", size="small", options=f"{model} {options}", ranks=(), note="")
+    assert_exact(tmp_path, options, tied=tied, vocab_size=16384)
+
+
+@pytest.mark.parametrize("stages", ["1,1", "2,0"])
+def test_the_last_stage_of_a_pipeline_is_pytorchs(tmp_path: Path, stages: str) -> None:
+    """Its layer is larger than its head: of the sums in a reduction only the last stays."""
+    words = "--gpus 4 --pp 2 --global-batch 8 --stack torchtitan"
+    assert_exact(tmp_path, f"{words} --stages {stages}", tied="false", vocab_size=512, ranks=(2,))
+
+
+def assert_exact(
+    folder: Path, options: str, *, tied: str, vocab_size: int, ranks: tuple[int, ...] = ()
+) -> None:
+    model = folder / "tables.toml"
+    model.write_text(MODEL.format(tied=tied, vocab_size=vocab_size), encoding="utf-8")
+    words = f"{model} {options}"
+    plan = AgreementPlan(name="x", is_sampled=True, options=words, ranks=ranks, note="")
     (found,) = compare_plan(plan)
     assert not found.failures()
     assert 0 <= int(found.peak.measured) - int(found.peak.predicted) < UNTOLD_BYTES

@@ -109,10 +109,11 @@ class StageUnits(NamedTuple):
     def kept(self, stage_pass: StagePass, *, is_alone: bool) -> "StageUnits":
         """Return the bytes where a pipeline's runtime keeps units between passes."""
         units, is_sharded = stage_pass.units, several(stage_pass.sharding.num_ranks)
+        layers = [units.layer] if stage_pass.stage.num_layers else []
         whole = stage_pass.moments(whole=True)
         # Before a pass saves or makes anything, units are copied out of their buffers, one by one:
         # the buffers of all, and the weights of the largest.
-        copied = largest(unit.weights for unit in (*units.last, units.layer, units.head))
+        copied = largest(unit.weights for unit in (*units.last, *layers, units.head))
         fetch: Size = stage_pass.gathered_bytes + copied * is_sharded
         moments: PassPeaks[Size] = PassPeaks(
             PassPeak(fetch - self.saved, 0), PassPeak(fetch, self.late), PassPeak(fetch, 0)

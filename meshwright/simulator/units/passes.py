@@ -72,11 +72,11 @@ class StagePass(NamedTuple):
     def stays(self, *, whole: bool, otherwise: Size = 0) -> Size:
         """Return the gathered weights of table and layers that a backward pass finds, if any."""
         _, stage, sharding, units = self
+        if not stage.num_layers and len(units.last) == len(units.roots):
+            return 0
         if sharding.reshards and not whole:
             return units.layer.weights if units.keeps_last else otherwise
-        is_any = stage.num_layers or len(units.last) > len(units.roots)
-        found = units.table.weights + stage.num_layers * units.layer.weights
-        return found if is_any else otherwise
+        return units.table.weights + stage.num_layers * units.layer.weights
 
     def _backward_moment(self, *, first: bool, whole: bool) -> PassPeak[Size]:
         """Return the fullest moment of a backward pass.
@@ -251,17 +251,20 @@ def _after_head(
 def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     """Return what the reduction after the last backward pass needs, and the gradients it takes.
 
-    Units are freed and reduced one by one, the roots first and the head last, into a shard
-    beside the wire's buffer: of several layers the first needs most.  The runtimes of ranks with
-    one virtual stage hold the last output still.
+    Units are freed and reduced one by one, the roots first and the head last: of several layers the
+    first needs most.  The wire's buffer lies beside all sums of a unit, its shard beside the last
+    of them alone, which the loop that filled the buffer still has (`foreach_reduce` of PyTorch
+    2.13).  The runtimes of ranks with one virtual stage hold the last output still.
     """
     passes, stage, sharding, units = stage_pass
+    scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
     output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
     runs = [*((unit, 1) for unit in units.last), (units.layer, stage.num_layers), (units.head, 1)]
     most, gone = -output, 0 * output
     for unit, count in runs:
         shard = unit.wire // sharding.num_ranks
         if count:
-            most = larger(most, unit.wire + shard - unit.weights - gone)
+            beside = larger(unit.wire, unit.last * scale + shard)
+            most = larger(most, beside - unit.weights - gone)
         gone = gone + count * (unit.weights + unit.wire - shard)
     return PassPeak(output + most, stage_pass.late_bytes - units.shard)
