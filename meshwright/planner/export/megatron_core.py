@@ -6,14 +6,20 @@ core_v0.16.1).
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast
 
-from meshwright.hwprofiles import Attention, Offload, Recompute, StageSplit
+from meshwright.hwprofiles import Attention, ContextParallel, Offload, Recompute, StageSplit
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.simulator import PlanError
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
 BATCHES = {"microbatch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
+CONTEXT: Mapping[object, object] = {
+    ContextParallel.RING: "p2p",
+    ContextParallel.ALL_GATHER: "all_gather",
+    ContextParallel.ALL_TO_ALL: "a2a",
+}
 RECOMPUTE: Mapping[object, Keys] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"granularity": "selective"},
@@ -58,7 +64,8 @@ def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tupl
         words.rule("dp_shard", lambda facts: facts.get("dp")),
         words.rule("reshard_after_forward", lambda _: None),
         words.only("offload", Offload.NONE),
-        words.held(key("context_parallel_size"), (1,)),
+        words.same("cp", key("context_parallel_size"), 1),
+        _context(words, key),
         words.held(key("expert_model_parallel_size"), (1,)),
         words.held(key("expert_tensor_parallel_size"), (1, None)),
     )
@@ -66,6 +73,17 @@ def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tupl
 
 def _schedule(facts: Facts) -> str:
     return "interleaved" if facts.number("num_virtual_stages") > 1 else "1f1b"
+
+
+def _context(words: Words, key: Callable[[str], str]) -> Row:
+    """Return the row of how context-parallel ranks attend, where there are several."""
+    row = words.choice("cp_type", key("cp_comm_type"), CONTEXT, default="p2p")
+    ranks = key("context_parallel_size")
+    return replace(
+        row,
+        write=lambda facts: row.write(facts) if facts.number("cp") > 1 else {},
+        read=lambda keys, facts: row.read(keys, facts) if keys.get(ranks, 1) != 1 else {},
+    )
 
 
 def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> Row:

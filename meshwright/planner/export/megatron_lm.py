@@ -5,6 +5,7 @@ in core_v0.16.1 (https://github.com/NVIDIA/Megatron-LM, commit 55ac7082).
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
@@ -48,6 +49,13 @@ def table() -> tuple[Row, ...]:
     )
 
 
+OTHER_RANKS = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+)
+
+
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
@@ -60,9 +68,7 @@ def _launcher() -> Row:
         if ranks not in keys:
             return {}
         world = cast("int", keys.get(nodes, 1)) * cast("int", keys[ranks])
-        others = cast("int", keys.get("tensor-model-parallel-size", 1)) * cast(
-            "int", keys.get("pipeline-model-parallel-size", 1)
-        )
+        others = prod(cast("int", keys.get(each, 1)) for each in OTHER_RANKS)
         if world % others:
             raise WORDS.unknown(ranks, keys[ranks], (f"a multiple of {others} ranks in all",))
         return {"world_size": world, "dp": world // others}

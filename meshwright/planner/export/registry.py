@@ -34,6 +34,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 BATCH_SCRIPT = "run.sbatch"
 # Fields of which a plan says None where it does what its stack does.
 HABITS = (
+    "cp_type",
     "dp_shard",
     "reshard_after_forward",
     "gradient_precision",
@@ -194,6 +195,7 @@ def habits(saved: SavedPlan) -> dict[str, object]:
     kept, reduced = chosen_formats(stack, saved.job.precision, plan.gradient_formats)
     summed = plan.num_microbatches(saved.job) > 1 and plan.dp > 1
     return {
+        "cp_type": stack.context_parallel[0] if plan.cp > 1 else None,
         "dp_shard": plan.dp,
         "reshard_after_forward": reshards_units(plan, stack) if plan.zero_stage >= 3 else None,
         "gradient_precision": kept,
