@@ -1,6 +1,7 @@
 """What all tests share: Hypothesis measures no time, and nothing is computed by two workers."""
 
 import gc
+import os
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,8 @@ from hypothesis import settings
 # A machine that others use stalls for longer than the 200 ms that an example may take by default.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+# What is printed does not depend on the terminal in which tests are started.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_finish() -> None:

@@ -40,7 +40,7 @@ def complaint(words: list[str]) -> str:
 MISTAKES = {
     "command": (["serach"], ["'serach'", "nearest: search"]),
     "option": ([*STEP, "--gpu", "8"], ["--gpu", "--gpus"]),
-    "unbuilt option": ([*STEP, "--cp", "2"], ["--cp"]),
+    "unbuilt option": ([*STEP, "--imbalance", "2"], ["--imbalance"]),
     "option of another command": ([*STEP, "--max-tp", "2"], ["--max-tp"]),
     "option without value": (["simulate", "gpt2", "--gpus"], ["--gpus"]),
     "extra word": ([*STEP, "extra"], ["extra"]),

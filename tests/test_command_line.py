@@ -251,7 +251,11 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
     assert plan == {
         "tp": 2,
         "pp": 2,
+        "cp": 1,
         "dp": 4,
+        "cp_type": None,
+        "ep": 1,
+        "etp": None,
         "num_virtual_stages": 1,
         "microbatch_size": 1,
         "zero_stage": 1,

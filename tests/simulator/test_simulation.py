@@ -326,7 +326,7 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
     ("fields", "stack", "message"),
     [
         ({"tp": 5}, CORE, "num_heads=12 is not divisible by tp=5"),
-        ({"dp": 5}, CORE, "global_batch_size=16 is not divisible by dp=5"),
+        ({"dp": 5}, CORE, "global_batch_size=16 is not divisible by dp=5; nearest: 15 or 20"),
         (
             {"dp": 4, "microbatch_size": 3},
             CORE,

@@ -174,8 +174,6 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
-    if not len(rows):
-        raise PlanError(f"no layout of {job.model.name} on {num_gpus} GPUs is within {limits}")
     return Space(
         job=job,
         stack=stack,

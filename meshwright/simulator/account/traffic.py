@@ -36,6 +36,7 @@ class Traffic(NamedTuple):
     def sent_bytes(self) -> Fraction:
         """Bytes the rank sends in all of them, by ring; where one rank is the root, on average.
 
+        >>> from meshwright.simulator.layout import Axis
         >>> Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 800, 8, 1).sent_bytes
         Fraction(1400, 1)
         """

@@ -161,6 +161,7 @@ def product_of(sizes: Iterable[Size]) -> Size:
 def changes(source: Placement, target: Placement) -> list[tuple[CollectiveOp, MeshAxis]]:
     """Return the collectives between two placements; cutting out a slice needs none.
 
+    >>> from meshwright.simulator.layout import Axis
     >>> rows = Dim("rows", 8)
     >>> [op.value for op, _ in changes({Axis.TP: PARTIAL}, {Axis.TP: rows})]
     ['reduce_scatter']

@@ -117,7 +117,7 @@ class Mesh:
         """Return the position of *rank* on each axis.
 
         >>> [*Mesh(tp=8, dp=6, pp=64, node_size=8).coordinates(3071).values()]
-        [7, 5, 63]
+        [7, 0, 5, 63]
         """
         return {axis: rank // self.stride(axis) % self.degree(axis) for axis in Axis}
 
