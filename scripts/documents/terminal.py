@@ -90,13 +90,13 @@ class Terminal:
         return self._outputs[command]
 
     def _needed(self, command: str) -> Iterator[str]:
-        """Yield the commands that write a folder which *command* reads."""
+        """Yield the commands that write a folder, or a file, which *command* reads."""
         words = shlex.split(command)
         for earlier in self._commands:
             if earlier == command:
                 return
             out = out_folder(earlier)
-            if out and any(word.startswith(f"{out}/") for word in words):
+            if out and any(word == out or word.startswith(f"{out}/") for word in words):
                 yield earlier
 
 
