@@ -46,20 +46,13 @@ EXAMPLES_NOT_RUN = {
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
 
 
-def shared(page: str, region: Region) -> str:
-    """Return the group of a region: what shares a computation is made by one worker."""
-    if region.kind is Kind.PICTURE and page == "docs/gallery.md":
-        return region.name
-    return "scoreboard" if region.name == "table 1" or page == "docs/accuracy.md" else page
-
-
 def current_regions() -> Iterator[object]:
     """Yield every page and region that the gate makes."""
     for page in page_names():
         for region in in_order(regions_of(read_page(page))):
             if region.kind is Kind.MADE and region.name in SLOW:
                 continue
-            marks = [pytest.mark.xdist_group(shared(page, region))]
+            marks = []
             if region.name in TAKES_TORCH or region.name.startswith(("validate ", "count ")):
                 marks.append(needs_torch)
             if "--rank" in region.name:

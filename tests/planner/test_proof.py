@@ -1,6 +1,5 @@
 """The proof of a search, over whole spaces: exact memory, valid bounds, the true optimum."""
 
-from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -290,26 +289,20 @@ def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
     return stack_refusal(job, plan, stack) is None  # type: ignore[arg-type]
 
 
-def by_case(cases: Iterable[str]) -> pytest.MarkDecorator:
-    """Run a test for each case: all of a case on one worker, which simulates its layouts once."""
-    marked = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in cases]
-    return pytest.mark.parametrize("name", marked)
-
-
-@by_case(CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_evaluator_knows_every_layouts_memory_exactly(name: str) -> None:
     brute = brute_force(name)
     assert brute.evaluated_bytes == brute.device_bytes
 
 
-@by_case(CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     brute = brute_force(name)
     above = [i for i, bound in brute.bounds_ps.items() if bound > brute.step_ps[i]]
     assert above == []
 
 
-@by_case(CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_bounds_are_sharp_enough_to_be_useful(name: str) -> None:
     """A bound of nothing would pass the test above: half of the layouts are within 6 %."""
     brute = brute_force(name)
@@ -317,7 +310,7 @@ def test_bounds_are_sharp_enough_to_be_useful(name: str) -> None:
     assert gaps[len(gaps) // 2] < 0.06
 
 
-@by_case(CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_search_finds_what_brute_force_finds(name: str) -> None:
     case, brute = CASES[name], brute_force(name)
     cluster, stack = load_cluster(case.cluster), stack_of(case)
@@ -342,7 +335,7 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert point.step_ps == min(within)
 
 
-@by_case(SWITCHED)
+@pytest.mark.parametrize("name", SWITCHED)
 def test_the_rough_bound_of_a_family_holds_whatever_the_switches(name: str) -> None:
     case, brute = CASES[name], brute_force(name)
     job, stack = job_of(case), stack_of(case)

@@ -71,9 +71,6 @@ MEMORY_LIMITS = {
 }
 
 
-pytestmark = pytest.mark.xdist_group("scoreboard")  # by one worker, once with the documents
-
-
 @pytest.fixture(scope="module")
 def board() -> Scoreboard:
     return accuracy.board()
