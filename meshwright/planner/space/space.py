@@ -161,7 +161,7 @@ def enumerate_space(
     """Return every layout of *job* on *num_gpus* that divisibility and *limits* allow.
 
     Raises:
-        PlanError: If *limits* ask for a value that says nothing of the model, or leave nothing.
+        PlanError: If *limits* ask for a value that says nothing of the model.
     """
     for field in SEARCHED_FIELDS:
         for value in limits.values(field.name) or ():
