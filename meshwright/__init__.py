@@ -30,8 +30,10 @@ if TYPE_CHECKING:
         load_stack,
     )
     from meshwright.planner import Change, SearchResult, SpaceLimits, cheapest_changes
+    from meshwright.planner.compare import Comparison
     from meshwright.planner.options import OptionGroup
     from meshwright.planner.search import search
+    from meshwright.planner.sweep import SweepResult, sweep
     from meshwright.simulator import (
         ModelSpec,
         ParallelPlan,
@@ -48,6 +50,7 @@ __all__ = [
     "Attention",
     "Change",
     "Cluster",
+    "Comparison",
     "ModelSpec",
     "ParallelPlan",
     "PlanError",
@@ -59,6 +62,7 @@ __all__ = [
     "StackProfile",
     "StageSplit",
     "StepResult",
+    "SweepResult",
     "TrainingJob",
     "cheapest_changes",
     "list_clusters",
@@ -71,6 +75,7 @@ __all__ = [
     "resolve_stages",
     "search",
     "simulate",
+    "sweep",
 ]
 
 COMMANDS = (
@@ -78,6 +83,7 @@ COMMANDS = (
     "simulate",
     "explain",
     "compare",
+    "sweep",
     "matmul",
     "validate",
     "count",
@@ -90,12 +96,14 @@ COMMANDS = (
     "schedules",
 )
 USER_MISTAKE = 2
+# Where public names are looked for, those that import least first.
+PACKAGES = ("hwprofiles", "simulator", "planner", "planner.compare", "planner.sweep")
 
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
     if name in __all__:
-        for package in ("hwprofiles", "simulator", "planner"):
+        for package in PACKAGES:
             module = import_module(f"meshwright.{package}")
             if name in module.__all__:
                 return getattr(module, name)
@@ -187,6 +195,12 @@ def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup,
     """Return a command that needs no PyTorch, and its options."""
     from meshwright.planner import options
     from meshwright.planner.cli import commands, explanations, handover
+
+    if name == "sweep":
+        from meshwright.planner.sweep import run_sweep
+
+        asked = options.JobOptions, options.SweepOptions, options.SWEPT
+        return run_sweep, (*asked, options.MoneyOptions, options.OutputOptions)
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions

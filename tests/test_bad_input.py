@@ -40,7 +40,7 @@ def complaint(words: list[str]) -> str:
 MISTAKES = {
     "command": (["serach"], ["'serach'", "nearest: search"]),
     "option": ([*STEP, "--gpu", "8"], ["--gpu", "--gpus"]),
-    "unbuilt option": ([*STEP, "--imbalance", "2"], ["--imbalance"]),
+    "unbuilt option": ([*STEP, "--recompute-layers", "2"], ["--recompute-layers"]),
     "option of another command": ([*STEP, "--max-tp", "2"], ["--max-tp"]),
     "option without value": (["simulate", "gpt2", "--gpus"], ["--gpus"]),
     "extra word": ([*STEP, "extra"], ["extra"]),
@@ -291,9 +291,9 @@ def test_file_that_is_no_plan_is_refused(tmp_path: Path, content: str, part: str
 def test_fuzzed_commands_and_files_end_in_an_answer_or_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some of what `scripts/fuzz` runs by the thousand."""
+    """A thousand of each; `scripts/fuzz` runs more, and what starts processes."""
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert list(fuzz(27, 200, 150, with_runs=False)) == []
+    assert list(fuzz(27, 1000, 1000, with_runs=False)) == []
 
 
 def test_a_fuzzed_command_that_breaks_its_contract_is_found(
@@ -302,10 +302,10 @@ def test_a_fuzzed_command_that_breaks_its_contract_is_found(
     def fail(*_: object, **__: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr("meshwright.simulator.simulate", fail)
+    monkeypatch.setattr("meshwright.planner.cli.growth.simulate", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert "status 70" in str(outcome(Case(STEP, {})))
-    monkeypatch.setattr("meshwright.simulator.simulate", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("meshwright.planner.cli.growth.simulate", lambda *_, **__: 1 / 0)
     assert "ZeroDivisionError" in str(outcome(Case(STEP, {})))
 
 

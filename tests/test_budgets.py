@@ -1,9 +1,8 @@
 """Sizes that keep code readable: the tail matters, not the median."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES_OF_A_FUNCTION = 40  # its body, without the docstring
@@ -12,12 +11,11 @@ MOST_LINES_OF_A_MODULE = 400
 SOURCES = sorted((ROOT / "meshwright").rglob("*.py"))
 
 
-def every_source() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix()
-    )
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -41,27 +39,29 @@ def test_there_is_code_to_measure() -> None:
     assert len(SOURCES) > 40
 
 
-@every_source()
-def test_no_function_is_longer_than_a_screen(path: Path) -> None:
-    functions = [
-        node
+def test_no_function_is_longer_than_a_screen() -> None:
+    functions = {
+        f"{shown(path)}:{node.lineno} {node.name}": body_lines(node)
+        for path in SOURCES
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    lines = {f"{node.name}:{node.lineno}": body_lines(node) for node in functions}
-    assert {name for name, count in lines.items() if count > MOST_LINES_OF_A_FUNCTION} == set()
+    }
+    assert [name for name, count in functions.items() if count > MOST_LINES_OF_A_FUNCTION] == []
 
 
-@every_source()
-def test_no_class_does_too_much(path: Path) -> None:
-    classes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
-    lines = {node.name: class_lines(node) for node in classes}
-    assert {name for name, count in lines.items() if count > MOST_LINES_OF_A_CLASS} == set()
+def test_no_class_does_too_much() -> None:
+    classes = {
+        f"{shown(path)}:{node.lineno} {node.name}": class_lines(node)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert [name for name, count in classes.items() if count > MOST_LINES_OF_A_CLASS] == []
 
 
-@every_source()
-def test_no_module_holds_two_subjects(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_MODULE
+def test_no_module_holds_two_subjects() -> None:
+    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert [name for name, count in lines.items() if count > MOST_LINES_OF_A_MODULE] == []
 
 
 def test_the_docstring_is_not_counted() -> None:

@@ -5,6 +5,7 @@ After a change that moves a number: ``scripts/refresh``, then ``git diff``.
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,7 @@ TAKES_TORCH = {"agreement plans", "slurm script", "torchrun script"}
 # Of the large plans the last rank, which has the loss; docs/validate.md shows a middle. The others
 # take most of a minute each: `scripts/refresh docs/agreement.md` makes them.
 EXAMPLES_NOT_RUN = {
+    "# submit.py": "needs Slurm",
     "# train.py": "the script of a session, which runs it",
     **dict.fromkeys(
         ("# trainer.py", "# accelerated.py", "# pretrain.py", "# assets.py"),
@@ -126,7 +128,7 @@ def test_examples_in_python_run(page: str, code: str) -> None:
     exec(compile(code, page, "exec"), {})
 
 
-# --- docs/agreement.md: all plans take an hour, so a sample is compared ---------------------------
+# --- docs/agreement.md: all plans take an hour, so a sample is run; what is said is made of all ---
 
 
 def agreement_rows(name: str, plan: str) -> list[str]:
@@ -139,7 +141,13 @@ def agreement_rows(name: str, plan: str) -> list[str]:
 @pytest.mark.parametrize(
     "name", [name for name, plan in agreement.plans().items() if plan.is_sampled]
 )
-def test_ranks_of_a_plan_agree_with_pytorch_as_the_page_says(name: str) -> None:
+def test_ranks_of_a_plan_agree_with_pytorch_as_the_page_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshwright.validate.runs import fake
+
+    if agreement.plans()[name].saved().stack.name != "ddp":  # whose second step is not the third
+        monkeypatch.setattr(fake, "NUM_STEPS", 2)
     shown, on_hosts = agreement_rows(RANKS, name), agreement_rows(HOSTS, name)
     for found in agreement.compared(name):
         assert row(found.cells()) in shown, REFRESH
@@ -149,16 +157,38 @@ def test_ranks_of_a_plan_agree_with_pytorch_as_the_page_says(name: str) -> None:
 
 
 @needs_torch
-def test_the_page_has_every_plan_and_rank() -> None:
-    from meshwright.validate.ranks import usual_members
+def test_the_page_has_every_plan_and_rank_as_it_is_predicted_now() -> None:
+    from meshwright.validate.agreement import RankAgreement
+    from meshwright.validate.comparison import compare_rank
+    from meshwright.validate.ranks import capped, predict_members, usual_members
 
     for name, plan in agreement.plans().items():
         saved = plan.saved()
         ranks = plan.ranks or usual_members(saved)
-        on_hosts = ranks if saved.plan.offload != "none" else ()
-        for region, expected in ((RANKS, ranks), (HOSTS, on_hosts)):
-            shown = [cells_of(line)[0][1] for line in agreement_rows(region, name)]
-            assert tuple(map(int, shown)) == expected
+        rows = [cells for line in agreement_rows(RANKS, name) for cells in cells_of(line)]
+        on_hosts = [cells for line in agreement_rows(HOSTS, name) for cells in cells_of(line)]
+        assert [int(cells[1]) for cells in rows] == [*ranks]
+        assert len(on_hosts) == (len(ranks) if saved.plan.offload != "none" else 0)
+        said = predict_members(capped(saved, ranks), ranks)
+        for number, rank in enumerate(ranks):
+            checks = compare_rank(said[rank], as_predicted(said[rank]))
+            found = RankAgreement(plan=plan, rank=rank, checks=tuple(checks))
+            _, _, flops, calls, peak_bytes, *_ = rows[number]
+            assert flops.endswith(found.cells()[2]), REFRESH
+            assert plan.note or calls == found.cells()[3], REFRESH
+            assert peak_bytes == found.cells()[4], REFRESH
+            if on_hosts:
+                shown, cells = on_hosts[number], [*found.host_cells()]
+                assert (shown[:3], shown[5:]) == (cells[:3], cells[5:]), REFRESH
+
+
+def as_predicted(said: object) -> object:
+    """Return what a rank shows that does as it is told."""
+    from meshwright.validate.ranks import RankMeasurement
+
+    shared = {each.name: getattr(said, each.name, None) for each in fields(RankMeasurement)}
+    told = {name: value for name, value in shared.items() if value is not None}
+    return RankMeasurement(**told, world_size=1, backend="fake")
 
 
 def test_the_session_with_a_rank_of_3072_is_a_row_of_the_table() -> None:

@@ -37,7 +37,7 @@ def test_what_is_raised_ends_in_one_line_and_a_status_that_says_whose_fault_it_i
     def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("meshwright.simulator.simulate", fail)
+    monkeypatch.setattr("meshwright.planner.cli.growth.simulate", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(STEP) == status
     out, line = capsys.readouterr()

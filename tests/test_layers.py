@@ -3,7 +3,7 @@
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +32,8 @@ ALLOWED: dict[str, str] = {
     "simulator.ledger": "blocks costs layout memory model replication schedules",
     "simulator.units": "blocks graph layout memory model replication",
     "simulator.step": "blocks costs engine layout ledger memory model replication schedules units",
-    "simulator.account": "blocks costs engine layout ledger memory replication schedules step",
+    "simulator.account": "blocks costs engine layout ledger memory model replication "
+    "schedules step",
     "simulator.strategies": "account blocks costs engine layout memory model replication step",
     "simulator": ("account blocks costs engine layout memory model schedules step strategies"),
     "simulator.matmul": "blocks costs layout",
@@ -41,15 +42,18 @@ ALLOWED: dict[str, str] = {
     "planner.bounds": "footprint space",
     "planner.changes": "bounds footprint space",
     "planner.search": "bounds changes footprint space",
-    "planner": "changes search space",
+    "planner.largest": "footprint search space",
+    "planner": "changes largest search space",
     "planner.options": "",
     "planner.plots": "search",
-    "planner.reports": "changes options plots search space",
+    "planner.reports": "changes largest options plots search space",
     "planner.matmul": "options plots reports",
     "planner.compare": "plots reports",
+    "planner.presentation": "compare plots reports search",
     "planner.explain": "changes compare reports search",
     "planner.export": "reports",
-    "planner.cli": "changes compare explain export matmul options reports search space",
+    "planner.cli": "changes compare explain export largest matmul options reports search space",
+    "planner.sweep": "cli options plots presentation reports search space",
     "validate.calibration.rows": "",
     "validate.processes": "",
     "validate.device": "",
@@ -66,8 +70,11 @@ ALLOWED: dict[str, str] = {
     "validate.counting": "ranks",
     "validate.programs.contract": "ranks",
     "validate.programs.fused": "device",
+    "validate.programs.context": "programs.fused",
     "validate.programs.layers": "programs.fused",
-    "validate.programs.megatron": "programs.contract programs.fused programs.layers ranks",
+    "validate.programs.megatron": (
+        "programs.context programs.contract programs.fused programs.layers ranks"
+    ),
     "validate.programs.pytorch": "programs.contract programs.fused programs.layers ranks",
     "validate.programs.strategies": (
         "programs.contract programs.fused programs.layers programs.megatron programs.pytorch ranks"
@@ -112,12 +119,23 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def every_source() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", SOURCES, ids=shown)
+def of_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Return a decorator that makes one test of a rule for a file: it names all that break it."""
 
+    def decorate(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{shown(path)}: {error}")
+            assert broken == []
 
-def every_package() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("folder", PACKAGES, ids=shown)
+        test.__name__ = rule.__name__
+        return test
+
+    return decorate
 
 
 @cache
@@ -125,15 +143,23 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Yield the full name of each module that a file imports, wherever the import stands."""
-    for node in ast.walk(tree_of(path)):
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def imported_modules(path: Path) -> frozenset[str]:
+    """Return the full name of each module that a file imports, wherever the import stands."""
+    modules = set()
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{shown(path)}:{node.lineno} is a relative import"
             assert node.module is not None
-            yield node.module
+            modules.add(node.module)
+    return frozenset(modules)
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -154,7 +180,7 @@ def test_the_links_at_the_top_lead_into_the_one_package(layer: str) -> None:
     assert (ROOT / layer).resolve() == HOUSE / layer
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=shown)
+@of_each([*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))])
 def test_nothing_is_imported_by_the_short_name_of_a_package(path: Path) -> None:
     firsts = {module.partition(".")[0] for module in imported_modules(path)}
     assert firsts & set(LAYERS) == set()
@@ -167,16 +193,19 @@ def folder_of(module: str) -> str:
     return folder.removeprefix(f"{FRONT_DOOR}.")
 
 
-def house_imports(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each module of the house that a file imports from, with the name it takes."""
-    for node in ast.walk(tree_of(path)):
+@cache
+def house_imports(path: Path) -> frozenset[tuple[str, str]]:
+    """Return each module of the house that a file imports from, with the name it takes."""
+    imports = set()
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{FRONT_DOOR}."):
             for alias in node.names:
                 module, inner = str(node.module), f"{node.module}.{alias.name}"
                 face = ROOT.joinpath(*module.split("."), "__init__.py")
                 is_module = ROOT.joinpath(*inner.split(".")).with_suffix(".py").exists()
                 is_shown = face.exists() and alias.name in (exported_names(face) or [])
-                yield (inner if is_module and not is_shown else module), alias.name
+                imports.add((inner if is_module and not is_shown else module, alias.name))
+    return frozenset(imports)
 
 
 def module_of(path: Path) -> str:
@@ -191,7 +220,7 @@ def may_import(folder: str, other: str) -> bool:
     return LAYERS.index(other_layer) < LAYERS.index(layer)
 
 
-@every_source()
+@of_each(SOURCES)
 def test_imports_point_down_only(path: Path) -> None:
     if layer_of(path) == FRONT_DOOR:
         return
@@ -202,7 +231,7 @@ def test_imports_point_down_only(path: Path) -> None:
     assert FRONT_DOOR not in imported_modules(path)
 
 
-@every_source()
+@of_each(SOURCES)
 def test_other_folders_are_entered_by_their_faces(path: Path) -> None:
     if layer_of(path) == FRONT_DOOR:
         return
@@ -225,30 +254,30 @@ def test_the_floors_have_no_stairs_up() -> None:
         below.add(folder)
 
 
-@every_package()
+@of_each(PACKAGES)
 def test_a_folder_holds_few_modules(folder: Path) -> None:
     modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES_OF_A_FOLDER
 
 
-@every_source()
+@of_each(SOURCES)
 def test_only_the_engine_knows_simpy(path: Path) -> None:
     in_engine = path.is_relative_to(HOUSE / "simulator" / "engine")
     assert in_engine or "simpy" not in imported_packages(path)
 
 
-@every_source()
+@of_each(SOURCES)
 def test_in_the_simulator_only_the_graph_knows_numpy(path: Path) -> None:
     elsewhere = layer_of(path) != "simulator" or path.is_relative_to(HOUSE / "simulator" / "graph")
     assert elsewhere or "numpy" not in imported_packages(path)
 
 
-@every_source()
+@of_each(SOURCES)
 def test_only_validate_knows_torch(path: Path) -> None:
     assert layer_of(path) == "validate" or "torch" not in imported_packages(path)
 
 
-@every_source()
+@of_each(SOURCES)
 def test_modules_are_named_for_what_they_hold(path: Path) -> None:
     name = path.stem if path.name != "__init__.py" else path.parent.name
     assert name not in VAGUE_NAMES
@@ -256,6 +285,7 @@ def test_modules_are_named_for_what_they_hold(path: Path) -> None:
         assert name not in sys.stdlib_module_names
 
 
+@cache
 def exported_names(path: Path) -> list[str] | None:
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -276,7 +306,7 @@ def export_order(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
-@every_package()
+@of_each(PACKAGES)
 def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     path = folder / "__init__.py"
     names = exported_names(path)
@@ -304,9 +334,9 @@ def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     assert private == set()
 
 
-@every_source()
+@of_each(SOURCES)
 def test_nothing_is_imported_with_a_wildcard(path: Path) -> None:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert [alias.name for alias in node.names] != ["*"]
 
@@ -337,6 +367,7 @@ def words_of_code(path: Path) -> Iterator[str]:
             yield node.name
 
 
+@cache
 def device_names() -> list[str]:
     folder = HOUSE / "hwprofiles" / "data" / "devices"
     return sorted(path.stem.lower() for path in folder.glob("*.toml"))
@@ -346,7 +377,7 @@ def test_there_are_devices_to_look_for() -> None:
     assert "a100-sxm4-80gb" in device_names()
 
 
-@every_source()
+@of_each(SOURCES)
 def test_no_code_names_a_device(path: Path) -> None:
     names = device_names()
     families = {name.partition("-")[0] for name in names} - {"localhost", "cpu", "gpu"}
@@ -384,7 +415,7 @@ def unit_conversions(tree: ast.Module) -> Iterator[ast.AST]:
                 yield node
 
 
-@every_source()
+@of_each(SOURCES)
 def test_only_units_knows_what_a_giga_is(path: Path) -> None:
     found = [f"{node.lineno}: {ast.unparse(node)}" for node in unit_conversions(tree_of(path))]
     if shown(path) == "meshwright/hwprofiles/units.py":
@@ -409,6 +440,6 @@ def test_the_search_for_conversions_finds_them(code: str, *, found: bool) -> Non
     assert any(unit_conversions(ast.parse(code))) == found
 
 
-@every_source()
+@of_each(SOURCES)
 def test_code_is_plain_ascii(path: Path) -> None:
     assert path.read_text(encoding="utf-8").isascii()

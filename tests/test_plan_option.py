@@ -21,10 +21,11 @@ def document(*words: str) -> dict:
     return json.loads(out.getvalue())
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> str:
-    document(*STEP, *LAYOUT, "--out", str(tmp_path / "out"))
-    return str(tmp_path / "out" / "plan.json")
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("plan") / "out"
+    document(*STEP, *LAYOUT, "--out", str(folder))
+    return str(folder / "plan.json")
 
 
 def test_supplies_everything(plan: str) -> None:

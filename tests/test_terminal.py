@@ -102,7 +102,12 @@ def test_what_was_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("line", "offered"), [("meshwright sea", "search"), ("meshwright search --cl", "--cluster")]
+    ("line", "offered"),
+    [
+        ("meshwright sea", "search"),
+        ("meshwright search --cl", "--cluster"),
+        ("meshwright sweep --va", "--vary"),
+    ],
 )
 def test_the_shell_completes_commands_and_options(line: str, offered: str) -> None:
     count = len(line.split()) - 1

@@ -17,7 +17,7 @@ from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
 from meshwright.simulator.model import (
     EMBEDDING,
-    EXPERT_LAYER,
+    EXPERT_LAYERS,
     HEAD,
     TRANSFORMER_LAYER,
     BlockKind,
@@ -67,6 +67,8 @@ GLM_4_5 = {
     "moe_intermediate_size": 1536, "n_routed_experts": 160, "vocab_size": 151552,
     "first_k_dense_replace": 3, "use_qk_norm": True, "attention_bias": True,
 }  # fmt: skip
+GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}
+MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
 # By model_type, what is not as in its configuration class, and published counts where there are.
 MODELS = [
     ("qwen2", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}, None),
@@ -85,6 +87,10 @@ MODELS = [
     ("qwen3_moe", QWEN3_30B, 30_532_122_624),
     ("qwen3_moe", QWEN3_235B, 235_093_634_560),
     ("glm4_moe", GLM_4_5, None),
+    ("gpt_oss", {}, 116_829_156_672),
+    ("gpt_oss", GPT_OSS_20B, 20_914_757_184),
+    ("llama4_text", {}, 107_769_861_120),
+    ("llama4_text", MAVERICK, None),
 ]  # fmt: skip
 
 
@@ -98,7 +104,7 @@ def test_parameters_are_those_that_transformers_counts(
     spec = spec_of(config)
     # A bias of routing is a buffer.
     biases = spec.experts is not None and spec.experts.routing_bias
-    layers = sum(run.num_blocks for run in spec.layer_runs if run.kind == EXPERT_LAYER)
+    layers = sum(run.num_blocks for run in spec.layer_runs if run.kind in EXPERT_LAYERS)
     counted += layers * spec.experts.num_experts if biases else 0
     assert count_parameters(spec) == counted
     assert published in {None, counted}

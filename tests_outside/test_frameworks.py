@@ -21,6 +21,7 @@ PLANS = {plan.name: plan for plan in load_outside_plans()}
 LIVE = [plan for plan in PLANS.values() if plan.size == "live"]
 
 
+# A plan is counted once: all tests of a file run in one process.
 @cache
 def counted(name: str) -> tuple[OutsideCount, ...]:
     return tuple(count_rank(PLANS[name], rank) for rank in PLANS[name].counted_ranks())
@@ -31,15 +32,10 @@ def compared(name: str) -> list[list[Check]]:
     return compare_outside(PLANS[name], (each.measured for each in counted(name)))
 
 
-def on_one_worker(plan: OutsidePlan) -> pytest.MarkDecorator:
-    """A plan is counted once: in the process that has all its tests."""
-    return pytest.mark.xdist_group(plan.name)
-
-
 def comparisons() -> Iterator[object]:
     for plan in LIVE:
         for quantity in Quantity:
-            marks = [on_one_worker(plan)]
+            marks = []
             if quantity in plan.differs:
                 marks.append(pytest.mark.xfail(strict=True, reason=plan.note))
             yield pytest.param(plan, quantity, marks=marks, id=f"{plan.name}-{quantity}")
@@ -55,9 +51,7 @@ def test_a_rank_does_what_is_predicted(plan: OutsidePlan, quantity: Quantity) ->
     assert not failed
 
 
-@pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=on_one_worker(plan), id=plan.name) for plan in LIVE]
-)
+@pytest.mark.parametrize("plan", LIVE, ids=lambda plan: plan.name)
 def test_what_was_recorded_is_what_is_counted(plan: OutsidePlan) -> None:
     recorded = [each.row() for each in load_outside_counts() if each.plan == plan.name]
     assert recorded == [each.row() for each in counted(plan.name)]

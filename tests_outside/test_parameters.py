@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 
-from meshwright.simulator.model import ModelSpec, count_parameters, load_model
+from meshwright.simulator.model import ModelSpec, count_parameters, list_models, load_model
 
 # DeepSeek-V2 of arXiv 2405.04434, 3.1.2, and Qwen1.5-MoE-A2.7B; the defaults are Mixtral 8x7B and
 # DeepSeek-V3.
@@ -28,7 +28,22 @@ DEEPSEEK_V2 = DeepseekV2Config(
     topk_method="group_limited_greedy",
     first_k_dense_replace=1,
 )
+# Of arXiv 2507.20534, table 2, and its released configuration, which names a model_type of its own.
+KIMI_K2 = DeepseekV3Config(
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    n_routed_experts=384,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    vocab_size=163840,
+)
+MIXTRAL_8X22B = MixtralConfig(
+    hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48
+)
 CONFIGS = {
+    "mixtral-8x22b": MIXTRAL_8X22B,
+    "kimi-k2": KIMI_K2,
     "mixtral-8x7b": MixtralConfig(),
     "deepseek-v3": DeepseekV3Config(),
     "deepseek-v2": DEEPSEEK_V2,
@@ -49,10 +64,13 @@ def count(config: PretrainedConfig) -> int:
 def test_parameters_equal_those_that_transformers_makes(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_dict()))
+    kind = {"model_type": "kimi_k2"} if name == "kimi-k2" else {}
+    path.write_text(json.dumps({**config.to_dict(), **kind}))
     model = load_model(str(path))
     assert isinstance(model, ModelSpec)
     assert count_parameters(model) == count(config)
+    if name in list_models():
+        assert count_parameters(load_model(name)) == count_parameters(model)
 
 
 def test_built_in_sizes_are_those_of_published_configurations() -> None:

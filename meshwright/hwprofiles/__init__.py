@@ -3,11 +3,18 @@
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.complaints import one_line, shown, shown_path, suggestion
 from meshwright.hwprofiles.errors import ProfileError
-from meshwright.hwprofiles.facts import ChangedFact, changed_facts, profile_toml, with_facts
+from meshwright.hwprofiles.facts import (
+    ChangedFact,
+    changed_facts,
+    fact_keys,
+    profile_toml,
+    with_facts,
+)
 from meshwright.hwprofiles.kinds import (
     Attention,
     CollectiveOp,
     ContextParallel,
+    Dispatcher,
     Kernels,
     LayerFact,
     LossKernel,
@@ -16,6 +23,7 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeModule,
     Source,
     StageSplit,
     Strategy,
@@ -86,6 +94,7 @@ __all__ = [
     "ContextParallel",
     "Device",
     "DeviceOverheads",
+    "Dispatcher",
     "FileKind",
     "FlashKernels",
     "Fp8Kernels",
@@ -104,6 +113,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Recompute",
+    "RecomputeModule",
     "Source",
     "StackProfile",
     "StageSplit",
@@ -111,6 +121,7 @@ __all__ = [
     "Units",
     "WeightCast",
     "changed_facts",
+    "fact_keys",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",

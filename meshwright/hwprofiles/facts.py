@@ -94,6 +94,17 @@ def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
     return () if profile == built_in else tuple(_differences(profile, built_in, "", ""))
 
 
+def fact_keys() -> tuple[str, ...]:
+    """Return the keys of stacks and clusters, each alone and after the name of its file.
+
+    >>> {"loss", "stack.loss", "device", "cluster.device"} <= set(fact_keys())
+    True
+    """
+    keys = [(name, key) for name, kind in PROFILES.items() for key in kind.file_keys()]
+    alone = (key for _, key in keys if key != IDENTITY)
+    return (*alone, *(f"{name}.{key}" for name, key in keys if key != IDENTITY))
+
+
 def profile_toml(profile: Profile) -> str:
     """Return *profile* as a file that holds all its facts, a line each; it can be loaded.
 

@@ -74,6 +74,23 @@ class ContextParallel(StrEnum):
     ALL_TO_ALL = "all-to-all"
 
 
+class Dispatcher(StrEnum):
+    """How tokens go to the ranks of their experts and back.
+
+    All-to-all sends a row for each expert of a token.  DeepEP and HybridEP send a token once to
+    each node that has any of its experts, and there once to each rank.
+    """
+
+    ALL_TO_ALL = "all-to-all"
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether a token goes to a rank, and to a node, once at most."""
+        return self is not Dispatcher.ALL_TO_ALL
+
+
 class Recompute(StrEnum):
     """What the backward pass computes again: nothing, the attention core, or whole layers.
 
@@ -85,6 +102,23 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"
     SELECTIVE_OP = "selective-op"
     FULL = "full"
+
+
+class RecomputeModule(StrEnum):
+    """Parts of a layer that selective recomputation may run again, as Megatron-Core names them.
+
+    Of the attention core, the MLP, a layer of routed experts, and shared experts only the input is
+    kept.  Of norms, the experts' activation, and the projections that make queries, keys and values
+    of latents, the output is given up as soon as the next product is done.
+    """
+
+    CORE_ATTN = "core_attn"
+    MLP = "mlp"
+    MOE = "moe"
+    MOE_ACT = "moe_act"
+    MLA_UP_PROJ = "mla_up_proj"
+    LAYERNORM = "layernorm"
+    SHARED_EXPERTS = "shared_experts"
 
 
 class Kernels(StrEnum):
@@ -198,6 +232,7 @@ class LayerFact(StrEnum):
     HEAD_DIM = "head_dim"
     HEAD_NORM = "qk_norm=head"
     WIDTH_NORM = "qk_norm=width"
+    UNWEIGHTED_NORM = "qk_norm=unweighted"
     NORM_PLACES = "norm_places"
     PARALLEL_MLP = "parallel_mlp"
     ACTIVATION = "activation"
@@ -206,3 +241,9 @@ class LayerFact(StrEnum):
     LOGIT_SOFTCAP = "logit_softcap"
     SCALED_EMBEDDINGS = "scaled_embeddings"
     WINDOW = "window"
+    CHUNKED_WINDOW = "chunked_window"
+    ROTARY_LAYERS = "rotary_layers"
+    ATTENTION_SINKS = "attention_sinks"
+    EXPERT_BIAS = "experts.bias"
+    EXPERT_ACTIVATION = "experts.activation"
+    WEIGHED_INPUTS = "experts.weighs_inputs"

@@ -25,6 +25,8 @@ from meshwright.hwprofiles.errors import ProfileError
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_DIGITS = 30
+# Traces pack to a tenth or a thirtieth; what unpacks to a thousand times its size is made to.
+MOST_UNPACKED, UNPACKED_AT_ONCE = 300, 10_000_000
 MOST_DEPTH = 50  # of tables in tables; Python's own limit is near a thousand
 # Time to parse a dotted key grows with the cube of its dots: a line of a million takes hours.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){50}""")
@@ -131,8 +133,7 @@ class FileKind:
             with path.open("rb") as stream:
                 content = stream.read(self.most_bytes + 1)
             if self.is_packed and content.startswith(GZIP_MAGIC):
-                with gzip.open(io.BytesIO(content)) as unpacked:
-                    content = unpacked.read(self.most_bytes + 1)
+                content = self._unpacked(content, file)
         except FileNotFoundError:
             raise self.error(f"{file}: no such file; allowed: {self._a}") from None
         except (EOFError, gzip.BadGzipFile, zlib.error):
@@ -147,6 +148,19 @@ class FileKind:
             limit = f"at most {self.most_bytes:,} bytes"
             raise self.error(f"{file}: too large for {self._a}; allowed: {limit}")
         return content
+
+    def _unpacked(self, packed: bytes, file: str) -> bytes:
+        """Return what is packed, but for what is beyond `most_bytes` by more than one part."""
+        parts, size = [], 0
+        stream = io.BytesIO(packed)
+        with gzip.open(stream) as unpacked:
+            while size <= self.most_bytes and (part := unpacked.read(UNPACKED_AT_ONCE)):
+                parts.append(part)
+                size += len(part)
+                if size > max(UNPACKED_AT_ONCE // 2, MOST_UNPACKED * stream.tell()):
+                    limit = f"{MOST_UNPACKED} times its size"
+                    raise self.error(f"{file}: unpacks to more than {limit}; allowed: {self._a}")
+        return b"".join(parts)
 
     def _decoded(self, content: bytes, file: str) -> str:
         try:

@@ -36,6 +36,18 @@ class Fp8Kernels(Profile):
     source: Text
 
 
+class GroupedKernels(Profile):
+    """What products of experts with their own weights lose against a plain one.
+
+    ``weight_traffic_fraction`` is the share of the traffic of weights, or of their gradients, that
+    the products do not hide.
+    """
+
+    weight_traffic_fraction: Ratio
+    kind: Source
+    source: Text
+
+
 class GemmKernels(Profile):
     """How fast matrix multiplications run, as a share of the peak.
 
@@ -55,6 +67,7 @@ class GemmKernels(Profile):
     kind: Source
     source: Text
     fp8: Fp8Kernels | None = None
+    grouped: GroupedKernels | None = None
 
     def of(self, precision: Precision) -> "GemmKernels | Fp8Kernels":
         """Return the constants of *precision*: those of fp8 where the device has them."""

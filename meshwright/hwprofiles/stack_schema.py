@@ -21,12 +21,14 @@ from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
+    Dispatcher,
     LossKernel,
     Offload,
     ParameterGather,
     PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeModule,
     StageSplit,
     Strategy,
     WeightCast,
@@ -84,10 +86,20 @@ class StackProfile(StackTraits):
     ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
     the stack's habit first; none where it does not divide sequences.
 
+    ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
+    none where it runs the attention core alone.
+
+    ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
+
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
+
+    ``host_per_expert_pass_s`` is the host time of a pass through a layer with experts, beyond
+    that of other layers, ``host_per_own_expert_s`` what each expert of the rank adds to it;
+    ``expert_launch_s`` is the least time between the products of two experts,
+    where each is started by itself.
 
     ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
     ``allocator_fraction`` is what the allocator holds beyond live tensors, as a part of these;
@@ -112,6 +124,7 @@ class StackProfile(StackTraits):
     attention_kernels: tuple[Attention, ...] = Field(min_length=1)
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
+    recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True
@@ -119,6 +132,7 @@ class StackProfile(StackTraits):
     pipeline_parallel: Flag = True
     context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
     expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
+    dispatchers: tuple[Dispatcher, ...] = Field(default=(), exclude_if=operator.not_)
 
     attention: Attention
     zero_stage: ZeroStage
@@ -159,6 +173,9 @@ class StackProfile(StackTraits):
     backward_kernels_per_layer: Size = Field(alias="fitted.backward_kernels_per_layer")
     host_per_layer_pass_s: Latency = Field(alias="fitted.host_per_layer_pass")
     host_per_launch_s: Latency = Field(default=0.0, alias="fitted.host_per_launch")
+    host_per_expert_pass_s: Latency = Field(default=0.0, alias="fitted.host_per_expert_pass")
+    host_per_own_expert_s: Latency = Field(default=0.0, alias="fitted.host_per_own_expert")
+    expert_launch_s: Latency = Field(default=0.0, alias="fitted.expert_launch")
     p2p_bandwidth_fraction: PositiveFraction = Field(alias="fitted.p2p_bandwidth_fraction")
     dp_bandwidth_fraction: PositiveFraction = Field(alias="fitted.dp_bandwidth_fraction")
     step_overhead_fraction: Fraction = Field(alias="fitted.step_overhead_fraction")
@@ -178,7 +195,9 @@ class StackProfile(StackTraits):
         _check_distinct("attention_kernels", self.attention_kernels)
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
+        _check_distinct("recompute_modules", self.recompute_modules)
         _check_distinct("context_parallel", self.context_parallel)
+        _check_distinct("dispatchers", self.dispatchers)
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
@@ -244,6 +263,11 @@ def _check_experts(stack: StackProfile) -> None:
         raise ProfileError(
             "expert_parallel: true is of Megatron-Core's layers and optimizer; allowed: with "
             "megatron_layers and zero_stages 0 and 1"
+        )
+    if stack.expert_parallel != bool(stack.dispatchers):
+        raise ProfileError(
+            f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
+            f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
 
 

@@ -6,43 +6,39 @@ perfetto.dev/docs/getting-started/other-formats names as an input.
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
-from meshwright.simulator.account import ResourceLane, StepResult
-from meshwright.simulator.costs import CostModel
-from meshwright.simulator.engine import Span, StepTimes
+from meshwright.simulator.account import (
+    CLOSING,
+    RankPass,
+    ResourceLane,
+    StepResult,
+    rank_passes,
+)
+from meshwright.simulator.costs import Category, CostModel, PhaseCost
+from meshwright.simulator.engine import Span, SpanKind, StepTimes
 from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import LAYERS
+from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step
+from meshwright.simulator.trace_events import (
+    EventArguments,
+    TraceEvent,
+    Track,
+    flow_events,
+    metadata,
+    microseconds,
+    slice_event,
+)
 
-PS_PER_US = 10**6
 STREAMS = ("compute", "messages", "data parallel")
-
-
-class EventArguments(TypedDict, total=False):
-    """What an event says of itself; sizes in bytes."""
-
-    name: str
-    sort_index: int
-    phase: str
-    microbatch: int
-    chunk: int
-    live_bytes: int
-    size_bytes: int
-
-
-class TraceEvent(TypedDict, total=False):
-    """One event; ``ts`` and ``dur`` in microseconds."""
-
-    name: str
-    cat: str
-    ph: str
-    ts: float
-    dur: float
-    pid: int
-    tid: int
-    args: EventArguments
+COMPUTE, MESSAGES, DATA_PARALLEL = range(len(STREAMS))
+OVERHEAD = "step overhead"
+WAIT = "wait for parameters"
+PASS_NAMES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 
 
 class TraceNotes(TypedDict):
@@ -71,22 +67,33 @@ class ChromeTrace(TypedDict):
 def chrome_trace(result: StepResult) -> ChromeTrace:
     """Return the trace of *result*: a process for each pipeline rank.
 
-    A process has a track for computation, one for the pipeline messages it sends, one for
-    collectives over its replicas, and a counter of its live bytes.  Ranks that differ only in
-    their tensor- or data-parallel position do the same and share a process.  A step of lanes is
-    one process with a track for each.
+    A process has a track for computation, whose passes hold their layers and waits, one for the
+    pipeline messages it sends, with a flow to the pass that takes each, one for collectives over
+    its replicas, and a counter of its live bytes.  Ranks that differ only in their tensor- or
+    data-parallel position do the same and share a process.  A step of lanes is one process with a
+    track for each.
     """
     if result.times is None:
-        tracks = [event for each in enumerate(result.lanes) for event in _lane(*each)]
+        tracks = list(_lane_events(result))
         return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=tracks)
     costs = CostModel(result.cluster, result.stack, result.plan.world_size)
     built = build_step(result.job, result.plan, costs)
     events = [event for pp_rank in range(built.setting.plan.pp) for event in _names(built, pp_rank)]
-    times = result.times
     timed = [
-        event for pp_rank in range(built.setting.plan.pp) for event in _timed(times, built, pp_rank)
+        event
+        for pp_rank in range(built.setting.plan.pp)
+        for event in _RankEvents(built, result.times, costs, pp_rank).all()
     ]
-    timed.sort(key=lambda event: (event["ts"], event["pid"], event.get("tid", -1)))
+    timed += _flows(result.times)
+    # Of slices that begin together the outer one comes first, and a flow after what it binds to.
+    timed.sort(
+        key=lambda event: (
+            event["ts"],
+            event["pid"],
+            event.get("tid", -1),
+            -event.get("dur", 0.0),
+        )
+    )
     return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=events + timed)
 
 
@@ -94,11 +101,6 @@ def write_chrome_trace(result: StepResult, path: Path) -> None:
     """Write the trace of *result* as JSON; the same result gives the same bytes."""
     text = json.dumps(chrome_trace(result), separators=(",", ":"))
     path.write_text(text + "\n", encoding="ascii")
-
-
-def _microseconds(time_ps: int) -> float:
-    """Return picoseconds as microseconds; below 2**53 ps (2.5 hours) none is lost."""
-    return time_ps / PS_PER_US
 
 
 def _notes(result: StepResult) -> TraceNotes:
@@ -113,7 +115,7 @@ def _notes(result: StepResult) -> TraceNotes:
         num_virtual_stages=plan.num_virtual_stages,
         microbatch_size=plan.microbatch_size,
         global_batch_size=result.job.global_batch_size,
-        step_time_us=_microseconds(result.step_ps),
+        step_time_us=microseconds(result.step_ps),
     )
 
 
@@ -122,43 +124,166 @@ def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
     last = first + built.setting.mesh.stride(Axis.PP) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     process = f"pipeline rank {pp_rank} ({ranks})"
-    yield _metadata("process_name", pp_rank, 0, EventArguments(name=process))
-    yield _metadata("process_sort_index", pp_rank, 0, EventArguments(sort_index=pp_rank))
+    track = Track(pp_rank, 0)
+    yield metadata("process_name", track, EventArguments(name=process))
+    yield metadata("process_sort_index", track, EventArguments(sort_index=pp_rank))
     for tid, stream in enumerate(STREAMS):
-        yield _metadata("thread_name", pp_rank, tid, EventArguments(name=stream))
-        yield _metadata("thread_sort_index", pp_rank, tid, EventArguments(sort_index=tid))
+        track = Track(pp_rank, tid)
+        yield metadata("thread_name", track, EventArguments(name=stream))
+        yield metadata("thread_sort_index", track, EventArguments(sort_index=tid))
 
 
-def _metadata(name: str, pid: int, tid: int, args: EventArguments) -> TraceEvent:
-    return TraceEvent(name=name, ph="M", pid=pid, tid=tid, args=args)
+class _RankEvents:
+    """The slices and the counter of one pipeline rank."""
+
+    def __init__(self, built: BuiltStep, times: StepTimes, costs: CostModel, pp_rank: int) -> None:
+        self.built, self.times, self.costs, self.pp_rank = built, times, costs, pp_rank
+        self.rank = times.ranks[pp_rank]
+        self.compute = Track(pp_rank, COMPUTE)
+        self._inside: dict[tuple[Phase, int], list[_Block]] = {}
+
+    def all(self) -> Iterator[TraceEvent]:
+        """Yield all of them, track by track."""
+        for each in rank_passes(self.built.work.ranks[self.pp_rank], self.rank):
+            yield from self._pass(each)
+        for span in self.rank.closing:
+            yield self._leaf(span.kind.value, CLOSING[span.kind], span.start_ps, span.end_ps)
+        end_ps = max(rank.end_ps for rank in self.times.ranks)
+        if end_ps < self.times.step_ps:
+            yield self._leaf(OVERHEAD, Category.STEP_OVERHEAD, end_ps, self.times.step_ps)
+        streams = self.rank.streams()
+        for tid, spans in ((MESSAGES, streams.messages), (DATA_PARALLEL, streams.data_parallel)):
+            for span in spans:
+                yield _complete(span, Track(self.pp_rank, tid))
+        yield from _memory(self.times, self.built, self.pp_rank)
+
+    def _leaf(self, name: str, category: Category, start_ps: int, end_ps: int) -> TraceEvent:
+        """Return what a rank does, or waits for, outside its layers."""
+        spent = {category.value: microseconds(end_ps - start_ps)}
+        args = EventArguments(phase=name, category_us=spent)
+        return slice_event(name, STREAMS[COMPUTE], self.compute, start_ps, end_ps, args)
+
+    def _pass(self, each: RankPass) -> Iterator[TraceEvent]:
+        """Yield a pass and, in it, its layers and waits."""
+        kind, (phase, virtual_stage, microbatch) = PASS_NAMES[each.action.phase], each.action
+        span = Span(kind, each.start_ps, each.end_ps, virtual_stage, microbatch)
+        yield _complete(span, self.compute)
+        for wait in each.waits:
+            yield self._leaf(WAIT, Category.DP_COMM, *wait)
+        blocks = self._blocks(phase, virtual_stage)
+        parts = self._part_sizes(phase, virtual_stage, len(each.parts), len(blocks))
+        for part, size in zip(each.parts, parts, strict=True):
+            start_ps = part.start_ps
+            for block in blocks[:size]:
+                end_ps = start_ps + block.time_ps
+                name, args = block.name, block.args
+                yield slice_event(name, "layers", self.compute, start_ps, end_ps, args)
+                start_ps = end_ps
+            blocks = blocks[size:]
+
+    def _part_sizes(
+        self, phase: Phase, virtual_stage: int, num_parts: int, num_blocks: int
+    ) -> list[int]:
+        """Return how many blocks the parts of a pass hold, in the order in which it runs them."""
+        stage = self.built.setting.rank_stages(self.pp_rank)[virtual_stage]
+        if num_parts == 1:
+            return [num_blocks]
+        sizes = [part.stage.num_blocks for part in self.built.setting.parts[stage]]
+        return sizes if phase is Phase.FORWARD else sizes[::-1]
+
+    def _blocks(self, phase: Phase, virtual_stage: int) -> "list[_Block]":
+        """Return the blocks of a pass in the order in which it runs them."""
+        setting = self.built.setting
+        key = phase, virtual_stage
+        if key not in self._inside:
+            place = virtual_stage * setting.plan.pp + self.pp_rank
+            layer = sum(stage.num_layers for stage in setting.stages[:place])
+            blocks = []
+            for kind, number in setting.stages[place].blocks:
+                cost = self.costs.block_cost(setting.shape, kind)
+                spent = cost.forward if phase is Phase.FORWARD else cost.backward
+                args = EventArguments(phase=PASS_NAMES[phase].value, category_us=_spent(spent))
+                for _ in range(number):
+                    name = f"{kind} {layer}" if kind in LAYERS else str(kind)
+                    layer += kind in LAYERS
+                    blocks.append(_Block(name, spent.time_ps, args))
+            self._inside[key] = blocks if phase is Phase.FORWARD else blocks[::-1]
+        return self._inside[key]
 
 
-def _timed(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    streams = times.ranks[pp_rank].streams()
-    for tid, spans in enumerate((streams.compute, streams.messages, streams.data_parallel)):
-        for span in spans:
-            yield _complete(span, pp_rank, tid)
-    yield from _memory(times, built, pp_rank)
+class _Block(NamedTuple):
+    """A layer or an end of the model in a pass."""
+
+    name: str
+    time_ps: int
+    args: EventArguments
+
+
+def _spent(cost: PhaseCost) -> dict[str, float]:
+    return {
+        category.value: microseconds(cost.category_ps(category))
+        for category in Category
+        if cost.category_ps(category)
+    }
+
+
+def _flows(times: StepTimes) -> Iterator[TraceEvent]:
+    """Yield an arrow from each pipeline message to the pass that takes it."""
+    numbers, pp = count(1), len(times.ranks)
+    starts_ps = [
+        {action: start_ps for action, start_ps, _ in rank.passes()} for rank in times.ranks
+    ]
+    for pp_rank, rank in enumerate(times.ranks):
+        for action, (sent_ps, out_ps) in zip(rank.senders, rank.sent_ps, strict=True):
+            if sent_ps < out_ps:
+                target, taker = _taker(pp_rank, action, pp)
+                sender = Track(pp_rank, MESSAGES), sent_ps
+                receiver = Track(target, COMPUTE), starts_ps[target][taker]
+                yield from flow_events(next(numbers), sender, receiver)
+
+
+def _taker(pp_rank: int, action: Action, pp: int) -> tuple[int, Action]:
+    """Return who takes the message of a pass: stages go round the ranks."""
+    step = 1 if action.phase is Phase.FORWARD else -1
+    wraps, target = divmod(pp_rank + step, pp)
+    return target, action._replace(virtual_stage=action.virtual_stage + wraps)
+
+
+def _lane_events(result: StepResult) -> Iterator[TraceEvent]:
+    """Yield the tracks of a step of lanes, its overhead, and flows between ends of a transfer."""
+    numbers = count(1)
+    senders: dict[tuple[str, int], Track] = {}
+    for tid, lane in enumerate(result.lanes):
+        yield from _lane(tid, lane)
+        if lane.name.endswith(" out"):
+            senders |= {(span.name, span.start_ps): Track(0, tid) for span in lane.spans}
+    for tid, lane in enumerate(result.lanes):
+        if lane.name.endswith(" in"):
+            for span in lane.spans:
+                sender = senders.get((span.name, span.start_ps))
+                if sender is not None:
+                    ends = (sender, span.start_ps), (Track(0, tid), span.start_ps)
+                    yield from flow_events(next(numbers), *ends)
+    overhead_ps = result.breakdown_ps[Category.STEP_OVERHEAD]
+    if overhead_ps and result.asynchronous is None:
+        track = Track(0, len(result.lanes))
+        yield metadata("thread_name", track, EventArguments(name=OVERHEAD))
+        yield metadata("thread_sort_index", track, EventArguments(sort_index=track.tid))
+        start_ps = result.step_ps - overhead_ps
+        yield slice_event(OVERHEAD, OVERHEAD, track, start_ps, result.step_ps, {})
 
 
 def _lane(tid: int, lane: ResourceLane) -> Iterator[TraceEvent]:
     """Yield the name of a lane and its spans."""
-    yield _metadata("thread_name", 0, tid, EventArguments(name=lane.name))
-    yield _metadata("thread_sort_index", 0, tid, EventArguments(sort_index=tid))
+    track = Track(0, tid)
+    yield metadata("thread_name", track, EventArguments(name=lane.name))
+    yield metadata("thread_sort_index", track, EventArguments(sort_index=tid))
     for span in lane.spans:
-        yield TraceEvent(
-            name=span.name,
-            cat=span.kind.value,
-            ph="X",
-            ts=_microseconds(span.start_ps),
-            dur=_microseconds(span.end_ps - span.start_ps),
-            pid=0,
-            tid=tid,
-            args=EventArguments(size_bytes=span.size_bytes) if span.size_bytes else {},
-        )
+        args = EventArguments(size_bytes=span.size_bytes) if span.size_bytes else EventArguments()
+        yield slice_event(span.name, span.kind.value, track, span.start_ps, span.end_ps, args)
 
 
-def _complete(span: Span, pid: int, tid: int) -> TraceEvent:
+def _complete(span: Span, track: Track) -> TraceEvent:
     args = EventArguments(phase=span.kind.value)
     name = span.kind.value
     if span.virtual_stage >= 0:
@@ -166,16 +291,7 @@ def _complete(span: Span, pid: int, tid: int) -> TraceEvent:
     if span.microbatch >= 0:
         args["microbatch"] = span.microbatch
         name = f"{name} {span.microbatch}"
-    return TraceEvent(
-        name=name,
-        cat=STREAMS[tid],
-        ph="X",
-        ts=_microseconds(span.start_ps),
-        dur=_microseconds(span.end_ps - span.start_ps),
-        pid=pid,
-        tid=tid,
-        args=args,
-    )
+    return slice_event(name, STREAMS[track.tid], track, span.start_ps, span.end_ps, args)
 
 
 def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
@@ -195,7 +311,7 @@ def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceE
             yield TraceEvent(
                 name="live memory (bytes)",
                 ph="C",
-                ts=_microseconds(time_ps),
+                ts=microseconds(time_ps),
                 pid=pp_rank,
                 args=EventArguments(live_bytes=live_bytes),
             )

@@ -17,6 +17,7 @@ from meshwright.validate.cli import plan_of_words
 
 MATMUL = "matmul 4x5 5x8 --devices 2 --precision fp32"  # as docs/placements.md names it
 GALLERY = "docs/gallery.md"
+DRAWING = "meshwright search ", "meshwright sweep "
 
 
 def draw(page_name: str, target: str) -> Path:
@@ -29,13 +30,13 @@ def draw(page_name: str, target: str) -> Path:
     Raises:
         DocumentError: If no command draws it.
     """
-    if page_name == GALLERY:
-        return _timeline(target)
     name = Path(target).name
+    if page_name == GALLERY:
+        return _left_by_out(name) or _timeline(target)
     if name == "matmul.png":
         return _matmul() / name
     for command in commands_of(read_page(page_name)):
-        if command.startswith("meshwright search ") and (out := out_folder(command)):
+        if command.startswith(DRAWING) and (out := out_folder(command)):
             shell = terminal(page_name)
             shell.output(command)
             return shell.folder / out / name
@@ -63,6 +64,17 @@ _scratch = cache(scratch_folder)
 def _matmul() -> Path:
     run([*MATMUL.split(), "--out", "matmul"], _scratch())
     return _scratch() / "matmul"
+
+
+def _left_by_out(name: str) -> Path | None:
+    """Return a picture of the gallery, FOLDER-NAME.png, that a command with --out FOLDER leaves."""
+    for command in commands_of(read_page(GALLERY)):
+        out = out_folder(command)
+        if out and name.startswith(f"{out}-"):
+            shell = terminal(GALLERY)
+            shell.output(command)
+            return shell.folder / out / name.removeprefix(f"{out}-")
+    return None
 
 
 def _timeline(target: str) -> Path:

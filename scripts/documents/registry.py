@@ -55,6 +55,7 @@ MAKERS: dict[str, Maker] = {
     "bert rates": _alone(accuracy.bert_rates),
     "bert adam": _alone(accuracy.bert_adam_efficiency),
     "sharded now": lambda place: accuracy.sharded_now(place.text),
+    "experts now": lambda place: accuracy.experts_now(place.text),
     "torchtitan now": lambda place: accuracy.torchtitan_now(place.text),
     "times now": lambda place: accuracy.times_now(place.text),
     "memory now": lambda place: accuracy.memory_now(place.text),

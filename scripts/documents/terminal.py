@@ -27,6 +27,8 @@ NOT_RUN = {
     ".venv-outside/bin/python *": "needs training frameworks; scripts/test-outside has them",
     "meshwright count --rank *": "needs training frameworks; scripts/test-outside has them",
     "sbatch *": "needs Slurm",
+    "srun *": "needs Slurm",
+    "meshwright sweep * --dask *": "needs a Dask scheduler; tests/planner/test_sweep.py has one",
     "python -m pytest tests/validate/test_on_gpu.py *": "needs a GPU",
     "python -m meshwright.validate.gpu_check *": "needs a GPU",
     "meshwright validate gpu/*": "needs a GPU",

@@ -19,10 +19,14 @@ SEEDS = (
     ["simulate", *JOB, "--stack", "fsdp", "--precision", "bf16"],
     ["search", *JOB, "--max-pp", "1", "--top", "2"],
     ["search", *JOB, "--tp", "2", "--pp", "2", "--micro-batch", "1"],
+    ["sweep", *JOB, "--simulate", "--jobs", "1", "--vary", "tp=1,2", "--vary", "loss=fused"],
     ["matmul", "4x5", "5x8", "--devices", "2"],
     *(["models", "gpt2"], ["clusters", "dgx-a100"], ["stacks", "fsdp", "--toml"], ["schedules"]),
     ["validate", "plan.json", "--rank", "0", "--collect", "results"],
     ["calibrate", "--trace", "trace.json"],
+    ["compare", "plan.json", "plan.json"],
+    ["export", "plan.json", "--to", "megatron-lm"],
+    ["import", "plan.json", "--from", "deepspeed", "--model", "gpt2", *JOB[1:]],
     ["count", "--world", "2", "--", "no-such.py"],
     *(["--version"], ["--help"], []),
 )
@@ -39,6 +43,7 @@ OPTIONS = sorted(
      for each in group.options}
     | {"--gpus", "--global-batch", "--seq-len", "--precision", "--stack", "--cluster", "--set"}
     | {"--memory-limit", "--tokens", "--price", "--top", "--json=-", "--plan", "--devices"}
+    | {"--vary", "--weak"}
 )  # fmt: skip
 PLAN = {
     "format": "meshwright-plan-1",
@@ -55,9 +60,29 @@ num_layers = 2
 hidden_size = 64
 num_heads = 4
 vocab_size = 128
-max_seq_len = 64
+seq_len = 64
 source = "here"
 """
+TITAN = """[training]
+local_batch_size = 1
+global_batch_size = 64
+seq_len = 4096
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 1
+[activation_checkpoint]
+mode = "none"
+"""
+SPEED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 8,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000000, "overlap_comm": True},
+    "data_types": {"grad_accum_dtype": "bf16"},
+}
+OF_TITAN = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8"]
 TRACE = {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2.0}]}
 VALUES = (
     *(None, True, 0, -1, 1, 2, 3, 10**9, 10**18, 10**40, -0.5, 0.5, 1e308, float("nan")),
@@ -175,6 +200,14 @@ def file_case(random: Random, *, with_runs: bool) -> Case:
         lambda: Case(["simulate", "c.json", *JOB[1:]], {"c.json": _json(random, _config())}),
         lambda: _profile(random, "--cluster", _text("dgx-a100", load_cluster)),
         lambda: _profile(random, "--stack", _text("megatron-core", load_stack)),
+        lambda: Case(
+            ["import", "t.toml", "--from", "torchtitan", *OF_TITAN],
+            {"t.toml": _toml(random, TITAN)},
+        ),
+        lambda: Case(
+            ["import", "s.json", "--from", "deepspeed", "--model", *JOB[:5]],
+            {"s.json": _json(random, SPEED)},
+        ),
         lambda: Case(["calibrate", "--trace", "t.json"], {"t.json": _json(random, TRACE)}),
     ]
     return _results(random) if with_runs and random.random() < 0.3 else random.choice(kinds)()

@@ -14,7 +14,7 @@ from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, load_mod
 CLUSTER, STACK = load_cluster("dgx-a100"), load_stack("megatron-core")
 MODEL = load_model("gpt2-xl")
 JOB = TrainingJob(model=MODEL, global_batch_size=16, seq_len=MODEL.seq_len)
-LIMITS = SpaceLimits(tp=(1, 2), microbatch_size=(1, 2), attention=(STACK.attention,))
+LIMITS = SpaceLimits(tp=(1, 2), microbatch_size=(1,), attention=(STACK.attention,))
 TOP = 12
 EXAMPLE = [
     "search",

@@ -1,6 +1,7 @@
 """Plans as configurations of frameworks: there and back, and what is refused."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,37 @@ def test_an_option_may_not_say_other_than_the_file(
     told = ["--model", "gpt2", "--gpus", "8", "--micro-batch", "1", "--global-batch", "16"]
     assert main(["import", str(file), *WHERE, *told]) == 2
     assert "--global-batch 16 is not what" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("framework", "content", "says"),
+    [
+        ("torchtitan", "x = " + "9" * 5000, "too many digits"),
+        ("torchtitan", "x = " + "[" * 5000, "nested too deeply"),
+        ("deepspeed", '{"train_batch_size": ' + "9" * 5000 + "}", "too many digits"),
+        ("deepspeed", "[" * 100_000, "nested too deeply"),
+        ("deepspeed", '{"a": 1, "a": 2}', "appears twice"),
+        ("torchtitan", None, "no regular file"),
+        ("deepspeed", '{"train_batch_size": [6]}', "train_batch_size=[6] of deepspeed is in no"),
+        ("torchtitan", '[training]\nlocal_batch_size = "x"', "training.local_batch_size='x' of "),
+        ("torchtitan", '[training]\nglobal_batch_size = "x"', "cannot be read as a number or word"),
+    ],
+)
+def test_what_can_be_no_configuration_is_refused_in_one_line(
+    framework: str,
+    content: str | None,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "theirs"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content, encoding="utf-8")
+    known = ["--model", "llama3-8b", "--gpus", "8", *WHERE]
+    assert main(["import", str(path), "--from", framework, *known]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert err.count("theirs") == 1

@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from meshwright.hwprofiles import GIBI, PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    GIBI,
+    PS_PER_S,
+    Precision,
+    Recompute,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
 from meshwright.planner.plots import (
     plot_breakdown,
     plot_memory_time,
@@ -24,7 +33,10 @@ from meshwright.planner.plots import (
     plot_timeline,
     save_figure,
 )
-from meshwright.planner.plots.timeline import Window, column_shares, timeline_layers
+from meshwright.planner.plots.boxes import WAIT, Window, column_shares, timeline_layers
+from meshwright.planner.plots.memory_time import MARKS
+from meshwright.planner.search import search
+from meshwright.planner.search.density import layout_density
 from meshwright.planner.search.result import FrontierPoint, SearchResult, SimulatedPlan
 from meshwright.planner.search.varied import Varied
 from meshwright.simulator import (
@@ -86,6 +98,7 @@ def search_result() -> SearchResult:
         for each in steps
     ]
     evaluated[-1] = replace(evaluated[-1], fits=False)
+    places = np.array([(each.device_bytes, each.step_ps) for each in evaluated])
     ends = (min(evaluated, key=lambda each: each.device_bytes), evaluated[0])
     frontier = tuple(
         FrontierPoint(
@@ -110,6 +123,7 @@ def search_result() -> SearchResult:
         like=((),),
         evaluated=tuple(evaluated),
         frontier=frontier,
+        density=layout_density(*places.T),
         nearest=None,
     )
 
@@ -117,7 +131,9 @@ def search_result() -> SearchResult:
 def nothing_fits() -> SearchResult:
     found = search_result()
     evaluated = tuple(replace(each, fits=False) for each in found.evaluated)
-    return replace(found, plans=(), like=(), frontier=(), evaluated=evaluated, optimal=False)
+    return replace(
+        found, plans=(), like=(), frontier=(), evaluated=evaluated, density=None, optimal=False
+    )
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -164,10 +180,12 @@ def test_same_result_gives_the_same_png_of_the_promised_size(name: str, tmp_path
 def test_every_axis_is_labelled_with_its_unit_and_every_figure_titled(name: str) -> None:
     figure = FIGURES[name]()
     for axes in figure.axes:
-        assert "(s)" in axes.get_xlabel() + axes.get_ylabel() or "(GiB)" in axes.get_ylabel()
+        labels = axes.get_xlabel() + axes.get_ylabel()
+        assert any(unit in labels for unit in ("(s)", "(ms)", "(GiB)", "layouts in a cell"))
     assert figure.axes[0].get_title(loc="left")
     named = [*texts(figure), *figure.axes[0].get_yticklabels()]
     words = " ".join(text.get_text() for text in named)
+    assert "{unit}" not in words
     assert "dgx-a100" in words
     assert "GPUs" in words
 
@@ -233,7 +251,10 @@ def test_breakdown_of_nothing_is_refused() -> None:
 def test_white_area_of_the_timeline_is_the_measured_bubble(stack_name: str) -> None:
     result = step(stack_name, vpp=3)
     drawn_s = sum(
-        box.end_s - box.start_s for layer in timeline_layers(result) for box in layer.boxes
+        box.end_s - box.start_s
+        for layer in timeline_layers(result)
+        if not layer.is_collective
+        for box in layer.boxes
     )
     idle_fraction = 1 - drawn_s / result.plan.pp / result.step_time_s
     assert idle_fraction == pytest.approx(result.bubble_fraction, abs=1e-9)
@@ -245,10 +266,13 @@ def test_timeline_draws_every_pass_once_with_one_collection_a_colour() -> None:
     shapes = {
         str(each.get_label()): each for each in axes.collections if isinstance(each, PolyCollection)
     }
-    assert list(shapes) == [layer.name for layer in timeline_layers(result)]
-    for virtual_stage in range(2):
-        passes = shapes[f"forward, virtual stage {virtual_stage}"].get_paths()
-        assert len(passes) == result.plan.pp * result.num_microbatches
+    computed = [layer for layer in timeline_layers(result) if not layer.is_collective]
+    assert list(shapes) == [layer.name for layer in computed]  # collectives are tiny: an image
+    for layer in computed:
+        assert len(shapes[layer.name].get_paths()) == len(layer.boxes)
+        if "virtual stage" in layer.name:  # the first passes are cut by what they wait for
+            passes = {(box.rank, box.number) for box in layer.boxes}
+            assert len(passes) == result.plan.pp * result.num_microbatches
     numbers = [text.get_text() for text in axes.texts if text.get_text().isdigit()]
     assert len(numbers) > result.plan.pp * result.num_microbatches
     assert set(numbers) <= {str(index) for index in range(result.num_microbatches)}
@@ -260,6 +284,7 @@ def test_image_of_tiny_passes_keeps_every_second() -> None:
     shares = sum(
         column_shares(layer.boxes, window, result.plan.pp, 1000)
         for layer in timeline_layers(result)
+        if not layer.is_collective
     )
     assert np.max(shares) == pytest.approx(1.0)
     assert 1 - np.mean(shares) == pytest.approx(result.bubble_fraction, abs=1e-9)
@@ -284,13 +309,51 @@ def test_memory_time_shows_every_layout_and_tells_proven_points_apart() -> None:
     clouds = [each for each in axes.collections if isinstance(each, PathCollection)]
     counts = [len(each.get_offsets()) for each in clouds]  # type: ignore[arg-type]
     assert sum(counts) == len(result.evaluated) + len(result.frontier)
-    assert sorted(counts[-2:]) == [1, 1]
+    assert counts[-2:] == [1, 1]
     hollow, filled = (np.asarray(each.get_facecolor())[0, :3] for each in clouds[-1:-3:-1])
     assert hollow.tolist() == [1, 1, 1]
-    assert filled.max() < 0.2
+    (proven,) = (each for each in result.frontier if each.proven)
+    assert filled.tolist() == list(to_rgb(MARKS[proven.plan.recompute][0]))
     note = next(text.get_text() for text in axes.texts if text.get_text().startswith("best:"))
     plan = result.plans[0].plan
     assert f"tp{plan.tp} pp{plan.pp} dp{plan.dp} vpp1 mb1" in note
+
+
+def test_density_is_of_every_feasible_layout() -> None:
+    """What was simulated lies in a cell of its memory, and no cell is slower than that."""
+    job = TrainingJob(
+        model=load_model("gpt2"), global_batch_size=16, seq_len=1024, precision=Precision.BF16
+    )
+    found = search(job, load_cluster("dgx-a100"), load_stack("megatron-core"), 4)
+    density = found.density
+    assert density is not None
+    counts = np.array(density.counts)
+    assert counts.sum() + density.num_slower == found.feasible > 1000
+    for each in found.evaluated:
+        column = np.searchsorted(density.memory_edges_bytes, each.device_bytes, "right") - 1
+        least_ps = density.time_edges_ps[int(np.flatnonzero(counts[:, column])[0])]
+        assert least_ps <= each.step_ps
+    shades = plot_memory_time(found).axes[0].collections[0].get_array()
+    assert shades is not None
+    assert shades.sum() == counts.sum()
+
+
+def test_fsdp_timeline_shows_its_collectives_and_what_they_delay() -> None:
+    job = TrainingJob(
+        model=load_model("gpt2"), global_batch_size=16, seq_len=1024, precision=Precision.BF16
+    )
+    plan = ParallelPlan(dp=8, zero_stage=3, stages=(12,))
+    result = simulate(job, plan, load_cluster("dgx-a100"), load_stack("fsdp"))
+    boxes = {layer.name: layer.boxes for layer in timeline_layers(result)}
+    waited_ps = sum(box.end_s - box.start_s for box in boxes[WAIT]) * PS_PER_S
+    assert waited_ps == pytest.approx(result.breakdown_ps[Category.DP_COMM])
+    # Two microbatches; the root unit, which has the ends, stays from forward to backward.
+    gathers, reductions = boxes["parameter gather"], boxes["gradient reduction"]
+    assert len(gathers) == 2 * (2 * 12 + 1)
+    assert len(reductions) == 2 * (12 + 1)
+    whole = plot_timeline(result).axes[0]
+    ticks = [label.get_text() for label in whole.get_yticklabels()]
+    assert ticks == ["computation", "collectives"]
 
 
 def test_only_the_plots_import_matplotlib() -> None:

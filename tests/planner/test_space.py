@@ -147,3 +147,27 @@ def test_long_sequences_are_cut_and_short_ones_if_asked(
     space = enumerate_space(job, load_stack(stack), 8, limits)
     assert set(space.column("cp").tolist()) == degrees
     assert set(space.column("dp_cp").tolist()) == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("model", "stack", "num_gpus", "batch"),
+    [
+        ("gpt2", "megatron-core", 4, 36),
+        ("gpt2", "torchtitan", 9, 9),
+        ("gpt2", "torchtitan", 16, 16),
+        ("gpt2", "deepspeed", 4, 16),
+        ("gpt2", "ddp", 4, 16),
+        ("mixtral-8x7b", "megatron-core", 4, 4),
+    ],
+)
+def test_no_layout_is_in_a_space_twice(model: str, stack: str, num_gpus: int, batch: int) -> None:
+    """Devices and sequences are squares, whose root divides them once."""
+    profile = load_stack(stack)
+    job = TrainingJob(
+        model=load_model(model),
+        global_batch_size=batch,
+        seq_len=1024,
+        precision=profile.precisions[0],
+    )
+    space = enumerate_space(job, profile, num_gpus, SpaceLimits())
+    assert len({space.plan(index) for index in range(len(space))}) == len(space) > 0

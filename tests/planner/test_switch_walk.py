@@ -20,7 +20,7 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import PLAN_FIELDS
 
 SEARCHES = {
-    "torchtitan": ("llama3-70b", "dgx-h100", 256, 256, 8192),
+    "torchtitan": ("llama3-70b", "dgx-h100", 32, 32, 8192),
     "torchtitan in two replicas": ("llama3-8b", "dgx-h100", 16, 64, 4096),
     "fsdp": ("gpt2-xl", "dgx-a100", 16, 64, 1024),
     "ddp": ("gpt2", "a100-4xhdr200", 16, 256, 1024),

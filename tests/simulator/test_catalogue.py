@@ -69,8 +69,10 @@ def test_a_second_node_costs_time_but_adds_throughput(name: str) -> None:
 @pytest.mark.parametrize("name", list_models())
 def test_every_model_trains_on_dgx_a100(name: str) -> None:
     model, stack = load_model(name), load_stack(MODERN)
-    is_latent = isinstance(model, ModelSpec) and model.latent is not None
-    degrees = (1,) if is_latent else (8, 4, 2, 1)
+    is_whole = isinstance(model, ModelSpec) and (
+        model.latent is not None or (model.experts is not None and model.experts.bias)
+    )
+    degrees = (1,) if is_whole else (8, 4, 2, 1)
     tp = next(each for each in degrees if model.split_refusal(each) is None)
     if isinstance(model, ModelSpec) and {*model.layer_facts(model.seq_len)} - {*stack.layer_facts}:
         tp, stack = 1, load_stack("fsdp")

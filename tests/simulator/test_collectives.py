@@ -21,6 +21,8 @@ from meshwright.simulator.costs.links import (
     intra_node_performance,
     network_rate_bytes_per_s,
     nic_share_bytes_per_s,
+    port_bytes_per_s,
+    ports_per_node,
     ring_steps,
 )
 from meshwright.simulator.layout.mesh import GroupSpan
@@ -261,6 +263,17 @@ def test_four_cards_give_each_of_eight_devices_half_of_what_eight_cards_do() -> 
     span = GroupSpan(32, 4, 8)
     assert network_rate_bytes_per_s(full, span, 0.5) == 100_000_000_000
     assert network_rate_bytes_per_s(half, span, 0.5) == 50_000_000_000
+
+
+@pytest.mark.parametrize(("cards", "ports", "rate"), [(4, 4, 25), (8, 8, 25), (16, 8, 50)])
+def test_a_port_is_a_card_or_what_a_device_has_of_more_cards(
+    cards: int, ports: int, rate: int
+) -> None:
+    cluster = DGX.model_copy(update={"nics_per_node": cards})
+    assert ports_per_node(cluster) == ports
+    assert port_bytes_per_s(cluster) == rate * 10**9
+    thin = cluster.model_copy(update={"oversubscription": 2.0})
+    assert port_bytes_per_s(thin) == rate * 10**9 / 2
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 7.5])

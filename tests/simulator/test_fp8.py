@@ -52,7 +52,13 @@ FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
 STACKS = ("fsdp", "megatron-core", "torchtitan", "torchtitan-2024-12")
-DATED = ("llm-foundry-2023", "megatron-core-2024")
+DATED = (
+    "llm-foundry-2023",
+    "megatron-core-2024",
+    "megatron-core-capacity",
+    "megatron-core-graphs",
+    "megatron-core-serial",
+)
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 

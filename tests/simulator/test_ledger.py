@@ -24,9 +24,24 @@ PLANS = {
     "units of a pipeline": ("torchtitan", ParallelPlan(pp=2, dp=8, zero_stage=3)),
     "replicas of shards": ("torchtitan", ParallelPlan(dp=8, dp_shard=2, zero_stage=3)),
     "owners": ("zero-broadcast", ParallelPlan(dp=8, zero_stage=3)),
-    "refetches": (
+    "interleaved units": (
         "torchtitan",
         ParallelPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=3, schedule="interleaved"),
+    ),
+    "refetches": (  # of more virtual stages a rank than stay gathered
+        "torchtitan",
+        ParallelPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=5, schedule="interleaved"),
+    ),
+    "refetches of what goes after forward": (
+        "torchtitan",
+        ParallelPlan(
+            pp=2,
+            dp=4,
+            zero_stage=3,
+            num_virtual_stages=5,
+            schedule="interleaved",
+            reshard_after_forward=True,
+        ),
     ),
 }
 KINDS = {Moment.GATHER: SpanKind.PARAMETER_GATHER, Moment.REDUCE: SpanKind.GRADIENT_REDUCTION}

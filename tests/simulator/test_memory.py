@@ -26,6 +26,7 @@ from meshwright.simulator.memory import (
     usable_bytes,
     workspace_bytes,
 )
+from meshwright.simulator.memory.pass_states import pass_states
 from meshwright.simulator.memory.rank import (
     PassPeak,
     RankMemory,
@@ -35,6 +36,7 @@ from meshwright.simulator.memory.rank import (
     rank_memory,
     sharded_workspace_bytes,
     virtual_stage_memory,
+    with_workspace,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
 from meshwright.simulator.model import BlockRun
@@ -482,6 +484,29 @@ def test_passes_gather_a_unit_and_the_next_and_make_one_whole_gradient() -> None
     assert kept == (60 * 2, 60 * 2 + whole)
     assert sharded_workspace_bytes(units, state, Shards(1, 8, 8)) == (0, whole)
     assert sharded_workspace_bytes(units, state, Shards(1, 1, 8)) == (0, 0)
+
+
+def test_what_passes_hold_for_a_moment_adds_to_what_they_held() -> None:
+    stage = VirtualStageMemory(saved_bytes=1, forward_workspace_bytes=7, backward_workspace_bytes=9)
+    more = with_workspace(stage, (20, 300))
+    assert (more.forward_workspace_bytes, more.backward_workspace_bytes) == (27, 309)
+    assert more.saved_bytes == 1
+
+
+@pytest.mark.parametrize(
+    ("reshards", "found"),
+    [
+        (False, "APART WHOLE WHOLE WHOLE"),
+        (True, "APART APART APART WHOLE"),
+    ],
+)
+def test_units_are_gathered_whole_after_a_backward_pass_or_where_they_stay(
+    *, reshards: bool, found: str
+) -> None:
+    """The first of two ranks runs F0 F1 B0 B1."""
+    actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
+    states = pass_states(actions, 1, reshards=reshards)
+    assert " ".join(each.found.name for each in states) == found
 
 
 def test_a_device_holds_workspaces_context_and_communicators_beside_tensors() -> None:

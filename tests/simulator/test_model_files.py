@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from meshwright.hwprofiles import Attention, load_cluster, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob, simulate
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
 from meshwright.simulator.model.huggingface import ARCHITECTURES
@@ -246,6 +248,53 @@ NEOX_CONFIG: dict[str, object] = {
     "use_parallel_residual": True,
     "vocab_size": 50432,
 }
+GPT_OSS_CONFIG: dict[str, object] = {
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rope_scaling": {"original_max_position_embeddings": 4096, "rope_type": "yarn"},
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+LLAMA4_CONFIG: dict[str, object] = {
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "for_llm_compression": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 1048576,
+    "model_type": "llama4_text",
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "use_qk_norm": False,
+    "vocab_size": 202048,
+}
 BERT_CONFIG: dict[str, object] = {
     "attention_probs_dropout_prob": 0.1,
     "hidden_act": "gelu",
@@ -276,7 +325,8 @@ def load_toml(folder: Path, text: str) -> ModelSpec:
 
 
 def shapes_of(model: ModelSpec) -> dict[str, object]:
-    return model.model_dump(exclude={"name", "title", "source", "max_positions", "dropout"})
+    words = {"name", "title", "source", "left_out"}
+    return model.model_dump(exclude={*words, "max_positions", "dropout"})
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -298,6 +348,7 @@ def test_data_folder_holds_the_built_in_models_each_once() -> None:
         (GPT2_CONFIG, "gpt2"), (BLOOM_CONFIG, "bloom-176b"), (LLAMA_CONFIG, "llama3-8b"),
         (OPT_CONFIG, "opt-125m"), (MISTRAL_CONFIG, "mistral-7b"), (QWEN2_CONFIG, "qwen2-0.5b"),
         (BERT_CONFIG, "bert-large"), (QWEN3_CONFIG, "qwen3-32b"), (GEMMA3_CONFIG, "gemma3-27b"),
+        (GPT_OSS_CONFIG, "gpt-oss-20b"), (LLAMA4_CONFIG, "llama4-maverick"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -309,6 +360,40 @@ def test_config_json_describes_the_built_in_model(
     assert count_parameters(model) == count_parameters(load_model(name))
     assert model.dropout == load_model(name).dropout or name == "bloom-176b"
     assert model.name == tmp_path.name
+
+
+def test_llama4_lists_layers_or_tells_every_how_many(tmp_path: Path) -> None:
+    turned = [int((each + 1) % 4 != 0) for each in range(48)]
+    kinds = ["chunked_attention" if each else "full_attention" for each in turned]
+    lists = {"moe_layers": [*range(1, 48, 2)], "no_rope_layers": turned, "layer_types": kinds}
+    told = {**LLAMA4_CONFIG, "interleave_moe_layer_step": 1}
+    assert shapes_of(load_config(tmp_path, {**told, **lists})) == shapes_of(
+        load_config(tmp_path, LLAMA4_CONFIG)
+    )
+    both = {"model_type": "llama4", "text_config": LLAMA4_CONFIG, "vision_config": {"size": 1}}
+    assert shapes_of(load_config(tmp_path, both)) == shapes_of(load_config(tmp_path, LLAMA4_CONFIG))
+    all_turned = load_config(tmp_path, {**LLAMA4_CONFIG, "no_rope_layers": [1] * 48})
+    assert (all_turned.rotary_layers, all_turned.layer_pattern) == ("all", "W")
+
+
+def test_a_key_that_changes_no_size_is_read_and_told(tmp_path: Path) -> None:
+    tuned = load_config(tmp_path, LLAMA4_CONFIG).left_out
+    assert (
+        tuned == "attn_temperature_tuning=True scales queries by their position, which is not "
+        "modelled"
+    )
+    assert "left_out" not in load_config(tmp_path, LLAMA_CONFIG).model_dump()
+    ahead = load_config(tmp_path, DEEPSEEK_CONFIG)
+    plan = ParallelPlan(stages=(61,), dp=8, ep=8, attention=Attention.FLASH)
+    job = TrainingJob(model=ahead, global_batch_size=8, seq_len=512)
+    cluster, stack = load_cluster("dgx-h100"), load_stack("megatron-core")
+    said = f"{ahead.name}: num_nextn_predict_layers=1 predict tokens beyond the next, which is left"
+    assert simulate(job, plan, cluster, stack).warnings[0].startswith(said)
+
+
+def test_a_window_may_stand_beside_experts(tmp_path: Path) -> None:
+    model = load_config(tmp_path, {**MIXTRAL_CONFIG, "sliding_window": 4096})
+    assert (model.window, model.layer_runs) == (4096, (("windowed expert layer", 32),))
 
 
 def test_mistral_trains_on_no_more_than_its_window(tmp_path: Path) -> None:
@@ -375,7 +460,6 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (LLAMA_CONFIG, {"model_type": "mamba"},
          "model_type='mamba' is not supported; supported: bert, bloom, deepseek_v2, "),
         (MIXTRAL_CONFIG, {"num_experts_per_tok": 9}, "experts_per_token=9 are more than the 8"),
-        (MIXTRAL_CONFIG, {"sliding_window": 4096}, "window=4096 does not go with experts"),
         (MIXTRAL_CONFIG, {"moe_layer_freq": 2}, "'moe_layer_freq'=2 is not supported"),
         (DEEPSEEK_CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; it must be 1"),
         (DEEPSEEK_CONFIG, {"attention_bias": True}, "attention_bias=True is not supported"),
@@ -415,6 +499,13 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
         (QWEN2_CONFIG, {"layer_types": ["linear_attention"]}, "each must be of sliding_attention"),
         (GEMMA3_CONFIG, {"text_config": None}, "text_config is missing"),
         (GEMMA3_CONFIG, {"text_config": {"num_experts": 8}}, "'num_experts'=8 is not supported"),
+        (GPT_OSS_CONFIG, {"layer_types": ["chunked_attention"] * 24}, "each must be of slid"),
+        (GPT_OSS_CONFIG, {"num_experts_per_tok": 2}, "experts_per_token=4 disagrees with num_expe"),
+        (LLAMA4_CONFIG, {"moe_layers": [0, 1, 5]}, "moe_layers=[0, 1, 5] is not supported; it mu"),
+        (LLAMA4_CONFIG, {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] must have one entry a"),
+        (LLAMA4_CONFIG, {"no_rope_layers": [1, "0"]}, "must be a list of integers of at least 0"),
+        (LLAMA4_CONFIG, {"layer_types": ["full_attention"] * 48}, "with positions attend in chunk"),
+        (LLAMA4_CONFIG, {"attention_chunk_size": None}, "attention_chunk_size is missing"),
         (NEOX_CONFIG, {"rotary_pct": 0.3}, "rotary_fraction=0.3 turns 28.8 of head_dim=96; it"),
         (NEOX_CONFIG, {"rotary_pct": -1}, "rotary_pct=-1 must be a number of at least 0"),
         (BERT_CONFIG, {"is_decoder": True}, "is_decoder=True is not supported for BERT"),
@@ -503,7 +594,7 @@ def test_configs_with_experts_are_the_built_in_models(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    named = {"name": name, "title": "", "source": ""}
+    named = {"name": name, "title": "", "source": "", "left_out": ""}
     assert load_model(str(path)).model_copy(update=named) == load_model(name).model_copy(
         update=named
     )

@@ -441,6 +441,16 @@ def test_extrapolated_evidence_is_named() -> None:
     assert any(each.endswith("of the busy time rests on extrapolation") for each in warnings)
 
 
+def test_only_messages_of_one_device_a_stage_rest_on_measured_hops() -> None:
+    """Inside a node a hop was measured; nothing else of two stages without replicas was."""
+    result = simulate(make_job(), make_plan(pp=2), CLUSTER, OLD)
+    parts = result.breakdown_ps
+    idle_ps = parts[Category.BUBBLE] + parts[Category.STEP_OVERHEAD]
+    share = parts[Category.PP_COMM] / (result.step_ps - idle_ps)
+    assert result.source_fractions[Source.MEASURED] == pytest.approx(share, rel=1e-6)
+    assert share > 1e-4
+
+
 def test_the_largest_tensor_is_one_that_lives_at_the_peak() -> None:
     """The stage with the head peaks in its logits, an inner one in what is recomputed."""
     plan = ParallelPlan(pp=4, recompute=Recompute.FULL, stages=(1,) * 4)

@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     LossKernel,
     Precision,
     Recompute,
+    Source,
     StackProfile,
     StageSplit,
     load_cluster,
@@ -442,6 +443,27 @@ def test_a_port_is_shared_where_messages_and_collectives_use_the_same_links(
     assert work.shared_port == same
     assert (mesh.span(Axis.DP).crosses_nodes and same) == shared
     assert not built_step(make_job(model, dp), plan, stack=OLD).work.shared_port
+
+
+@pytest.mark.parametrize(("pp", "source"), [(2, Source.MEASURED), (8, Source.FITTED)])
+def test_messages_rest_on_the_links_that_they_take(pp: int, source: Source) -> None:
+    """Two stages of four ranks share a node, whose hops were measured; eight do not."""
+    model = load_model("gpt2")
+    plan = make_plan(model, tp=4, pp=pp)
+    assert built_step(make_job(model, 8), plan).evidence.messages is source
+
+
+def test_sharded_gradients_reduced_in_fp32_need_a_cast_copy_in_backward() -> None:
+    """DeepSpeed's ZeRO-2 reduces GPT-2's 124,439,808 gradients as one bucket."""
+    model, deepspeed = load_model("gpt2"), load_stack("deepspeed")
+    plan = make_plan(model, dp=8, zero_stage=2)
+    plain, cast = (
+        built_step(make_job(model, 8), each, stack=deepspeed).memory[0].virtual_stages[0]
+        for each in (plan, replace(plan, reduce_precision=Precision.FP32))
+    )
+    more = cast.backward_workspace_bytes - plain.backward_workspace_bytes
+    assert more == 4 * 124_439_808
+    assert cast.forward_workspace_bytes == plain.forward_workspace_bytes
 
 
 def test_chunks_and_updates_report_what_the_engine_runs() -> None:

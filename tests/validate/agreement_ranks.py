@@ -5,6 +5,7 @@
 forked from one process that has imported everything and computed nothing.
 """
 
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -84,6 +85,8 @@ def main(folder: Path) -> int:
     # Ranks that the later plans do not have end before them.
     cases = dict(sorted(cases.items(), key=lambda each: -each[1].plan.world_size))
     most = max(saved.plan.world_size for saved in cases.values())
+    gc.collect()
+    gc.freeze()  # a step looks for garbage: in all that was imported, and each rank would copy it
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run_rank, args=(rank, cases, folder)) for rank in range(most)]
     for process in ranks:

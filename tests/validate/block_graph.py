@@ -27,6 +27,7 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     WeightGradients,
+    cut,
     dropout,
     flash,
     norm,
@@ -215,6 +216,14 @@ def loss(*, width: int) -> Build:
     return build
 
 
+def quarters(block: Block, x: Tensor, *, by_slices: bool = False) -> Tensor:
+    """Write down SwiGLU of SwiGLUs of the quarters of a product, cut one way or the other."""
+    parts = (Dim(f"quarter {number}", WIDTH // 4) for number in range(4))
+    first, second, third, fourth = cut(block, x, *parts, by_slices=by_slices)
+    one_side = pointwise(block, "swiglu", first, second)
+    return pointwise(block, "swiglu", one_side, pointwise(block, "other side", third, fourth))
+
+
 GRAPHS: dict[str, GraphCase] = {
     "linear": GraphCase(build=one(linear())),
     "linear with bias": GraphCase(build=one(linear(bias=True))),
@@ -241,6 +250,10 @@ GRAPHS: dict[str, GraphCase] = {
     "swiglu": GraphCase(build=two(lambda block, x, y: pointwise(block, "swiglu", x, y))),
     "packed swiglu": GraphCase(
         build=one(lambda block, x, _: pointwise(block, "swiglu", x, last=Dim("half", WIDTH // 2)))
+    ),
+    "a product cut into views": GraphCase(build=one(lambda block, x, _: quarters(block, x))),
+    "a product cut by slices": GraphCase(
+        build=one(lambda block, x, _: quarters(block, x, by_slices=True))
     ),
     "rotary": GraphCase(
         build=one(lambda block, x, _: pointwise(block, "rotary", x, reads=Reads.NOTHING))

@@ -4,7 +4,7 @@ What each keeps is said where it is not what one would expect. Sizes are small a
 so that a byte too many cannot hide behind another one too few.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import sqrt
 
@@ -165,6 +165,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def of_quarters(parts: Iterable[Tensor]) -> Tensor:
+    """Return SwiGLU of SwiGLUs of four parts."""
+    first, second, third, fourth = parts
+    return Swiglu.apply(Swiglu.apply(first, second), Swiglu.apply(third, fourth))
+
+
+def sliced(x: Tensor) -> Iterator[Tensor]:
+    """Yield quarters of *x* by indices: the gradient of each is as large as *x*."""
+    step = WIDTH // 4
+    return (x[..., place : place + step] for place in range(0, WIDTH, step))
+
+
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention in the programs' own kernel: inputs, output and a number a row are kept."""
     causal = True
@@ -266,8 +278,10 @@ MODULES: dict[str, ModuleCase] = {
     "gelu": ModuleCase(make=nn.GELU),
     "swiglu": ModuleCase(make=lambda: Swiglu.apply, given=(ACTIVATION, ACTIVATION)),
     "packed swiglu": ModuleCase(make=lambda: PackedSwiglu.apply),
+    "a product cut into views": ModuleCase(make=lambda: lambda x: of_quarters(x.chunk(4, -1))),
+    "a product cut by slices": ModuleCase(make=lambda: lambda x: of_quarters(sliced(x))),
     # Turning back takes the angles alone, which come from the place of a token.
-    "rotary": ModuleCase(make=lambda: lambda x: Rotary.apply(x, 1, 1e4), given=(SPLIT,)),
+    "rotary": ModuleCase(make=lambda: lambda x: Rotary.apply(x, 1, 1e4, (0,)), given=(SPLIT,)),
     "flash": ModuleCase(
         make=lambda: fused_attention,
         given=(SPLIT, SPLIT, SPLIT),

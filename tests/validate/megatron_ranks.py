@@ -6,6 +6,7 @@ gradients, and the most that two ranks differ in a weight that both hold. Ranks 
 process that has imported everything and computed nothing.
 """
 
+import gc
 import json
 import multiprocessing
 import pickle
@@ -117,6 +118,7 @@ def run_rank(rank: int, cases: list[Case], folder: Path) -> None:
 def main(folder: Path) -> int:
     cases = [Case(*each) for each in pickle.loads((folder / "cases").read_bytes())]
     cases.sort(key=lambda case: -case.plan.world_size)  # ranks beyond the later ones have ended
+    gc.freeze()  # what was imported is no garbage, and no rank needs a copy of it
     context = multiprocessing.get_context("fork")
     ranks = [
         context.Process(target=run_rank, args=(rank, cases, folder))

@@ -5,6 +5,7 @@
 Ranks are forked from one process that has imported everything and computed nothing.
 """
 
+import gc
 import json
 import multiprocessing
 import pickle
@@ -91,6 +92,7 @@ def main(folder: Path) -> int:
     cases = pickle.loads((folder / "cases").read_bytes())
     # Ranks that the later plans do not have end before them, and write nothing.
     cases = dict(sorted(cases.items(), key=lambda each: -each[1][1].world_size))
+    gc.freeze()  # what was imported is no garbage, and no rank needs a copy of it
     fork = multiprocessing.get_context("fork")
     most = max(plan.world_size for _, plan, _ in cases.values())
     ranks = [fork.Process(target=run_rank, args=(rank, cases, folder)) for rank in range(most)]

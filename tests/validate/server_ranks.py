@@ -5,6 +5,7 @@ with, by name, what each rank showed. Ranks are forked from one process that has
 everything and computed nothing.
 """
 
+import gc
 import json
 import multiprocessing
 import pickle
@@ -79,6 +80,7 @@ def run_rank(rank: int, cases: dict[str, tuple[TrainingJob, ParallelPlan]], fold
 def main(cases_path: Path, result: Path) -> int:
     cases = pickle.loads(cases_path.read_bytes())
     most = max(num_processes(plan, load_stack(STACK)) for _, plan in cases.values())
+    gc.freeze()  # what was imported is no garbage, and no rank needs a copy of it
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=run_rank, args=(rank, cases, result.parent)) for rank in range(most)

@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshwright import main
 from meshwright.hwprofiles import CollectiveOp, load_cluster, load_link
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import CalibrateOptions, run_calibrate
@@ -227,7 +230,7 @@ def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
         (trace_text().replace('"dur": 50.0', '"dur": "long"').encode(), "without ts and dur"),
         (trace_text().replace('"dur": 50.0', '"dur": -50.0').encode(), "none below 0"),
         (trace_text().replace('"dur": 50.0', '"dur": NaN').encode(), "finite times"),
-        (gzip.compress(b"[" + b" " * 6000), "too large for a torch.profiler trace"),
+        (gzip.compress(b"[" + b" " * 6000, mtime=0), "too large for a torch.profiler trace"),
     ],
 )
 def test_what_is_no_trace_is_refused(
@@ -254,3 +257,29 @@ def test_a_trace_alone_is_shown_and_written_where_asked(
     assert run_calibrate(CalibrateOptions(trace=[str(path)], out="out")) == 0
     table = (tmp_path / "out" / "trace-1.csv").read_text(encoding="utf-8").splitlines()
     assert table[1].startswith("gemm,2,0.00016,")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("bomb", "unpacks to more than 300 times its size"),
+        ("pipe", "no regular file"),
+        ("folder", "no regular file"),
+        ("/dev/zero", "no regular file"),
+    ],
+)
+def test_what_would_not_end_is_refused_as_a_trace_within_a_second(
+    kind: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(kind) if kind.startswith("/") else tmp_path / kind
+    if kind == "bomb":
+        path.write_bytes(gzip.compress(bytes(10**7)) * 400)  # 4 GB in 4 MB
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    before_s = time.process_time()
+    assert main(["calibrate", "--trace", str(path)]) == 2
+    assert time.process_time() - before_s < 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), says in err) == ("", 1, True)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from left_running import left_running
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.documents import json_text
@@ -86,8 +87,10 @@ def failure_file(spec: RunSpec, rank: int) -> dict:
     return json.loads((spec.results / f"rank-{rank:05d}.failure.json").read_text("utf-8"))
 
 
-def test_all_ranks_measure_every_plan(run: Run, spec: RunSpec) -> None:
-    outcome = run("succeed", plans=spec.plans * 2)
+def test_all_ranks_measure_every_plan_and_tell_phases_in_order(run: Run, spec: RunSpec) -> None:
+    told: list[tuple[str, int, int]] = []
+    plans = replace(spec, measure="launch_fakes:succeed", plans=spec.plans * 2)
+    outcome = run_local(plans, 2, progress=lambda *each: told.append(each))
     assert outcome.failure is None
     assert [sorted(plan) for plan in outcome.measurements] == [[0, 1], [0, 1]]
     assert {each.flops for plan in outcome.measurements for each in plan.values()} == {3}
@@ -95,12 +98,6 @@ def test_all_ranks_measure_every_plan(run: Run, spec: RunSpec) -> None:
     assert collect_run(spec.results).measurements == outcome.measurements
     with pytest.raises(PlanError, match="holds an earlier run; name a new folder"):
         run("succeed")
-
-
-def test_phases_are_told_in_order_and_over_all_plans(spec: RunSpec) -> None:
-    told: list[tuple[str, int, int]] = []
-    plans = replace(spec, measure="launch_fakes:succeed", plans=spec.plans * 2)
-    run_local(plans, 2, progress=lambda *each: told.append(each))
     places = [done for _, done, _ in told]
     assert places == sorted(places)
     assert {total for _, _, total in told} == {2 * len(spec.phases)}
@@ -168,7 +165,8 @@ def test_a_plan_for_another_number_of_ranks_is_refused(run: Run) -> None:
     assert outcome.missing_ranks(0) == (0,)
 
 
-def test_ctrl_c_leaves_no_process(spec: RunSpec, tmp_path: Path) -> None:
+def hanging_run(spec: RunSpec, folder: Path) -> "subprocess.Popen[bytes]":
+    """Start a launcher whose two ranks do not end of themselves."""
     # A shell that runs the tests in its background has had them ignore Ctrl-C; a user's does not.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -177,9 +175,13 @@ def test_ctrl_c_leaves_no_process(spec: RunSpec, tmp_path: Path) -> None:
         "from meshwright.validate.launch import read_spec, run_local\n"
         "run_local(read_spec(Path(sys.argv[3])), 2)\n"
     )
-    write_spec(replace(spec, measure="launch_fakes:hang"), tmp_path / "spec.json")
+    write_spec(replace(spec, measure="launch_fakes:hang"), folder / "spec.json")
     words = [sys.executable, "-c", program, str(HERE), os.fspath(HERE.parents[1])]
-    launcher = subprocess.Popen([*words, str(tmp_path / "spec.json")], stderr=subprocess.PIPE)
+    return subprocess.Popen([*words, str(folder / "spec.json")], stderr=subprocess.PIPE)
+
+
+def test_ctrl_c_leaves_no_process(spec: RunSpec, tmp_path: Path) -> None:
+    launcher = hanging_run(spec, tmp_path)
     heartbeats = [spec.results / f"rank-{rank:05d}.heartbeat.json" for rank in range(2)]
     until = time.monotonic() + LONG_S
     while not all(path.exists() for path in heartbeats) and time.monotonic() < until:
@@ -192,3 +194,17 @@ def test_ctrl_c_leaves_no_process(spec: RunSpec, tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert failure_file(spec, 0)["message"] == "SIGTERM"
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_before_they_look(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    with hanging_run(spec, tmp_path) as launcher:
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        until = time.monotonic() + LONG_S
+        while len(children.read_text().split()) < 2 and time.monotonic() < until:
+            time.sleep(0.005)
+        ranks = [int(word) for word in children.read_text().split()]
+        launcher.kill()
+    assert len(ranks) == 2
+    assert left_running(lambda: ranks, LONG_S / 2) == []

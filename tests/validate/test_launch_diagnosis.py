@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.simulator import PlanError
-from meshwright.validate.launch import FailureKind, RunSpec, collect_run, write_spec
+from meshwright.validate.launch import FailureKind, RunSpec, collect_run, worker, write_spec
 from meshwright.validate.launch.collect import outcome
 from meshwright.validate.launch.diagnosis import RankOutcome, RunFailure, diagnose
 from meshwright.validate.launch.environment import WorkerEnvironment
@@ -190,6 +190,20 @@ def test_a_folder_without_one_rank_names_it(folder: Path) -> None:
         write_heartbeat(at(rank, "done", world_size=3), folder)
     assert collected(folder).cause == "rank 1 of 3 left no file: never started, or not copied"
     assert collect_run(folder).missing_ranks(0) == (0, 1, 2)
+
+
+def test_a_rank_0_that_never_started_is_named(tmp_path: Path) -> None:
+    """It leaves no file; what all were told is there by whoever came first."""
+    words = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
+    worker._claim(
+        replace(SPEC, results=tmp_path), WorkerEnvironment.of(words | {"MASTER_ADDR": "127.0.0.1"})
+    )
+    write_heartbeat(at(2, "init", world_size=3), tmp_path)
+    assert collected(tmp_path).cause == "rank 0 of 3 left no file: never started, or not copied"
+    for rank in (1, 2):
+        waited = failed(rank, FailureKind.MISSING, "2 of 3 ranks had joined", phase="init")
+        write_failure(replace(waited, missing=(0,)), tmp_path)
+    assert collected(tmp_path).cause == "rank 0 never started; the others waited in init"
 
 
 def test_a_folder_of_ranks_that_waited_for_one_names_it(folder: Path) -> None:

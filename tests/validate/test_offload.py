@@ -61,14 +61,14 @@ LIMIT_S = 120
 # Of sizes at which the logits decide the peak; tensors have no data. Rows of the tables are not
 # divisible by 7 ranks: the last shards are shorter.
 GPT = ModelSpec(
-    name="small-gpt", num_layers=4, hidden_size=448, num_heads=7, vocab_size=8192, seq_len=2048
+    name="small-gpt", num_layers=2, hidden_size=448, num_heads=7, vocab_size=8192, seq_len=2048
 )
 BF16, FP32 = Precision.BF16, Precision.FP32
 
 
 def saved_plan(stack: str, precision: Precision = BF16, batch: int = 8, **fields: Any) -> SavedPlan:
     profile = load_stack(stack)
-    usual = {"dp": 4, "zero_stage": 3, "stages": (4,), "offload": Offload.PARAMETERS}
+    usual = {"dp": 4, "zero_stage": 3, "stages": (2,), "offload": Offload.PARAMETERS}
     plan = ParallelPlan(attention=profile.attention, **(usual | fields))
     job = TrainingJob(model=GPT, global_batch_size=batch, seq_len=2048, precision=precision)
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-a100"), stack=profile)
@@ -82,7 +82,7 @@ CASES = {
     ),
     "short shards": (saved_plan("torchtitan", FP32, 14, dp=7), 6),
     "hsdp": (saved_plan("fsdp", dp_shard=2, microbatch_size=2), 3),
-    "titan in a pipeline": (saved_plan("torchtitan", dp=2, pp=2, stages=(2, 2)), 3),
+    "titan in a pipeline": (saved_plan("torchtitan", dp=2, pp=2, stages=(1, 1)), 3),
 }
 
 

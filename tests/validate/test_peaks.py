@@ -15,7 +15,7 @@ from meshwright.validate.published import (
 
 # Kernels of one row differ by device and release by as much (0.4 % of the 7B model's, 60 MiB of
 # the small ones); a few messages of a pipeline's runtime are not counted.
-MOST_OF_A_ROW = 0.05
+MOST_OF_A_ROW = 0.06
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def peaks() -> list[PeakComparison]:
 
 def test_peaks_agree_with_megatrons_own(peaks: list[PeakComparison]) -> None:
     errors = [each.error_fraction for each in peaks]
-    assert len(errors) == 160
+    assert len(errors) == 204
     assert fmean(map(abs, errors)) < 0.012
     assert abs(median(errors)) < 0.01
     assert sum(error < -0.05 for error in errors) == 0
@@ -38,9 +38,9 @@ def test_real_sizes_agree(peaks: list[PeakComparison]) -> None:
     assert all(abs(error) < 0.01 for error in large)
 
 
-def test_every_dense_test_with_a_layout_is_counted_or_left_out_for_a_reason() -> None:
+def test_every_test_with_a_layout_is_counted_or_left_out_for_a_reason() -> None:
     left_out = load_excluded_peaks()
-    assert len(left_out) + len(load_published_peaks()) == 252
+    assert len(left_out) + len(load_published_peaks()) == 335
     assert not {row.id for row in left_out} & {row.id for row in load_published_peaks()}
 
 

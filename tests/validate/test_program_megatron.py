@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812
 
-from meshwright.hwprofiles import Attention, Precision, Recompute  # noqa: E402
+from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
 from meshwright.validate.programs.layers.transformer import LayerOptions, VirtualStage  # noqa: E402
@@ -66,7 +66,6 @@ INTERLEAVED = ParallelPlan(
 )
 # Name: model, plan, stack.
 CASES: dict[str, tuple[str, ParallelPlan, str]] = {
-    "one": ("gpt", ParallelPlan(stages=(4,), attention=FLASH), "megatron-core"),
     "one unfused 2021": ("gpt", ParallelPlan(stages=(4,)), "megatron-lm-2021"),
     "one selective": (
         "llama",
@@ -77,11 +76,6 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "gpt",
         ParallelPlan(tp=2, stages=(4,), recompute=Recompute.FULL, microbatch_size=2),
         "megatron-lm-2021",
-    ),
-    "tp2 sp": (
-        "gpt",
-        ParallelPlan(tp=2, stages=(4,), sequence_parallel=True, attention=FLASH),
-        "megatron-core",
     ),
     "tp2 sp llama": (
         "llama",
@@ -124,7 +118,21 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-core",
     ),
     "pp4": ("llama-tied", ParallelPlan(pp=4, stages=(1, 1, 1, 1)), "megatron-lm-2022"),
-    "hybrid llama": ("llama", HYBRID, "megatron-core"),
+    "cp2 tp2 sp ring": (
+        "gpt",
+        replace(HYBRID, pp=1, cp=2, stages=(4,), cp_type=ContextParallel.RING),
+        "megatron-core",
+    ),
+    "cp4 ring full": (
+        "llama",
+        ParallelPlan(cp=4, stages=(4,), attention=FLASH, recompute=Recompute.FULL),
+        "megatron-core",
+    ),
+    "cp2 pp2 all-to-all": (
+        "llama-tied",
+        replace(HYBRID, tp=1, cp=2, sequence_parallel=False, cp_type=ContextParallel.ALL_TO_ALL),
+        "megatron-core",
+    ),
     "hybrid 2021": (
         "gpt-untied",
         ParallelPlan(tp=2, pp=2, dp=2, stages=(2, 2), recompute=Recompute.FULL),

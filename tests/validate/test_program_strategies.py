@@ -135,7 +135,7 @@ def test_each_device_computes_and_copies_what_the_simulator_says(
 
 # Tied and learned, untied and grouped; in the one the blocks are most of a pass, or the logits.
 WIDER = ModelSpec(
-    name="wider-gpt", num_layers=3, hidden_size=256, num_heads=4, vocab_size=512, seq_len=256
+    name="wider-gpt", num_layers=2, hidden_size=256, num_heads=4, vocab_size=512, seq_len=256
 )
 LLAMA = WIDER.model_copy(
     update={
@@ -164,7 +164,7 @@ def test_each_device_holds_what_the_simulator_says(
     model: ModelSpec, precision: Precision, recompute: Recompute, tokens: int
 ) -> None:
     job = TrainingJob(model=model, global_batch_size=6, seq_len=tokens, precision=precision)
-    saved = saved_plan(MODULE, job, replace(plan_of(3, recompute=recompute), stages=(3,)))
+    saved = saved_plan(MODULE, job, plan_of(3, recompute=recompute))
     for device, found in enumerate(measure_devices(saved)):
         said = predict_member(saved, device)
         assert found.flops == said.flops
@@ -222,9 +222,9 @@ def test_workers_and_servers_send_what_the_simulator_says(
 ) -> None:
     servers, asynchronous = options
     server = ParameterServer(servers=servers, asynchronous=asynchronous)
-    saved = saved_plan(SERVER, job_of(8, precision), plan_of(4, server))
+    saved = saved_plan(SERVER, job_of(6, precision), plan_of(3, server))
     processes = num_processes(saved.plan, saved.stack)
-    for rank in sorted({0, 3, processes - 1}):  # a worker, the last one, the last server
+    for rank in sorted({2, processes - 1}):  # the last worker, and the last server
         oracle = counted(saved, rank, processes)
         said = predict_member(saved, rank)
         assert oracle.collectives == said.collectives

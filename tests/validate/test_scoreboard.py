@@ -50,6 +50,7 @@ STEP_TIME_LIMITS = {
     "torchtitan": 0.08,
     "Megatron-LM tables": 0.06,
     "NVIDIA DeepLearningExamples": 0.05,
+    "SimuMax": 0.05,
 }
 # The same for fp8: the constants of five sources left out one at a time give 2 to 9 %.
 FP8_LIMITS = {
@@ -59,6 +60,20 @@ FP8_LIMITS = {
     "NVIDIA Megatron-Bridge": 0.04,
     "torchtitan": 0.08,
     "MosaicML": 0.05,
+}
+# Runs with routed experts. GB200 in bf16, and Qwen3 on H100 where it waits for its host,
+# are not predicted: docs/accuracy.md says which terms are missing.
+EXPERT_LIMITS = {
+    "SimuMax v1.2, Megatron-LM runs on B200, experts": 0.08,
+    "NVIDIA dgxc-benchmarking v24.11, experts, H100 bf16": 0.05,
+    "NVIDIA dgxc-benchmarking v24.11, experts, H100 fp8": 0.12,
+    "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.16,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
+    "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
+    "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
+    "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.12,
+    "worklog of a cluster of 512 B200 (2026-05)": 0.05,
 }
 # nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what its allocator reserves
 # of compiled layers; the others depend on gradient formats.
@@ -77,6 +92,8 @@ def board() -> Scoreboard:
 
 
 def limit_of(summary: SourceSummary) -> float:
+    if summary.quantity is Quantity.STEP_TIME and summary.source in EXPERT_LIMITS:
+        return EXPERT_LIMITS[summary.source]
     is_fp8 = summary.source.endswith("fp8")
     times = FP8_LIMITS if is_fp8 else STEP_TIME_LIMITS
     limits = MEMORY_LIMITS if summary.quantity is Quantity.MEMORY else times
@@ -98,7 +115,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 21
+    assert len(errors) == 33
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 
@@ -117,17 +134,21 @@ def test_runs_printed_as_out_of_memory_are_predicted_so(board: Scoreboard) -> No
 
 
 def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
-    fits = [verdict.fits for verdict in board.finished]
+    routed = {run.id for run in load_published_runs() if run.num_experts}
+    fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
     # The others: 340B and 405B runs on few devices that print no recomputation, and three within
     # 2 % of what there is.
-    assert len(fits) == 424
+    assert len(fits) == 450
     assert sum(fits) / len(fits) >= 0.97
+    # Of experts: four whose recipes run parts of layers again, which is not offered, and two of
+    # Qwen3 30B in fp8 with two sequences a microbatch.
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 6
 
 
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
     assert len(board.verdicts) == len(load_published_runs())
     errors = [error for own in peaks.errors_by_kind().values() for error in own]
-    assert len(errors) == 179
+    assert len(errors) == 232
     assert abs(median(errors)) < 0.02
     assert sum(error < -0.05 for error in errors) <= 0.05 * len(errors)
 
@@ -153,7 +174,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (427, 10, 97)
+    assert (len(runs), len(layers), len(board.excluded)) == (513, 10, 150)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:
@@ -266,7 +287,11 @@ def changed(tmp_path: Path, name: str, change: Callable[[str], str]) -> Path:
         (",rel_tol", ",", "column '' is unknown"),
         ("3.528,,,false", ",,,false", "line 2: step_time_s=None with out_of_memory=False"),
         ("3.528,,,", "3.528,60,,", "line 2: peak_memory_gib=60.0 with memory_kind=None"),
-        (",32,1,1f1b,,", ',32,1,1f1b,"1,x",', "narayanan21_t1_1.7B: stages='1,x' is neither"),
+        (
+            ",32,1,,,1,1f1b,,",
+            ',32,1,,,1,1f1b,"1,x",',
+            "narayanan21_t1_1.7B: stages='1,x' is neither",
+        ),
         ("narayanan21_t1_3.6B", "narayanan21_t1_1.7B", "line 3: id='narayanan21_t1_1.7B' repeats"),
         ("3.528", "inf", "line 2: step_time_s='inf'"),
         (",2304,24,24,", ",2304,25,25,", "narayanan21_t1_1.7B: num_heads=25 does not divide"),

@@ -244,7 +244,7 @@ def test_a_plan_is_needed_and_must_have_a_program(
 def test_replicas_and_servers_agree(
     words: list[str], ranks: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    other = make_plan(tmp_path, "--gpus", "2", *words)
+    other = make_plan(tmp_path, "--gpus", "2", "--global-batch", "4", *words)
     capsys.readouterr()
     assert meshwright.main(["validate", other, "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -259,13 +259,13 @@ def test_asynchronous_workers_report_how_stale_they_are(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["--stack", "parameter-server", "--cluster", "dgx-a100", "--async"]
-    other = make_plan(tmp_path, "--gpus", "2", *words)
+    other = make_plan(tmp_path, "--gpus", "1", "--global-batch", "2", *words)
     capsys.readouterr()
-    words = ["--backend", "gloo", "--ranks", "3", "--steps", "2", "--json", "-"]
+    words = ["--backend", "gloo", "--ranks", "2", "--steps", "2", "--json", "-"]
     assert meshwright.main(["validate", other, *words]) == 0
     run = json.loads(capsys.readouterr().out)["run"]
     late = [each for each in run if each["quantity"].startswith("updates after")]
-    assert sum(each["measured"] for each in late) == 2 * 8
+    assert sum(each["measured"] for each in late) == 8
     assert {each["verdict"] for each in run} == {"reported"}
 
 
@@ -273,7 +273,7 @@ def test_asynchronous_workers_report_how_stale_they_are(
 def test_replicas_of_one_process_train_as_one_does(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    other = make_plan(tmp_path, "--gpus", "2", "--stack", "dataparallel")
+    other = make_plan(tmp_path, "--gpus", "2", "--global-batch", "4", "--stack", "dataparallel")
     capsys.readouterr()
     words = ["--backend", "gloo", "--steps", "2", "--json", "-"]
     assert meshwright.main(["validate", other, *words]) == 0

@@ -17,6 +17,8 @@ from meshwright.simulator.model.huggingface import read_config
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1024}
 PLAIN = {"num_attention_heads": 4}
 WIDE = {**GROUPED, "head_dim": 128}
+# The first layer has no experts.
+LLAMA4 = {**WIDE, "intermediate_size_mlp": 1024, "interleave_moe_layer_step": 2}
 
 
 class Family(NamedTuple):
@@ -44,6 +46,8 @@ LAYERS = {
         "GPTNeoXLayer",
         {**PLAIN, "intermediate_size": 256, "use_parallel_residual": False},
     ),
+    "llama4": Family("llama4_text", "Llama4TextDecoderLayer", {**LLAMA4, "use_qk_norm": False}),
+    "llama4 with norms": Family("llama4_text", "Llama4TextDecoderLayer", LLAMA4),
     "falcon": Family("falcon", "FalconDecoderLayer", {**PLAIN, "ffn_hidden_size": 1024}),
     "falcon groups": Family(
         "falcon",
@@ -74,8 +78,13 @@ class Layer(nn.Module):
         name = family.model_type.removesuffix("_text")
         module = import_module(f"transformers.models.{name}.modeling_{name}")
         self.layer = getattr(module, family.layer)(config, 0)
-        self.spec = spec_of(config).model_copy(update={"window": 0, "layer_pattern": "F"})
+        fields = {"window": 0, "layer_pattern": "F", "rotary_layers": "all"}
+        self.spec = spec_of(config).model_copy(update=fields)
         self.angles = torch.empty(num_sequences, tokens, self.spec.rotary_dim)
+        self.turns: object = (self.angles, self.angles)
+        if name == "llama4":
+            half = self.spec.rotary_dim // 2
+            self.turns = torch.empty(num_sequences, tokens, half, dtype=torch.complex64)
         self.given = {"attention_mask": None}
         if name == "falcon":
             self.given["alibi"] = None
@@ -83,7 +92,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the tokens after the layer."""
         with patch.object(functional, "scaled_dot_product_attention", _grouped_attention):
-            out = self.layer(x, position_embeddings=(self.angles, self.angles), **self.given)
+            out = self.layer(x, position_embeddings=self.turns, **self.given)
         return out[0] if isinstance(out, tuple) else out
 
 

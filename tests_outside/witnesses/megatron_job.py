@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -84,6 +85,19 @@ def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.opti
     return torch.optim.AdamW(*args, fused=True, **kwargs)
 
 
+def without_engine() -> Iterator[AbstractContextManager[object]]:
+    """Yield what stands for Transformer Engine's fp8 where parts that give up outputs run again.
+
+    Megatron-Core asks for it in any case (CheckpointWithoutOutput of core 0.16).
+    """
+    state = SimpleNamespace(is_fp8_enabled=lambda: False)
+    yield patch.object(random, "FP8GlobalStateManager", state, create=True)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        yield patch.object(random, name, lambda **_: nullcontext(), create=True)
+    # A copy of storages without data would leave names for both behind.
+    yield patch.object(torch.UntypedStorage, "copy_", lambda storage, *_: storage)
+
+
 @contextmanager
 def answers() -> Iterator[None]:
     """Let the job run: there is one GPU, its random numbers, and Apex's kernels.
@@ -92,7 +106,7 @@ def answers() -> Iterator[None]:
     """
     norm = patch.object(backends, "LNImpl", backends.LNImpl)
     with gpu_answers(), random_numbers(), norm, ExitStack() as stack:
-        for kernel in fused_kernels():
+        for kernel in (*fused_kernels(), *without_engine()):
             stack.enter_context(kernel)
         yield
 
@@ -284,4 +298,5 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         batch_p2p_comm=plan.num_virtual_stages == 1,
         deallocate_pipeline_outputs=True,
         **RECOMPUTE[plan.recompute],
+        recompute_modules=[str(each) for each in plan.repeated_modules] or None,
     )

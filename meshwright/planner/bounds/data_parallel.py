@@ -190,21 +190,22 @@ class DataParallelCosts:
             update += self._whole_ps(parameter_gathers, whole, replication, wire)
         times = DataParallelTimes(
             update=update,
-            # Freed units are gathered in forward and in backward, or once a microbatch where they
-            # stay from a backward pass on; all others are gathered once at least.
-            port_each=(port_again if replication.keeps_units else 2 * port_again)
+            # All units are gathered for every forward pass, and those that it frees for backward;
+            # where they stay from a backward pass on these alone, and all others once at least.
+            port_each=port_again
+            + (0 if replication.keeps_units else port_gather)
             + (port_reduce if each else 0),
-            port_last=port_gather
-            - (0 if replication.keeps_units else port_again)
+            port_last=(port_gather if replication.keeps_units else 0)
             + (0 if each else port_reduce),
         )
         # One ahead, all gathers may hide but a pass's first, and where there is a root even that
         # one: it may be left from the pass before.  One by one, computation waits for all of them.
         if self._stack.prefetches_units:
+            forward, backward = (sum(times[end] for times in gathers) for end in (0, -1))
+            if has_root:
+                forward, backward = _first_gathers(parts, gathers, replication), 0
             times = times._replace(
-                exposed=reduces[0][0],
-                forward_wait=0 if has_root else sum(parts[0] for parts in gathers),
-                backward_wait=0 if has_root else sum(parts[-1] for parts in gathers),
+                exposed=reduces[0][0], forward_wait=forward, backward_wait=backward
             )
         else:
             times = times._replace(
@@ -262,6 +263,26 @@ def _norm_ps(
     dp = replication.dp_cp // shape.cp
     mesh = Mesh(node_size=node_size, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
+
+
+def _first_gathers(
+    parts: Sequence[Sequence[StagePart]],
+    gathers: Sequence[Sequence[int]],
+    replication: Replication,
+) -> int:
+    """Return the first gathers of the passes that follow a forward pass, one a virtual stage.
+
+    Nothing runs beside them.  There are as many such passes as microbatches in pipelines that free
+    units after forward passes alone; which of them are backward passes the schedule decides, so
+    the shorter gather counts, and none where what comes first may be there.
+    """
+    if not (replication.keeps_units and replication.reshards):
+        return 0
+    return sum(
+        min(0 if stage[end].stays else times[end] for end in (0, -1))
+        for stage, times in zip(parts, gathers, strict=True)
+        if stage
+    )
 
 
 class _StageCopies(NamedTuple):

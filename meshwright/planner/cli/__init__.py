@@ -2,25 +2,35 @@
 
 from meshwright.planner.cli.buckets import with_buckets
 from meshwright.planner.cli.commands import (
+    NOTHING_FITS,
     STEP_WIDTH,
+    check_json,
     check_outputs,
     print_report,
     progress_bar,
     say_written,
     show,
+    tell,
     write_text,
 )
-from meshwright.planner.cli.request import read_setting, resolve_plan
+from meshwright.planner.cli.request import Setting, read_budget, read_setting, resolve_plan
+from meshwright.planner.cli.search_request import read_limits
 
 __all__ = [
+    "NOTHING_FITS",
     "STEP_WIDTH",
+    "Setting",
+    "check_json",
     "check_outputs",
     "print_report",
     "progress_bar",
+    "read_budget",
+    "read_limits",
     "read_setting",
     "resolve_plan",
     "say_written",
     "show",
+    "tell",
     "with_buckets",
     "write_text",
 ]

@@ -34,6 +34,8 @@ STEP_WIDTH = 100
 SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
+# How far back an estimate of what is left looks; parts of long work differ in length.
+USUAL_S, LONG_S = 30.0, 3600.0
 STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 
 
@@ -46,11 +48,11 @@ def run_search(
     output: "OutputOptions",
 ) -> int:
     """Find the fastest layouts of a model on a cluster, with a proof."""
+    from meshwright.planner.cli.growth import searched
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
     from meshwright.planner.options import check_counts
     from meshwright.planner.reports import search_document, write_search
-    from meshwright.planner.search import search
 
     setting = read_setting(job)
     check_counts(ranking)
@@ -59,26 +61,17 @@ def run_search(
     folder = check_outputs(output)
     written: tuple[str, ...] = ()
     with progress_bar() as progress:
-        result = search(
-            setting.job,
-            setting.cluster,
-            setting.stack,
-            setting.world_size,
-            limits=pins,
-            memory_limit_bytes=setting.memory_limit_bytes,
-            top=ranking.top,
-            progress=progress,
-        )
+        largest, result = searched(setting, pins, ranking.max, ranking.top, progress)
         if folder is not None:
             tell(progress, "drawing pictures")
-            written = write_search(result, folder, budget)
+            written = write_search(result, folder, budget, largest)
 
     def report() -> "RenderableType":
         from meshwright.planner.reports import search_report
 
-        return search_report(result, budget)
+        return search_report(result, budget, largest)
 
-    show(output.json, search_document(result, budget), report, SEARCH_WIDTH)
+    show(output.json, search_document(result, budget, largest), report, SEARCH_WIDTH)
     say_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 
@@ -94,31 +87,29 @@ def run_simulate(
     """Simulate one training step of a layout."""
     from meshwright.planner.changes import cheapest_changes
     from meshwright.planner.cli.buckets import with_buckets
-    from meshwright.planner.cli.request import read_budget, read_setting, resolve_plan
+    from meshwright.planner.cli.growth import simulated
+    from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.reports import check_file, new_file, step_document, write_step
-    from meshwright.simulator import simulate, write_chrome_trace
+    from meshwright.simulator import write_chrome_trace
 
     setting = with_buckets(read_setting(job, files.plan), replication)
-    plan = resolve_plan(setting, {**layout, **replication})
+    given = {**layout, **replication}
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
     written: tuple[str, ...] = ()
     trace = None if files.trace is None else check_file("--trace", files.trace)
     limit_bytes = setting.memory_limit_bytes
     with progress_bar() as progress:
-        tell(progress, "simulating")
-        result = simulate(
-            setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit_bytes
-        )
+        largest, result = simulated(setting, given, files.max, progress)
         changes = cheapest_changes(result, limit_bytes, progress)
         if folder is not None:
             tell(progress, "drawing pictures")
-            written = write_step(result, folder, budget, changes)
+            written = write_step(result, folder, budget, changes, largest)
         if trace is not None:
             tell(progress, "writing the trace")
             with new_file(trace) as path:
                 write_chrome_trace(result, path)
-    parts = result, budget, changes
+    parts = result, budget, changes, largest
 
     def report() -> "RenderableType":
         from meshwright.planner.reports import step_report
@@ -127,7 +118,7 @@ def run_simulate(
 
     show(output.json, step_document(*parts), report, STEP_WIDTH)
     say_written(output, written, files.trace)
-    return 0
+    return NOTHING_FITS if largest is not None and largest.value is None else 0
 
 
 def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
@@ -279,20 +270,32 @@ def print_toml(name: str | None, load: "Callable[[str], Profile]") -> int:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
     """Yield what work reports its progress to: a line on a terminal, elsewhere nothing.
 
-    The line has what is being done, how much of it where that is known, and the time so far.
+    The line has what is being done, how much of it where that is known, the time so far, and with
+    *estimates* how long the rest may take.
     """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[count]}")
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(24)]
+    columns += [TextColumn("{task.fields[count]}"), TimeElapsedColumn()]
+    if estimates:
+        columns += [TextColumn("left"), TimeRemainingColumn()]
+    period_s = LONG_S if estimates else USUAL_S
     console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=period_s) as bar:
         known = {"starting": bar.add_task("starting", total=None, count="")}
 
         def report(what: str, done: int, total: int) -> None:

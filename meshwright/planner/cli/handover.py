@@ -98,17 +98,25 @@ def run_import(options: ImportOptions, layout: Given, replication: Given) -> int
 
 def _imported(options: ImportOptions, given: Given) -> "SavedPlan":
     """Return the plan of a file, completed by options and checked by its stack."""
+    from meshwright.hwprofiles import shown_path
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.planner.export import STACK_FACT, get_framework, read_framework_file, settled
+    from meshwright.planner.export import (
+        FRAMEWORK_FILE,
+        STACK_FACT,
+        get_framework,
+        read_framework_file,
+        settled,
+    )
     from meshwright.planner.reports import SavedPlan
     from meshwright.simulator.layout import check_sharding, stack_refusal
 
     path = Path(options.file or "")
     framework = None if options.source is None else get_framework(options.source)
+    text = FRAMEWORK_FILE.read_text(path)
     try:
-        _, values, own = read_framework_file(path, _text(path), framework, _known(options, given))
+        _, values, own = read_framework_file(path, text, framework, _known(options, given))
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+        raise PlanError(f"{shown_path(path)}: {error}") from None
     _check_agreement(options, given, values)
     facts = [
         f"{name.removeprefix(STACK_FACT)}={str(value).lower()}"
@@ -171,13 +179,3 @@ def _say(stream: TextIO, line: str) -> None:
     from meshwright.planner.cli.commands import write_text
 
     write_text(stream, f"{line}\n")
-
-
-def _text(path: Path) -> str:
-    from meshwright.hwprofiles import shown_path
-
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise PlanError(f"{shown_path(path)}: cannot be read: {reason}") from None

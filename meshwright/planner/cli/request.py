@@ -8,9 +8,13 @@ from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import (
     Cluster,
+    Recompute,
+    RecomputeModule,
     StackProfile,
     load_cluster,
     load_stack,
+    shown,
+    suggestion,
     with_facts,
 )
 from meshwright.planner.cli.servers import resolve_servers
@@ -46,6 +50,7 @@ from meshwright.simulator.layout import (
     near_multiples,
 )
 from meshwright.simulator.memory import usable_bytes
+from meshwright.simulator.model import AnyModel
 
 DEFAULT_STACK = "megatron-core"
 
@@ -134,7 +139,15 @@ def _job(
         global_batch_size=batch,
         seq_len=options.seq_len or (old.seq_len if old and keeps_length else model.seq_len),
         precision=options.precision or precision,
+        imbalance=_imbalance(options, old, model),
     )
+
+
+def _imbalance(options: JobOptions, old: TrainingJob | None, model: AnyModel) -> float:
+    """Return the hottest expert's load: as given, or that of a plan file of the same model."""
+    if options.imbalance is not None:
+        return options.imbalance
+    return old.imbalance if old is not None and old.model == model else 1.0
 
 
 class Draft(NamedTuple):
@@ -244,6 +257,41 @@ def _stages(draft: Draft) -> tuple[int, ...]:
     return resolve_stages(job.model, job.seq_len, num_stages, wanted)
 
 
+def _recompute(draft: Draft) -> object:
+    """Return what backward computes again: parts that are named are a selection."""
+    usual = Recompute.SELECTIVE if "recompute_modules" in draft.given else Recompute.NONE
+    named = usual is Recompute.SELECTIVE
+    return draft.given.get("recompute", usual) if named else draft.value("recompute", usual)
+
+
+def _recompute_modules(draft: Draft) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer that are named, each once, in the order of Megatron-Core."""
+    given = cast("str | tuple[RecomputeModule, ...] | None", draft.given.get("recompute_modules"))
+    if given is not None:
+        return read_modules(given) if isinstance(given, str) else given
+    is_kept = draft.saved is not None and draft.known["recompute"] is draft.saved.recompute
+    return draft.saved.recompute_modules if draft.saved and is_kept else ()
+
+
+def read_modules(text: str) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer that a list names.
+
+    Raises:
+        PlanError: If it names what is none.
+
+    >>> [str(each) for each in read_modules("mlp, core_attn")]
+    ['core_attn', 'mlp']
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in list(RecomputeModule):
+            raise PlanError(
+                f"--recompute-modules {shown(word)} is unknown; "
+                f"{suggestion(word, list(RecomputeModule))}"
+            )
+    return tuple(each for each in RecomputeModule if each in words)
+
+
 def _attention(draft: Draft) -> object:
     setting = draft.setting
     return draft.value("attention", default_attention(setting.cluster.device, setting.stack))
@@ -253,6 +301,8 @@ def _attention(draft: Draft) -> object:
 RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "dp": _dp,
     "zero_stage": lambda draft: draft.value("zero_stage", draft.setting.stack.zero_stage),
+    "recompute": _recompute,
+    "recompute_modules": _recompute_modules,
     "attention": _attention,
     "schedule": _schedule,
     "stages": _stages,

@@ -1,7 +1,7 @@
 """Several plans beside each other, term by term."""
 
 from meshwright.planner.compare.comparison import Comparison, memory_terms, time_terms
-from meshwright.planner.compare.files import write_comparison
+from meshwright.planner.compare.files import term_rows, write_comparison
 from meshwright.planner.compare.report import comparison_document, comparison_report
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "comparison_document",
     "comparison_report",
     "memory_terms",
+    "term_rows",
     "time_terms",
     "write_comparison",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.simulator import Category, StepResult
+from meshwright.simulator.account import Shown
 
 Terms = Mapping[str, int]
 
@@ -33,7 +34,7 @@ def memory_terms(step: StepResult) -> Terms:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Comparison(Shown):
     """Steps beside each other; the first is what the others are compared with.
 
     Args:

@@ -1,12 +1,12 @@
 """The files that ``compare --out`` leaves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.compare.comparison import Comparison, memory_terms, time_terms
 from meshwright.planner.compare.report import comparison_document
-from meshwright.planner.reports import json_text, names_in, new_folder
+from meshwright.planner.reports import json_text, known_by, names_in, new_folder, table_csv
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> tuple[str, ...]:
     with new_folder(folder) as files:
         texts = {
             "result.json": json_text(comparison_document(comparison)),
-            "terms.csv": "".join(f"{line}\n" for line in _lines(comparison)),
+            "terms.csv": table_csv(term_rows(comparison)),
         }
         for name, text in texts.items():
             (files / name).write_text(text, encoding="utf-8", newline="\n")
@@ -25,11 +25,15 @@ def write_comparison(comparison: Comparison, folder: Path) -> tuple[str, ...]:
         return names_in(files)
 
 
-def _lines(comparison: Comparison) -> Iterator[str]:
-    yield "plan,term,unit,value"
+def term_rows(comparison: Comparison) -> list[Mapping[str, object]]:
+    """Return a row for each term of time and memory of each step."""
+    return list(_rows(comparison))
+
+
+def _rows(comparison: Comparison) -> Iterator[Mapping[str, object]]:
     for name, step in zip(comparison.names, comparison.steps, strict=True):
-        quoted = '"' + name.replace('"', '""') + '"'
+        known = known_by(step.job, step.cluster, step.stack, step.plan.world_size)
         for term, time_ps in time_terms(step).items():
-            yield f"{quoted},{term},s,{time_ps / PS_PER_S!r}"
+            yield {"plan": name, **known, "term": term, "unit": "s", "value": time_ps / PS_PER_S}
         for term, size_bytes in memory_terms(step).items():
-            yield f"{quoted},{term},bytes,{size_bytes}"
+            yield {"plan": name, **known, "term": term, "unit": "bytes", "value": size_bytes}

@@ -68,6 +68,9 @@ def _host(_job: TrainingJob, cluster: Cluster, stack: StackProfile) -> Facts:
     times = {
         "kernel_gap": stack.kernel_gap_s,
         "host_per_layer_pass": stack.host_per_layer_pass_s,
+        "host_per_expert_pass": stack.host_per_expert_pass_s,
+        "host_per_own_expert": stack.host_per_own_expert_s,
+        "expert_launch": stack.expert_launch_s,
         "host_per_launch": stack.host_per_launch_s,
     }
     for name, time_s in times.items():

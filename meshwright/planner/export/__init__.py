@@ -16,9 +16,11 @@ from meshwright.planner.export.registry import (
     settled,
 )
 from meshwright.planner.export.table import STACK_FACT, Facts
+from meshwright.planner.export.texts import FRAMEWORK_FILE
 
 __all__ = [
     "FRAMEWORKS",
+    "FRAMEWORK_FILE",
     "PORT",
     "STACK_FACT",
     "Facts",

@@ -5,15 +5,23 @@ core_v0.16.1).
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from meshwright.hwprofiles import Attention, ContextParallel, Offload, Recompute, StageSplit
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    Offload,
+    Recompute,
+    RecomputeModule,
+    StageSplit,
+)
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.simulator import PlanError
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
+MODULES = "modules"
 BATCHES = {"microbatch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
 CONTEXT: Mapping[object, object] = {
     ContextParallel.RING: "p2p",
@@ -87,15 +95,21 @@ def _context(words: Words, key: Callable[[str], str]) -> Row:
 
 
 def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> Row:
-    keys = {name: key(f"recompute_{name}") for name in FULL}
+    keys = {name: key(f"recompute_{name}") for name in (*FULL, MODULES)}
 
     def write(facts: Facts) -> Keys:
         theirs = RECOMPUTE[words.known("recompute", facts, RECOMPUTE)]
-        absent: Keys = dict.fromkeys(keys) if is_written else {}
+        modules = cast("tuple[RecomputeModule, ...]", facts.get("recompute_modules"))
+        if modules:
+            theirs = {**theirs, MODULES: [str(each) for each in modules]}
+        absent: Keys = dict.fromkeys(FULL) if is_written else {}
         return {keys[name]: value for name, value in (absent | theirs).items()}
 
     def read(found: Keys, _: Facts) -> Keys:
         theirs = {name: found[each] for name, each in keys.items() if found.get(each) is not None}
+        named = _modules(words, keys[MODULES], theirs.pop(MODULES, ()))
+        if named and theirs == RECOMPUTE[Recompute.SELECTIVE]:
+            return {"recompute": Recompute.SELECTIVE, "recompute_modules": named}
         for ours, each in RECOMPUTE.items():
             if each == theirs:
                 return {"recompute": ours}
@@ -105,7 +119,18 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
             f"{keys['granularity']}=selective alone, or full with method uniform of 1 layer"
         )
 
-    return Row(fields=("recompute",), keys=tuple(keys.values()), write=write, read=read)
+    fields = ("recompute", "recompute_modules")
+    return Row(fields=fields, keys=tuple(keys.values()), write=write, read=read)
+
+
+def _modules(words: Words, key: str, found: object) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer that a key names, in one text or as a list."""
+    said = re.findall(r"\w+", found) if isinstance(found, str) else cast("Sequence[str]", found)
+    for each in said:
+        if each not in list(RecomputeModule):
+            raise words.unknown(key, each, tuple(RecomputeModule))
+    named = tuple(each for each in RecomputeModule if each in said)
+    return () if named == (RecomputeModule.CORE_ATTN,) else named
 
 
 def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> Row:

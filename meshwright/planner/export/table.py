@@ -79,6 +79,9 @@ def not_offered(field: str, value: object, framework: str, allowed: Iterable[obj
     )
 
 
+COUNTS = {"global_batch_size", "seq_len", "dp", "dp_shard"} | {
+    name for name, each in PLAN_FIELDS.items() if type(each.default) is int
+}
 # What a model has that no framework needs to know.
 _LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
 
@@ -314,5 +317,24 @@ def read_keys(
     # Keys of no plan are refused first; what a framework does in any case depends on the others.
     for row in sorted(rows, key=lambda row: 0 if not row.fields else 1 if row.keys else 2):
         so_far = Facts(values, facts.model, facts.stack)
-        values |= row.read(keys, so_far)
+        values |= _read(row, keys, so_far, framework)
     return values
+
+
+def _read(row: Row, keys: Keys, facts: Facts, framework: str) -> Mapping[str, object]:
+    """Return what a row reads, if the file's values are of the kinds that it reckons with.
+
+    Raises:
+        PlanError: As the row does, or naming its keys and their values.
+    """
+    said = ", ".join(f"{key}={shown(keys[key])}" for key in row.keys if key in keys)
+    try:
+        found = row.read(keys, facts)
+    except PlanError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
+        raise PlanError(f"{said} of {framework} cannot be read as a number or word") from None
+    for name, value in found.items():
+        if name in COUNTS and value is not None and type(value) is not int:
+            raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
+    return found

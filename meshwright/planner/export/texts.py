@@ -3,13 +3,17 @@
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
-from meshwright.hwprofiles import shown
+from meshwright.hwprofiles import FileKind, shown
 from meshwright.planner.export.table import Keys
 from meshwright.simulator import PlanError
+
+FRAMEWORK_FILE = FileKind(
+    title="configuration of a framework", most_bytes=1_000_000, error=PlanError
+)
+PLACE = "content"  # of the file that who reads it names
 
 
 def nested(keys: Keys) -> dict[str, object]:
@@ -61,18 +65,12 @@ def toml_text(keys: Keys) -> str:
 
 def read_toml(text: str) -> Keys:
     """Return the keys of a TOML text."""
-    try:
-        return flat(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"not valid TOML: {error}") from None
+    return flat(FRAMEWORK_FILE.parse_toml(text.encode(), PLACE))
 
 
 def read_json(text: str) -> Keys:
     """Return the keys of a JSON text."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"not valid JSON: {error}") from None
+    document = FRAMEWORK_FILE.parse_json(text, PLACE)
     if not isinstance(document, dict):
         raise PlanError(f"must hold a JSON object, not {shown(document)}")
     return flat(document)
@@ -177,15 +175,20 @@ def _yaml_value(text: str, number: int) -> object:
 
 
 def flags(keys: Keys) -> list[str]:
-    """Return *keys* as options of a command; True is a flag alone.
+    """Return *keys* as options of a command; True is a flag alone, a list several words.
 
-    >>> flags({"bf16": True, "lr": 0.1})
-    ['--bf16', '--lr 0.1']
+    >>> flags({"bf16": True, "lr": 0.1, "modules": ["a", "b"]})
+    ['--bf16', '--lr 0.1', '--modules a b']
     """
     return [
-        f"--{key}" if value is True else f"--{key} {shlex.quote(str(value))}"
+        f"--{key}" if value is True else f"--{key} {_shell_words(value)}"
         for key, value in keys.items()
     ]
+
+
+def _shell_words(value: object) -> str:
+    words = value if isinstance(value, list) else [value]
+    return " ".join(shlex.quote(str(each)) for each in words)
 
 
 def command_words(text: str) -> list[str]:

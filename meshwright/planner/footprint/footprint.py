@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
 from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
@@ -122,6 +123,7 @@ def peak_bytes(
     blocks: BlockTable,
     indices: NDArray[np.int64] | None = None,
     *,
+    most_bytes: int = MOST_BYTES,
     progress: Progress | None = None,
 ) -> Column:
     """Return the live bytes of each layout's fullest rank at its fullest moment.
@@ -131,11 +133,18 @@ def peak_bytes(
         table: Their shapes.
         blocks: Where what blocks hold is kept.
         indices: Which layouts; by default all.
+        most_bytes: Of layouts that need more than this only so much is certain: that they do, and
+            that they need no less than what is returned.
         progress: Called with what is being done, how much is done, and of how much.
     """
-    return Footprint(space, table, blocks).peak_bytes(
-        np.arange(len(space)) if indices is None else indices, progress
-    )
+    asked = np.arange(len(space)) if indices is None else indices
+    peaks = least_bytes(space, table, blocks, asked)
+    left = peaks <= most_bytes
+    if left.any():
+        own = asked[left]
+        footprint = Footprint(space, table.of_layouts(own), blocks)
+        peaks[left] = footprint.peak_bytes(own, most_bytes, progress)
+    return peaks
 
 
 class Footprint:
@@ -144,12 +153,16 @@ class Footprint:
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
         self._space = space
         self._table = table
-        blocks.prepare(table.shapes)
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
         self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
 
-    def peak_bytes(self, indices: NDArray[np.int64], progress: Progress | None = None) -> Column:
-        """Return the live bytes of the fullest rank of each layout at its fullest moment."""
+    def peak_bytes(
+        self,
+        indices: NDArray[np.int64],
+        most_bytes: int = MOST_BYTES,
+        progress: Progress | None = None,
+    ) -> Column:
+        """Return the live bytes of the fullest rank of each layout; see `peak_bytes`."""
         peaks = np.zeros(len(self._space), np.int64)
 
         def tell(done: int, total: int) -> None:
@@ -157,7 +170,7 @@ class Footprint:
                 progress(f"sizing the memory of {len(indices):,} layouts", done, total)
 
         if self._units is not None:
-            self._units.add_to(peaks, indices, tell)
+            self._units.add_to(peaks, indices, most_bytes, tell)
         elif self._sizes is not None:
             kinds, number = kinds_of(self._space, indices)
             sharing = np.zeros(len(self._space), np.int64)

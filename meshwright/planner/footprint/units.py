@@ -118,9 +118,12 @@ class UnitPeaks:
         self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
         self._tables: dict[tuple[object, ...], PassTable] = {}
 
-    def add_to(self, peaks: Column, indices: Column, tell: Callable[[int, int], None]) -> None:
+    def add_to(
+        self, peaks: Column, indices: Column, most_bytes: int, tell: Callable[[int, int], None]
+    ) -> None:
         """Write the live bytes of the fullest rank of *indices* into *peaks*, those of all layouts.
 
+        Of layouts that need more than *most_bytes* those of one such rank are written.
         *tell* is told how much is done, and of how much.
 
         Layouts that the stack does not offer, replicas of whole parameters, need nothing.
@@ -147,10 +150,12 @@ class UnitPeaks:
         for done, group in enumerate(groups, len(used)):
             tell(done, len(used) + len(groups))
             for role in group.pipeline.roles:
-                found = self._role_peaks(
-                    group, role, states, [sizes[each] for each in _parts(role)]
-                )
-                peaks[group.indices] = np.maximum(peaks[group.indices], found)
+                left = group.indices[peaks[group.indices] <= most_bytes]
+                if not len(left):
+                    break
+                parts = [sizes[each] for each in _parts(role)]
+                found = self._role_peaks(group._replace(indices=left), role, states, parts)
+                peaks[left] = np.maximum(peaks[left], found)
 
     def _part_sizes(self, part: Part, states: UnitStates, used: Column) -> PartSizes:
         """Return the sizes of a virtual stage in the states that are *used*."""

@@ -1,11 +1,12 @@
 """The options of the command line as records, and the words that they are read from."""
 
-from meshwright.planner.options.claims import claim, release_claims
+from meshwright.planner.options.claims import claim, release_claims, scratch_folder
 from meshwright.planner.options.plan_options import (
     LAYOUT,
     LIMITS,
     REPLICATION,
     SHARED_JOB,
+    SWEPT,
     check_given,
     option_of,
 )
@@ -23,6 +24,7 @@ from meshwright.planner.options.records import (
     PlanOptions,
     ProfileOptions,
     RankingOptions,
+    SweepOptions,
     WordOptions,
     check_counts,
     read_memory_limit,
@@ -31,9 +33,11 @@ from meshwright.planner.options.records import (
 )
 from meshwright.planner.options.words import (
     Given,
+    Option,
     OptionGroup,
     as_command,
     option_name,
+    read_value,
     run_command_line,
 )
 
@@ -43,6 +47,7 @@ __all__ = [
     "MAX_GPUS",
     "REPLICATION",
     "SHARED_JOB",
+    "SWEPT",
     "ExportOptions",
     "FileOptions",
     "Given",
@@ -52,11 +57,13 @@ __all__ = [
     "MatmulOptions",
     "MoneyOptions",
     "NameOptions",
+    "Option",
     "OptionGroup",
     "OutputOptions",
     "PlanOptions",
     "ProfileOptions",
     "RankingOptions",
+    "SweepOptions",
     "WordOptions",
     "as_command",
     "check_counts",
@@ -67,6 +74,8 @@ __all__ = [
     "read_memory_limit",
     "read_price",
     "read_tokens",
+    "read_value",
     "release_claims",
     "run_command_line",
+    "scratch_folder",
 ]

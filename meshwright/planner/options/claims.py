@@ -1,8 +1,12 @@
-"""A claim on a folder to write: one command at a time has it, from the first look to its end."""
+"""Locks of a process: claims on folders to write, and scratch that nobody takes from it."""
 
 import hashlib
 import os
-from contextlib import suppress
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.hwprofiles import shown_path
@@ -26,7 +30,7 @@ def claim(path: Path, folder: Path) -> None:
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
     while lock not in _claims:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if not _is_locked(descriptor):
+        if _lock(descriptor) is False:
             os.close(descriptor)
             raise PlanError(
                 f"--out {shown_path(path)} is being written by another command; allowed: another "
@@ -47,16 +51,65 @@ def release_claims() -> None:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Lock an open file unless another has; where there are no such locks, all is well."""
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder in *parent* that goes when the block ends.
+
+    A process that is killed leaves it; the next one that makes scratch in *parent* clears it.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    _clear_scratch(parent)
+    scratch, descriptor = _new_scratch(parent)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _new_scratch(parent: Path) -> tuple[Path, int]:
+    """Return a new folder and a descriptor of it, locked where there are locks."""
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(), dir=parent))
+        with suppress(FileNotFoundError):  # another took it for left, before the lock was ours
+            descriptor = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
+            if _lock(descriptor) is not False and scratch.exists():
+                return scratch, descriptor
+            os.close(descriptor)
+
+
+def _clear_scratch(parent: Path) -> None:
+    """Remove scratch that killed processes of this machine left in *parent*.
+
+    The system drops a lock with its process, so what can be locked is nobody's. What cannot be,
+    and that of other machines, whose locks may not be seen here, stays.
+    """
+    for left in parent.glob(f"{_scratch_prefix()}*"):
+        with suppress(OSError):
+            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if _lock(descriptor):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _scratch_prefix() -> str:
+    return f".meshwright-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Return whether an open file is now locked for us; None where there are no such locks."""
     try:
         import fcntl  # noqa: PLC0415 - not on every system
     except ModuleNotFoundError:
-        return True
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # some network file systems have none
-        return True
+        return None
     return True

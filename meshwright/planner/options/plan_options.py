@@ -80,6 +80,15 @@ LIMITS = OptionGroup(
     ),
     _given,
 )
+# What a sweep takes: all that a search does, and what only a simulation does.
+SWEPT = OptionGroup(
+    (
+        *LAYOUT.options,
+        *LIMITS.options,
+        *(each for each in REPLICATION.options if each.key not in SEARCHED),
+    ),
+    _given,
+)
 # The options of a job without its model, for commands that take several.
 SHARED_JOB = OptionGroup(
     tuple(each for each in OptionGroup.of(JobOptions).options if each.key != "model"),

@@ -8,18 +8,23 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from meshwright.hwprofiles import Precision, parse_bytes, parse_price
 from meshwright.planner.options.words import option_name
 from meshwright.simulator import PlanError
+from meshwright.simulator.layout import Quantity
 
 MAX_GPUS = 10_000_000
 MAX_COUNT = 10_000_000
 MAX_TOP = 1_000
+MAX_JOBS = 1_000
 MAX_TOKENS = 1e18
+Growing: TypeAlias = Annotated[
+    Quantity | None, typer.Option(metavar="|".join(Quantity), help="Find the largest that fits.")
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,10 @@ class JobOptions:
             help="Number format [bf16; fp16 on older devices and stacks].",
         ),
     ] = None
+    imbalance: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Load of the hottest expert over the mean [1]."),
+    ] = None
     stack: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Training software [megatron-core]."),
@@ -73,8 +82,9 @@ class WordOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
-    """How many plans a search reports."""
+    """What a search makes as large as fits, and how many plans it reports."""
 
+    max: Growing = None
     top: Annotated[int, typer.Option(metavar="N", help="Plans to report.")] = 10
 
 
@@ -124,10 +134,38 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions(PlanOptions):
-    """The plan file that a simulation starts from, and the trace it leaves."""
+    """The plan file that a simulation starts from, what it makes as large as fits, its trace."""
 
+    max: Growing = None
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOptions:
+    """What a sweep varies, what is done in each cell, and where."""
+
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=A,B", help="Values of an option or a fact; repeatable."),
+    ] = None
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Grow the batch with --vary gpus=..., from the first.")
+    ] = False
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Simulate the one layout given, do not search.")
+    ] = False
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --simulate: a plan.json to start from."),
+    ] = None
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes of this machine [its cores].")
+    ] = None
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS|FILE", help="Dask scheduler whose workers run cells."),
     ] = None
 
 
@@ -228,7 +266,7 @@ class ImportOptions:
     ] = None
 
 
-def check_counts(record: JobOptions | RankingOptions | ImportOptions) -> None:
+def check_counts(record: JobOptions | RankingOptions | ImportOptions | SweepOptions) -> None:
     """Raise PlanError when a whole number of *record* is out of range."""
     for field in fields(record):
         check_count(field.name, getattr(record, field.name))
@@ -238,7 +276,13 @@ def check_count(name: str, value: object) -> None:
     """Raise PlanError when *value* of the option *name* is a whole number out of range."""
     if isinstance(value, bool) or not isinstance(value, int):
         return
-    most = {"gpus": MAX_GPUS, "top": MAX_TOP, "global_batch": 10**9, "seq_len": 10**8}
+    most = {
+        "gpus": MAX_GPUS,
+        "top": MAX_TOP,
+        "jobs": MAX_JOBS,
+        "global_batch": 10**9,
+        "seq_len": 10**8,
+    }
     limit = most.get(name, MAX_COUNT)
     if not 1 <= value <= limit:
         raise PlanError(f"{option_name(name)} {value} is out of range; allowed 1 to {limit}")

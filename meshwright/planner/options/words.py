@@ -160,6 +160,21 @@ def _read(option: Option, value: object) -> object:
     return number
 
 
+def read_value(option: Option, text: str) -> object:
+    """Return the value of an option as it is read from the command line; of a flag, yes or no.
+
+    Raises:
+        PlanError: If *text* is no such value.
+    """
+    if option.kind is not bool:
+        return _read(option, text)
+    flags = {"yes": True, "no": False, "true": True, "false": False}
+    word = text.strip().lower()
+    if word not in flags:
+        raise PlanError(f"{option_name(option.name)} {shown(text)} is unknown; allowed: yes or no")
+    return flags[word]
+
+
 def _number(text: str, *, is_whole: bool) -> float | None:
     """Return a number as people write it, None where it is none.
 

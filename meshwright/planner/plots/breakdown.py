@@ -1,12 +1,11 @@
 """Where the time of a step goes: one stacked bar a step."""
 
 from collections.abc import Sequence
-from math import floor, log10
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meshwright.hwprofiles import PS_PER_S
+from meshwright.hwprofiles import PS_PER_S, format_time
 from meshwright.planner.plots import canvas
 from meshwright.simulator import Category, StepResult
 
@@ -45,7 +44,6 @@ TITLES: dict[Category, str] = {
     Category.STEP_OVERHEAD: "step overhead",
     Category.BUBBLE: "idle (bubble)",
 }
-DARK = {canvas.BLUE, canvas.GREEN, canvas.VERMILION, canvas.DARK_GREY}
 LABELLED_FRACTION = 0.045
 
 
@@ -57,7 +55,7 @@ def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
 
     Args:
         steps: One or more.
-        names: What the bars of several are called, beside their layouts.
+        names: What the bars of several are called, above their layouts.
 
     Raises:
         ValueError: If no step is given.
@@ -96,8 +94,7 @@ def _draw_part(
     label = TITLES[category]
     if len(steps) == 1:
         fraction = widths_s[0] / steps[0].step_time_s
-        decimals = max(0, 3 - floor(log10(steps[0].step_time_s)))
-        label = f"{label}: {widths_s[0]:.{decimals}f} s ({fraction:.1%})"
+        label = f"{label}: {format_time(widths_s[0])} ({fraction:.1%})"
     bars = axes.barh(
         range(len(steps)),
         widths_s,
@@ -114,7 +111,7 @@ def _draw_part(
         f"{width / step.step_time_s:.0%}" if width / longest_s >= LABELLED_FRACTION else ""
         for width, step in zip(widths_s, steps, strict=True)
     ]
-    colour = canvas.WHITE if face in DARK else canvas.INK
+    colour = canvas.ink_on(face)
     for text in axes.bar_label(
         bars, texts, label_type="center", fontsize=canvas.TEXT_POINTS, color=colour
     ):
@@ -125,42 +122,56 @@ def _draw_part(
 def _finish(axes: Axes, steps: tuple[StepResult, ...], names: Sequence[str]) -> None:
     """Name the bars, scale the axes and write the title."""
     over = "devices" if any(step.lanes for step in steps) else "pipeline ranks"
-    canvas.style_axes(axes, f"Time of one training step (s), average over {over}", "")
+    canvas.style_axes(axes, "", "")
     axes.grid(axis="x", color=canvas.LIGHT_GREY, linewidth=0.6)
     axes.tick_params(axis="y", length=0)
     longest_s = max(step.step_time_s for step in steps)
+    label = f"Time of one training step ({{unit}}), average over {over}"
+    canvas.label_time(axes.xaxis, label, longest_s)
     if len(steps) == 1:
         axes.set_xlim(0, longest_s * 1.01)
         axes.set_ylim(0.45, -0.45)
         axes.set_yticks([])
-        headline = f"Where the {longest_s:.4g} s of a training step go"
+        headline = f"Where the {format_time(longest_s)} of a training step go"
         canvas.write_titles(axes, headline, *canvas.describe_step(steps[0]))
         return
     axes.set_xlim(0, longest_s * 1.1)
     axes.set_ylim(len(steps) - 0.5, -0.5)
     for row, step in enumerate(steps):
         axes.annotate(
-            f"{step.step_time_s:.4g} s",
+            format_time(step.step_time_s),
             (step.step_time_s, row),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=canvas.TEXT_POINTS,
         )
-    jobs = [canvas.describe_step(step)[0] for step in steps]
-    is_one_job = len(set(jobs)) == 1
-    described = [_name(step, with_job=not is_one_job) for step in steps]
-    if names:
-        described = [f"{name}\n{text}" for name, text in zip(names, described, strict=True)]
+    details, described = _name_bars(steps, names)
     axes.set_yticks(range(len(steps)), described)
     note = "Percentages are shares of the bar's own step"
-    details = [jobs[0], note] if is_one_job else [note]
-    canvas.write_titles(axes, f"Where the time of {len(steps)} training steps goes", *details)
+    headline = f"Where the time of {len(steps)} training steps goes"
+    canvas.write_titles(axes, headline, *details, note)
 
 
-def _name(step: StepResult, *, with_job: bool) -> str:
-    plan = f"{canvas.describe_plan(step.plan)}, recompute {step.plan.recompute}"
-    if not with_job:
-        return plan
-    job = f"{step.job.model.name}, {step.plan.world_size:,} GPUs, {step.cluster.name}"
-    return f"{job}\n{plan}"
+def _name_bars(steps: tuple[StepResult, ...], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what all steps have in common, a line each, and what each bar is called."""
+    tasks = [canvas.describe_task(step.job, step.cluster, step.plan.world_size) for step in steps]
+    stacks = [step.stack.name for step in steps]
+    options = [canvas.describe_options(step.plan) for step in steps]
+    common = [each for each in options[0] if all(each in others for others in options)]
+    details, labels = [], [[name] for name in names] or [[] for _ in steps]
+    if len(set(tasks)) == 1:
+        one_stack = len(set(stacks)) == 1
+        details.append(f"{tasks[0]}, {stacks[0]}" if one_stack else tasks[0])
+    for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        if len(set(tasks)) > 1:
+            label.append(
+                f"{step.job.model.name}, {step.plan.world_size:,} GPUs, {step.cluster.name}"
+            )
+        if len(set(stacks)) > 1 and stacks[index] not in label:
+            label.append(stacks[index])
+        own = [each for each in options[index] if each not in common]
+        label += [canvas.describe_plan(step.plan), *([", ".join(own)] if own else [])]
+    if common:
+        details.append(f"All: {', '.join(common)}")
+    return details, ["\n".join(label) for label in labels]

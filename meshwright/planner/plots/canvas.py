@@ -1,12 +1,16 @@
 """The sheet that every picture is drawn on: size, type, colours, titles, and the file."""
 
+from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter
 
 from meshwright.hwprofiles import Cluster, Offload, StackProfile
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
@@ -23,14 +27,24 @@ ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK_GREY, GREY, LIGHT_GREY, WHITE = "#222222", "#555555", "#999999", "#DDDDDD", "#FFFFFF"
 
 
+class Picture(Figure):
+    """A figure that a notebook shows, though no figure manager knows it."""
+
+    def _repr_png_(self) -> bytes:
+        """Return what IPython displays: the bytes of `save_figure`."""
+        shown = BytesIO()
+        save_figure(self, shown)
+        return shown.getvalue()
+
+
 def new_figure() -> Figure:
     """Return an empty figure of 1200 x 750 pixels, known to no figure manager."""
     layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08, hspace=0.04)
     size = (WIDTH_INCHES, HEIGHT_INCHES)
-    return Figure(figsize=size, dpi=DOTS_PER_INCH, facecolor=WHITE, layout=layout)
+    return Picture(figsize=size, dpi=DOTS_PER_INCH, facecolor=WHITE, layout=layout)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path | BytesIO) -> None:
     """Write *figure* as PNG; the same figure gives the same bytes.
 
     What matplotlib would add by itself, its own version and a date, is left out.
@@ -74,12 +88,43 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_axisbelow(True)
 
 
+def label_time(axis: Axis, label: str, longest_s: float) -> None:
+    """Label an axis whose values are seconds: in ms where all are below a second.
+
+    Args:
+        axis: One of a picture's two.
+        label: With ``{unit}`` where the unit stands.
+        longest_s: The largest value.
+    """
+    unit, in_unit = ("ms", 1e3) if longest_s < 1 else ("s", 1.0)
+    axis.set_label_text(label.format(unit=unit), fontsize=TEXT_POINTS, color=INK)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * in_unit:.6g}"))
+
+
+def ink_on(colour: str) -> str:
+    """Return which of white and ink is read better on *colour*.
+
+    By relative luminance, weights and threshold of equal contrast of WCAG 2.1 (1.4.3).
+
+    >>> ink_on(BLUE) == WHITE, ink_on(YELLOW) == INK
+    (True, True)
+    """
+    red, green, blue = (
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4
+        for each in to_rgb(colour)
+    )
+    return WHITE if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.179 else INK
+
+
 def describe_job(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int) -> str:
     """Return model, cluster, GPUs, batch and software in one line."""
-    return (
-        f"{job.model.title} on {cluster.name}, {num_gpus:,} GPUs, "
-        f"global batch {job.batch_text}, {stack.name}"
-    )
+    return f"{describe_task(job, cluster, num_gpus)}, {stack.name}"
+
+
+def describe_task(job: TrainingJob, cluster: Cluster, num_gpus: int) -> str:
+    """Return model, cluster, GPUs and batch in one line."""
+    gpus = f"{num_gpus:,} GPUs"
+    return f"{job.model.title} on {cluster.name}, {gpus}, global batch {job.batch_text}"
 
 
 def describe_plan(plan: ParallelPlan) -> str:
@@ -91,10 +136,15 @@ def describe_plan(plan: ParallelPlan) -> str:
 def describe_step(step: StepResult) -> tuple[str, str]:
     """Return the two lines that say of what job and layout a picture of a step is."""
     plan = step.plan
+    job = describe_job(step.job, step.cluster, step.stack, plan.world_size)
+    return job, f"{describe_plan(plan)}, {', '.join(describe_options(plan))}"
+
+
+def describe_options(plan: ParallelPlan) -> list[str]:
+    """Return what a layout has besides its degrees, each in a few words."""
     options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
     if plan.offload is not Offload.NONE:
         options.append(f"offload {plan.offload}")
     if plan.sequence_parallel:
         options.insert(1, "sequence parallel")
-    job = describe_job(step.job, step.cluster, step.stack, plan.world_size)
-    return job, f"{describe_plan(plan)}, {', '.join(options)}"
+    return options

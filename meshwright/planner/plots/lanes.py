@@ -5,7 +5,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from meshwright.hwprofiles import PS_PER_S
+from meshwright.hwprofiles import PS_PER_S, format_time
 from meshwright.planner.plots import canvas
 from meshwright.simulator import StepResult
 from meshwright.simulator.account import ResourceLane
@@ -47,7 +47,8 @@ def plot_lanes(step: StepResult) -> Figure:
     if step.asynchronous is not None:
         end_ps = min(last_ps, SHOWN_ROUNDS * step.step_ps)
     kinds = _draw(axes, lanes, end_ps)
-    canvas.style_axes(axes, "Time (s)", "")
+    canvas.style_axes(axes, "", "")
+    canvas.label_time(axes.xaxis, "Time ({unit})", end_ps / PS_PER_S)
     axes.set_xlim(0, end_ps / PS_PER_S)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
@@ -57,9 +58,11 @@ def plot_lanes(step: StepResult) -> Figure:
     if len(lanes) < len(busy):
         notes.append(f"The first {len(lanes)} of {len(busy)} lanes")
     if step.asynchronous is None:
-        headline = f"One training step: {step.step_time_s:.4g} s, {step.bubble_fraction:.1%} idle"
+        headline = (
+            f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
+        )
     else:
-        headline = f"Asynchronous workers: a batch every {step.step_time_s:.4g} s"
+        headline = f"Asynchronous workers: a batch every {format_time(step.step_time_s)}"
         notes.append("The start of the run")
     canvas.write_titles(axes, headline, *canvas.describe_step(step), *notes)
     figure.legend(

@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from meshwright.planner.reports.documents import json_text, search_document, step_document
-from meshwright.planner.reports.money import Budget
+from meshwright.planner.reports.money import Budget, training_run
 from meshwright.planner.reports.output_folder import (
+    NUMBERED_PLANS,
     check_file,
     check_folder,
     names_in,
@@ -27,7 +28,8 @@ from meshwright.planner.reports.plan_file import (
     read_plan,
     read_runnable_plan,
 )
-from meshwright.planner.reports.result_files import write_search, write_step
+from meshwright.planner.reports.result_files import saved_plan, write_search, write_step
+from meshwright.planner.reports.tables_csv import known_by, plan_rows, table_csv
 
 if TYPE_CHECKING:
     from meshwright.planner.reports.catalogue import (
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "NUMBERED_PLANS",
     "Budget",
     "Column",
     "ColumnTable",
@@ -64,6 +67,7 @@ __all__ = [
     "job_fields",
     "job_text",
     "json_text",
+    "known_by",
     "layout_text",
     "models_table",
     "names_in",
@@ -72,8 +76,10 @@ __all__ = [
     "output_path",
     "plan_document",
     "plan_fields",
+    "plan_rows",
     "read_plan",
     "read_runnable_plan",
+    "saved_plan",
     "schedules_table",
     "search_document",
     "search_report",
@@ -81,6 +87,8 @@ __all__ = [
     "step_columns",
     "step_document",
     "step_report",
+    "table_csv",
+    "training_run",
     "value_text",
     "warning_lines",
     "write_search",

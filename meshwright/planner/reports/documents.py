@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
 from meshwright.planner.changes import Change
+from meshwright.planner.largest import Largest
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
 from meshwright.planner.search import FrontierPoint, Held, Nearest, SearchResult
@@ -39,7 +40,10 @@ def json_text(document: Mapping[str, Json]) -> str:
 
 
 def step_document(
-    result: StepResult, budget: Budget | None = None, changes: Sequence[Change] = ()
+    result: StepResult,
+    budget: Budget | None = None,
+    changes: Sequence[Change] = (),
+    largest: Largest | None = None,
 ) -> dict[str, Json]:
     """Return the document of one simulated step.
 
@@ -47,6 +51,7 @@ def step_document(
         result: The step.
         budget: Adds ``training_run``: days and cost of a number of tokens.
         changes: Of a plan that does not fit: what makes it fit.
+        largest: The largest value of a quantity that fits, if it was asked for.
     """
     document: dict[str, Json] = {
         "model": model_fields(result.job),
@@ -83,6 +88,7 @@ def step_document(
         document["asynchronous"] = async_fields(result.asynchronous)
     if budget is not None:
         document["training_run"] = run_fields(budget, result)
+    document |= _largest_fields(largest)
     return document | changed_fields(result.cluster, result.stack)
 
 
@@ -172,7 +178,9 @@ def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
     }
 
 
-def search_document(result: SearchResult, budget: Budget | None = None) -> dict[str, Json]:
+def search_document(
+    result: SearchResult, budget: Budget | None = None, largest: Largest | None = None
+) -> dict[str, Json]:
     """Return the document of a search."""
     return {
         "model": model_fields(result.job),
@@ -194,8 +202,21 @@ def search_document(result: SearchResult, budget: Budget | None = None) -> dict[
         ],
         "frontier": [_frontier_fields(point) for point in result.frontier],
         "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
+        **_largest_fields(largest),
         **changed_fields(result.cluster, result.stack),
     }
+
+
+def _largest_fields(largest: Largest | None) -> dict[str, Json]:
+    if largest is None:
+        return {}
+    fields: dict[str, Json] = {
+        "quantity": largest.quantity.field,
+        "value": largest.value,
+        "next_value": largest.next_value,
+        "why": largest.why,
+    }
+    return {"largest": fields}
 
 
 def _held_fields(held: Held) -> dict[str, Json]:

@@ -1,14 +1,12 @@
 """Write results whole or not at all: one file, or a folder of files."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.hwprofiles import shown_path
-from meshwright.planner.options import claim
+from meshwright.planner.options import claim, scratch_folder
 from meshwright.simulator import PlanError
 
 # Written by an earlier search into the same folder; there may be more than the next one writes.
@@ -144,12 +142,8 @@ def names_in(folder: Path) -> tuple[str, ...]:
 @contextmanager
 def _scratch_folder(path: Path) -> Iterator[Path]:
     """Yield a folder beside *path*, on the same file system, and remove it at the end."""
-    with _refusals_named(path):
-        scratch = Path(tempfile.mkdtemp(prefix=".meshwright-", dir=path.parent))
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with _refusals_named(path), scratch_folder(path.parent) as scratch:
+        yield scratch
 
 
 @contextmanager

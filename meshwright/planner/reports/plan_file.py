@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     FileKind,
     Precision,
     ProfileError,
+    RecomputeModule,
     StackProfile,
     list_clusters,
     list_stacks,
@@ -74,6 +75,7 @@ class _JobEntry(_Entry):
     global_batch_size: Degree
     seq_len: Degree
     precision: Precision
+    imbalance: Annotated[float, Field(strict=True, allow_inf_nan=False)] = 1.0
 
 
 def _entry_type(field: PlanField) -> object:
@@ -86,6 +88,8 @@ def _entry_type(field: PlanField) -> object:
     }.get(field.kind, field.kind)
     if field.name == "zero_stage":
         kind = Annotated[int, Field(strict=True, ge=0, le=MAX_ZERO_STAGE)]
+    if field.name == "recompute_modules":
+        kind = tuple[RecomputeModule, ...]
     if field.name == "servers":
         kind = Degree | Literal["all"]
     return kind | None if field.is_optional else kind  # type: ignore[operator]  # types at run time
@@ -137,12 +141,13 @@ def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
 
 
 def job_fields(job: TrainingJob) -> dict[str, Json]:
-    """Return batch, sequence length and precision of a job."""
-    return {
+    """Return batch, sequence length and precision of a job, and of experts how even they are."""
+    fields: dict[str, Json] = {
         "global_batch_size": job.global_batch_size,
         "seq_len": job.seq_len,
         "precision": job.precision,
     }
+    return fields if job.experts is None else {**fields, "imbalance": job.imbalance}
 
 
 def plan_document(saved: SavedPlan) -> dict[str, Json]:

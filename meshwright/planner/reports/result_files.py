@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.planner.changes import Change
+from meshwright.planner.largest import Largest
 from meshwright.planner.reports.documents import json_text, search_document, step_document
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import names_in, new_folder
@@ -12,6 +13,9 @@ from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import SearchResult
 from meshwright.simulator import ParallelPlan, StepResult
+
+# Plans whose breakdowns stand side by side: with more a bar is no higher than its name.
+MOST_BARS = 6
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,27 +26,31 @@ def write_step(
     folder: Path,
     budget: Budget | None = None,
     changes: Sequence[Change] = (),
+    largest: Largest | None = None,
 ) -> tuple[str, ...]:
     """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures; return names."""
     with new_folder(folder) as files:
-        _write(files / "result.json", json_text(step_document(result, budget, changes)))
+        _write(files / "result.json", json_text(step_document(result, budget, changes, largest)))
         _write_plans(files, [result], budget)
-        _save(files, _step_pictures(result))
+        _save(files, {**_step_pictures(result), "breakdown": _breakdown([result])})
         return names_in(files)
 
 
 def write_search(
-    result: SearchResult, folder: Path, budget: Budget | None = None
+    result: SearchResult,
+    folder: Path,
+    budget: Budget | None = None,
+    largest: Largest | None = None,
 ) -> tuple[str, ...]:
     """Write a search and return names: the best as plan.json, the next as plan-2.json, the rest.
 
     A search in which nothing fits leaves result.json alone, with the nearest layout.
     """
     with new_folder(folder) as files:
-        _write(files / "result.json", json_text(search_document(result, budget)))
+        _write(files / "result.json", json_text(search_document(result, budget, largest)))
         if result.plans:
             _write_plans(files, result.plans, budget, result.like)
-            _save(files, {"memory_time": _memory_time(result), **_step_pictures(result.plans[0])})
+            _save(files, _step_pictures(result.plans[0]) | _search_pictures(result))
         return names_in(files)
 
 
@@ -58,10 +66,13 @@ def _write_plans(
     likes: Sequence[Sequence[ParallelPlan]] | None = None,
 ) -> None:
     for rank, result in enumerate(results, 1):
-        name = "plan.json" if rank == 1 else f"plan-{rank}.json"
-        _write(files / name, json_text(plan_document(saved_plan(result))))
+        _write(files / _plan_file(rank), json_text(plan_document(saved_plan(result))))
     _write(files / "plans.csv", plans_csv(results, budget, likes))
     _write(files / "stages.csv", stages_csv(results))
+
+
+def _plan_file(rank: int) -> Path:
+    return Path("plan.json" if rank == 1 else f"plan-{rank}.json")
 
 
 def _write(path: Path, text: str) -> None:
@@ -73,7 +84,6 @@ def _write(path: Path, text: str) -> None:
 
 def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
     from meshwright.planner.plots import (  # noqa: PLC0415
-        plot_breakdown,
         plot_stage_memory,
         plot_timeline,
     )
@@ -81,14 +91,27 @@ def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
     return {
         "stage_memory": plot_stage_memory(result),
         "timeline": plot_timeline(result),
-        "breakdown": plot_breakdown(result),
     }
 
 
-def _memory_time(result: SearchResult) -> "Figure":
+def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:
+    """Return memory against time, and where the time of the best layouts goes, side by side."""
     from meshwright.planner.plots import plot_memory_time  # noqa: PLC0415
 
-    return plot_memory_time(result)
+    # The best comes first, also where a simpler plan stands for it in the list.
+    places = [*dict.fromkeys((0, *result.listed))][:MOST_BARS]
+    best = [result.plans[place] for place in places]
+    names = [_plan_file(place + 1).stem for place in places]
+    return {
+        "memory_time": plot_memory_time(result),
+        "breakdown": _breakdown(best, names),
+    }
+
+
+def _breakdown(steps: Sequence[StepResult], names: Sequence[str] = ()) -> "Figure":
+    from meshwright.planner.plots import plot_breakdown  # noqa: PLC0415
+
+    return plot_breakdown(*steps, names=names)
 
 
 def _save(files: Path, figures: Mapping[str, "Figure"]) -> None:

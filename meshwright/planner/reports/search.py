@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
+from meshwright.planner.largest import Largest
 from meshwright.planner.reports.columns import Column, ColumnTable
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
@@ -40,12 +41,15 @@ TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
 
 
-def search_report(result: SearchResult, budget: Budget | None = None) -> RenderableType:
+def search_report(
+    result: SearchResult, budget: Budget | None = None, largest: Largest | None = None
+) -> RenderableType:
     """Return the report of a search.
 
     Args:
         result: The search.
         budget: Adds days and cost of a number of tokens to each plan.
+        largest: The largest value of a quantity that fits, if it was asked for.
     """
     place = f"{result.num_gpus:,} GPUs of {result.cluster.name}"
     parts: list[RenderableType] = [
@@ -55,7 +59,8 @@ def search_report(result: SearchResult, budget: Budget | None = None) -> Rendera
     ]
     if result.plans:
         parts += [_plans_table(result, budget), Text()]
-    parts.append(facts_table(_facts(result)))
+    told = [] if largest is None else [("largest", str(largest))]
+    parts.append(facts_table([*told, *_facts(result)]))
     if result.frontier:
         shown = f"memory against time, {len(result.frontier)} layouts that no other beats in both"
         parts += [Text(), Text(shown), _frontier_table(result)]

@@ -23,6 +23,7 @@ from meshwright.hwprofiles import (
     format_time,
 )
 from meshwright.planner.changes import Change
+from meshwright.planner.largest import Largest
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
@@ -50,7 +51,10 @@ FIELDS_WITH_LINES = {
 
 
 def step_report(
-    result: StepResult, budget: Budget | None = None, changes: Sequence[Change] = ()
+    result: StepResult,
+    budget: Budget | None = None,
+    changes: Sequence[Change] = (),
+    largest: Largest | None = None,
 ) -> RenderableType:
     """Return the report of one simulated step.
 
@@ -58,6 +62,7 @@ def step_report(
         result: The step.
         budget: Adds days and cost of a number of tokens.
         changes: Of a plan that does not fit: what makes it fit.
+        largest: The largest value of a quantity that fits, if it was asked for.
     """
     place = f"{result.plan.world_size:,} GPUs of {result.cluster.name}"
     parts: list[RenderableType] = [
@@ -69,6 +74,7 @@ def step_report(
         facts_table(
             [
                 ("memory", _memory_line(result)),
+                *([] if largest is None else [("largest", str(largest))]),
                 *(change_facts(changes) if not result.memory.fits else ()),
                 ("evidence", _evidence_line(result)),
             ]
@@ -84,8 +90,12 @@ def headline(job: TrainingJob, place: str, stack: str) -> str:
 
 
 def job_text(job: TrainingJob) -> str:
-    """Return batch, sequence length and precision."""
-    return f"global batch {job.batch_text}, {job.precision}"
+    """Return batch, sequence length and precision, and of experts how even they are."""
+    text = f"global batch {job.batch_text}, {job.precision}"
+    if job.experts is None:
+        return text
+    how = "balanced" if job.imbalance == 1 else "the hottest followed"
+    return f"{text}, experts {how} (imbalance={job.imbalance:g})"
 
 
 def run_text(run: TrainingRun, sample: str = "tokens") -> str:
@@ -205,6 +215,8 @@ def degrees_text(plan: ParallelPlan) -> str:
 
 def value_text(value: object) -> str:
     """Return the value of a field for people."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return yes_no(value) if isinstance(value, bool) else str(value)
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshwright.hwprofiles import PS_PER_S
+from meshwright.hwprofiles import PS_PER_S, Cluster, StackProfile
 from meshwright.planner.reports.money import Budget
-from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.planner.reports.plan_file import job_fields
+from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import PLAN_FIELDS
 
 Row = Mapping[str, object]
@@ -15,7 +16,16 @@ def plans_csv(
     budget: Budget | None = None,
     likes: Sequence[Sequence[ParallelPlan]] | None = None,
 ) -> str:
-    """Return a CSV with one row for each plan, best first, counted from 1.
+    """Return a CSV with one row for each plan: `plan_rows`."""
+    return table_csv(plan_rows(results, budget, likes))
+
+
+def plan_rows(
+    results: Sequence[StepResult],
+    budget: Budget | None = None,
+    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+) -> list[Row]:
+    """Return one row for each plan, best first, counted from 1.
 
     A switch has a column where one of the plans does not leave it to the stack.
 
@@ -36,20 +46,37 @@ def plans_csv(
     rows = [_plan_row(rank, result, names, budget) for rank, result in enumerate(results, 1)]
     if likes is not None:
         rows = [{**row, "like": len(like)} for row, like in zip(rows, likes, strict=True)]
-    return _csv(rows)
+    return rows
+
+
+def known_by(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int) -> Row:
+    """Return what every row of every table has, so that tables can be joined."""
+    return {
+        "model": job.model.name,
+        "cluster": cluster.name,
+        "stack": stack.name,
+        "num_gpus": num_gpus,
+        **job_fields(job),
+    }
+
+
+def _known_by(step: StepResult) -> Row:
+    return known_by(step.job, step.cluster, step.stack, step.plan.world_size)
 
 
 def stages_csv(results: Sequence[StepResult]) -> str:
     """Return a CSV with the memory of each pipeline rank of each plan."""
-    return _csv(
+    return table_csv(
         [row for rank, result in enumerate(results, 1) for row in _stage_rows(rank, result)]
     )
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def table_csv(rows: Sequence[Row]) -> str:
+    """Return rows as a CSV; what a row lacks of another's columns is empty in it."""
+    # As objects: a column with gaps, or with bytes and seconds, would turn into floats otherwise.
     import pandas as pd  # noqa: PLC0415  (half a second that only tables need)
 
-    text: str = pd.DataFrame(rows).to_csv(index=False, lineterminator="\n")
+    text: str = pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")
     return text
 
 
@@ -57,6 +84,7 @@ def _plan_row(rank: int, result: StepResult, names: Sequence[str], budget: Budge
     plan, memory = result.plan, result.memory
     row: dict[str, object] = {
         "plan": rank,
+        **_known_by(result),
         **_plan_cells(result, names),
         "step_time_s": result.step_time_s,
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
@@ -102,6 +130,7 @@ def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:
         layers = plan.stages if result.lanes else plan.stages[stage.stage :: plan.pp]
         yield {
             "plan": rank,
+            **_known_by(result),
             "stage": stage.stage,
             "layers": sum(layers),
             "parameters_bytes": stage.parameters_bytes,

@@ -1,12 +1,14 @@
 """The search: price, prune with reasons, simulate best first, prove."""
 
+from meshwright.planner.search.density import Density
 from meshwright.planner.search.finalists import MAX_PASSES, Progress
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
-from meshwright.planner.search.search import search
+from meshwright.planner.search.search import search, with_kernels
 from meshwright.planner.search.varied import Held, Varied
 
 __all__ = [
     "MAX_PASSES",
+    "Density",
     "FrontierPoint",
     "Held",
     "Nearest",
@@ -15,4 +17,5 @@ __all__ = [
     "SimulatedPlan",
     "Varied",
     "search",
+    "with_kernels",
 ]

@@ -106,7 +106,9 @@ class Rows:
             left = [index for index in rows if index not in runs.step_ps]
             if not left:
                 return {index: rows[index] for index in sorted(rows, key=runs.rank)}
-            for index in left:
+            # The simplest of each place first: it may stand for others, which then need no run.
+            left.sort(key=lambda each: (self.complexities[each], each), reverse=True)
+            for index in {self.places[each]: each for each in left}.values():
                 runs.run(index)
 
     def _folded(self) -> dict[int, list[int]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.search.density import Density, layout_density
 from meshwright.planner.search.result import SimulatedPlan
 from meshwright.planner.space import Column, Space
 from meshwright.simulator import (
@@ -132,11 +133,16 @@ class Bounds:
 
 
 class Field(NamedTuple):
-    """The layouts of a search, simulated on demand, and the functions of their lower bounds."""
+    """The layouts of a search, simulated on demand, and the functions of their lower bounds.
+
+    ``needed_bytes`` gives the exact device memory of layouts of which the runs know no more than
+    that they do not fit; None where all of it is known.
+    """
 
     runs: Runs
     rough_ps: Bound
     sharp_ps: Bound | None = None
+    needed_bytes: Bound | None = None
 
     def bounds(self, indices: NDArray[np.int64]) -> Bounds:
         """Return the bounds of *indices*; those of other layouts say nothing."""
@@ -159,6 +165,11 @@ class Proof:
     next_bound_ps: int | None
     is_proven: bool
 
+    @property
+    def proven(self) -> int | None:
+        """The fastest layout, if it is."""
+        return self.indices[0] if self.is_proven else None
+
 
 @dataclass(frozen=True)
 class Finalists:
@@ -167,6 +178,12 @@ class Finalists:
     indices: NDArray[np.int64]
     bounds: Bounds
     runs: Runs
+
+    @property
+    def density(self) -> Density | None:
+        """How their memory and their bounds are spread."""
+        chosen = self.indices
+        return layout_density(self.runs.device_bytes[chosen], self.bounds.bounds_ps[chosen])
 
     def within(self, most_bytes: int) -> "Finalists":
         """Return those that need at most *most_bytes* of device memory."""

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import Cluster, StackProfile
 from meshwright.planner.changes import Change
+from meshwright.planner.search.density import Density
 from meshwright.planner.search.varied import Varied
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+from meshwright.simulator.account import Shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +62,7 @@ class Nearest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class SearchResult:
+class SearchResult(Shown):
     """The outcome of a search over layouts.
 
     Args:
@@ -82,6 +84,7 @@ class SearchResult:
             one does as well (`search.alike`).
         evaluated: Every simulated layout.
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
+        density: Every feasible layout by memory and lower bound of its time; None of none.
         nearest: The layout closest to fitting, where none fits.
     """
 
@@ -100,6 +103,7 @@ class SearchResult:
     like: tuple[tuple[ParallelPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
+    density: Density | None
     nearest: Nearest | None
 
     @property

@@ -14,6 +14,7 @@ from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
 from meshwright.planner.space import (
     Candidates,
+    Column,
     ShapeTable,
     SpaceLimits,
     apply_rules,
@@ -63,19 +64,17 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     """
     _check_request(cluster, num_gpus, top)
     asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
-    limits = _with_kernels(job, asked, cluster, stack)
-    field = _field(job, cluster, stack, num_gpus, limits, tell)
-    runs = field.runs
+    limits = with_kernels(job, asked, cluster, stack)
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
+    field = _field(job, cluster, stack, num_gpus, limits, limit_bytes=limit_bytes, tell=tell)
+    runs = field.runs
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
     tell(f"bounding the time of {len(runs.space):,} layouts", 0, 0)
     finalists, rejections = _finalists(field, candidates)
+    density = finalists.density  # of the bounds before any is sharpened
     proof, ranking = _rank(finalists, top, tell)
     frontier = find_frontier(
-        finalists,
-        proof.indices[0] if proof.is_proven else None,
-        max_passes=runs.num_passes + FRONTIER_PASSES,
-        tell=tell,
+        finalists, proof.proven, max_passes=runs.num_passes + FRONTIER_PASSES, tell=tell
     )
     return SearchResult(
         job=job,
@@ -96,13 +95,14 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         ),
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
+        density=density,
         nearest=None
         if len(finalists.indices)
-        else find_nearest(candidates, runs, limit_bytes, tell),
+        else find_nearest(candidates, field, limit_bytes, tell),
     )
 
 
-def _with_kernels(
+def with_kernels(
     job: TrainingJob, limits: SpaceLimits, cluster: Cluster, stack: StackProfile
 ) -> SpaceLimits:
     """Return *limits* with the attention kernels that the devices have, if none is asked for."""
@@ -122,26 +122,39 @@ def _finalists(field: Field, candidates: Candidates) -> tuple[Finalists, dict[st
     return Finalists(indices, field.bounds(indices), field.runs), rejections
 
 
-def _field(
+def _field(  # noqa: PLR0913 -- what a search is of
     job: TrainingJob,
     cluster: Cluster,
     stack: StackProfile,
     num_gpus: int,
     limits: SpaceLimits,
+    *,
+    limit_bytes: int,
     tell: Progress,
 ) -> Field:
-    """Return the layouts; those of a mesh of ranks with exact memory and bounds without a run."""
+    """Return the layouts; those of a mesh of ranks with exact memory and bounds without a run.
+
+    Memory is known of what the stack offers, and exact of what *limit_bytes* may hold.
+    """
     tell("laying out the space", 0, 0)
     if stack.strategy is not Strategy.MESH:
         return strategy_field(job, cluster, stack, num_gpus, limits)
     space = enumerate_space(job, stack, num_gpus, limits)
     tell(f"sizing the memory of {len(space):,} layouts", 0, 0)
-    table = ShapeTable.of(space)
-    costs = CostModel(cluster, stack, num_gpus)
-    peaks = peak_bytes(space, table, costs.blocks, progress=tell)
+    offered = np.flatnonzero(~lacks(space))
+    table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, num_gpus)
+    peaks = np.zeros(len(space), np.int64)
+    peaks[offered] = peak_bytes(
+        space, table, costs.blocks, offered, most_bytes=limit_bytes, progress=tell
+    )
     runs = Runs(space, costs, peaks, device_bytes_column(space, cluster, peaks))
-    bounds = StepBounds(space, table, costs)
-    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps)
+    bounds = StepBounds(space, table.of_layouts(offered[peaks[offered] <= limit_bytes]), costs)
+
+    def needed_bytes(indices: Column) -> Column:
+        live = peak_bytes(space, table, costs.blocks, indices)
+        return device_bytes_column(space, cluster, live, indices)
+
+    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes)
 
 
 def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:

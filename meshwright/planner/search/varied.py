@@ -53,7 +53,9 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
             return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
         if not field.declaration.axis:
             return "not searched"
-    return "only one offered"
+    offered = getattr(space.stack, field.declaration.offered_by or "", ())
+    is_choice = field.declaration.of_experts and not field.divides_experts
+    return "not searched" if is_choice and len(offered) > 1 else "only one offered"
 
 
 def _is_of_others(field: PlanField, space: Space) -> bool:
@@ -62,6 +64,8 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     Axes of experts are so of models without them, too.
     """
     stack = space.stack
+    if field.name == "recompute_modules":
+        return not stack.recompute_modules
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on
@@ -77,6 +81,8 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
+        elif name == "recompute_modules":
+            yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
             yield Held(name, field.default, "it can only cost" if offered else "only one offered")

@@ -47,16 +47,20 @@ class SpaceLimits:
 
     def allows(self, name: str, value: object) -> bool:
         """Return whether *value* of the field *name* may be searched."""
-        allowed, largest = self.values(name), self._limits.get(PLAN_FIELDS[name].limit)
+        allowed, largest = self.values(name), self.most(name)
         if allowed is not None and value not in allowed:
             return False
-        return largest is None or cast("int", value) <= cast("int", largest)
+        return largest is None or cast("int", value) <= largest
+
+    def most(self, name: str) -> int | None:
+        """Return the largest value of a field that is asked for, None without one."""
+        return cast("int | None", self._limits.get(PLAN_FIELDS[name].limit))
 
     def asks_for(self, name: str) -> bool:
         """Return whether a largest value of a field is given, or others than the habit."""
         values = self.values(name) or (None,)
         return set(values) != {None} or PLAN_FIELDS[name].limit in self._limits
 
-    def pinned(self, **values: tuple[object, ...]) -> "SpaceLimits":
-        """Return the same limits with other allowed values."""
+    def pinned(self, **values: tuple[object, ...] | int) -> "SpaceLimits":
+        """Return the same limits with other allowed, or largest, values."""
         return SpaceLimits(**self._limits | values)

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator import RUNTIMES, Schedule, TrainingJob
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, HEAD, AnyModel, BlockKind, layer_kinds
-
-ENDS: tuple[BlockKind, ...] = (EMBEDDING, HEAD)
+from meshwright.simulator.model import ENDS, AnyModel, BlockKind, layer_kinds
 
 
 def block_kinds(model: AnyModel) -> tuple[BlockKind, ...]:

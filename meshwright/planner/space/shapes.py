@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space.pipelines import ENDS, block_kinds
+from meshwright.planner.space.pipelines import block_kinds
 from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import PLAN_FIELDS, sums_microbatches, syncs_by_default
-from meshwright.simulator.model import BlockKind, rank_parameters
+from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind, rank_parameters
 from meshwright.simulator.step import message_between
 
 SWITCHED = ("sequence_parallel", "recompute", "attention")
@@ -19,21 +19,37 @@ SWITCHED = ("sequence_parallel", "recompute", "attention")
 
 @dataclass(frozen=True, slots=True)
 class ShapeTable:
-    """Distinct block shapes of a space, which one each layout has, and the kinds of blocks."""
+    """Distinct block shapes of layouts, which one each has, and the kinds of blocks.
+
+    ``index`` is -1 for layouts of the space that were not asked for.
+    """
 
     shapes: tuple[BlockShape, ...]
     index: NDArray[np.int64]
     kinds: tuple[BlockKind, ...]
 
     @classmethod
-    def of(cls, space: Space) -> "ShapeTable":
-        """Return the shapes of every layout of *space*."""
-        names = ("tp", "cp", "cp_type", "ep", "etp", "microbatch_size", *SWITCHED)
+    def of(cls, space: Space, indices: Column | None = None) -> "ShapeTable":
+        """Return the shapes of the layouts *indices* of *space*, by default of all."""
+        chosen = np.arange(len(space)) if indices is None else indices
+        names = ["tp", "cp", "cp_type", "ep", "etp", "microbatch_size", *SWITCHED]
+        if set(EXPERT_LAYERS) & set(block_kinds(space.job.model)):
+            # Experts' kept gradients slow their products.
+            names += ["gradient_precision", "dispatcher"]
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
         flags = (in_pipeline.astype(np.int64), _defers_sums(space))
         columns = [*(space.column(name) for name in names), *flags]
-        first, index = distinct(columns)
-        return cls(_shapes(space, first), index, block_kinds(space.job.model))
+        first, member = distinct([column[chosen] for column in columns])
+        index = np.full(len(space), -1)
+        index[chosen] = member
+        return cls(_shapes(space, chosen[first]), index, block_kinds(space.job.model))
+
+    def of_layouts(self, indices: Column) -> "ShapeTable":
+        """Return the table of *indices* alone."""
+        used, member = np.unique(self.index[indices], return_inverse=True)
+        index = np.full(len(self.index), -1)
+        index[indices] = member.reshape(-1)
+        return ShapeTable(tuple(self.shapes[each] for each in used.tolist()), index, self.kinds)
 
 
 def _defers_sums(space: Space) -> Column:

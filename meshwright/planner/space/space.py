@@ -308,7 +308,7 @@ def _block(
             return _microbatch_sizes(job, stack, limits, fixed, schedules)
         if field.name == "stages":
             return _stage_rules(job, stack, limits, fixed["pp"] * fixed["num_virtual_stages"])
-        if field.declaration.of_experts:
+        if field.divides_experts:
             return sorted({pair[field.name == "etp"] for pair in experts})
         return _switches(job, stack, limits, field, fixed)
 

@@ -15,9 +15,11 @@ from meshwright.hwprofiles import Precision, StackProfile, Strategy
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import (
     MAX_ZERO_STAGE,
+    PLAN_FIELDS,
     SEARCHED_FIELDS,
     Formats,
     chosen_formats,
+    known_values,
     offered_formats,
     syncs_by_default,
 )
@@ -29,7 +31,7 @@ Wanted: TypeAlias = dict[str, tuple[object, ...]]
 SWITCHES = tuple(
     each.name
     for each in SEARCHED_FIELDS
-    if not (each.declaration.is_basic or each.declaration.axis or each.declaration.of_experts)
+    if not (each.declaration.is_basic or each.declaration.axis or each.divides_experts)
 )
 MOST_KEY = 2**62
 MOST_PLACES = 8
@@ -68,6 +70,7 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         return [dict.fromkeys(SWITCHES)]
     choices = (
         _context(stack, place, wanted),
+        _dispatch(job, stack, wanted),
         _shards(stack, place, wanted),
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
@@ -97,6 +100,15 @@ def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Sett
     if place.cp == 1:
         return _chosen("cp_type", habit, [], {})
     return _chosen("cp_type", habit, others, wanted)
+
+
+def _dispatch(job: TrainingJob, stack: StackProfile, wanted: Wanted) -> Iterator[Setting]:
+    """Yield how tokens go to experts: the stack's habit unless asked for."""
+    name, habit = "dispatcher", next(iter(stack.dispatchers), None)
+    if known_values(PLAN_FIELDS[name], job.model) is not None:
+        return _chosen(name, habit, [], {})
+    asked = wanted.get(name, ())
+    return _chosen(name, habit, [each for each in stack.dispatchers[1:] if each in asked], wanted)
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:

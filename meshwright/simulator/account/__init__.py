@@ -3,10 +3,12 @@
 from meshwright.simulator.account.advice import plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.account.counts import rank_flops
-from meshwright.simulator.account.critical_path import CriticalPath, critical_path
+from meshwright.simulator.account.critical_path import CLOSING, CriticalPath, critical_path
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
+from meshwright.simulator.account.passes import RankPass, Stretch, rank_passes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
+from meshwright.simulator.account.shown import Presenter, Shown
 from meshwright.simulator.account.traffic import (
     Traffic,
     closing_traffic,
@@ -17,14 +19,19 @@ from meshwright.simulator.account.traffic import (
 )
 
 __all__ = [
+    "CLOSING",
     "NO_TRAFFIC",
     "AsyncRun",
     "CriticalPath",
     "HostTraffic",
     "MemoryResult",
+    "Presenter",
+    "RankPass",
     "ResourceLane",
+    "Shown",
     "StageMemory",
     "StepResult",
+    "Stretch",
     "Traffic",
     "closing_traffic",
     "critical_path",
@@ -34,6 +41,7 @@ __all__ = [
     "norm_traffic",
     "plan_warnings",
     "rank_flops",
+    "rank_passes",
     "rank_traffic",
     "task_lanes",
     "time_breakdown",

@@ -4,6 +4,7 @@ from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
 from meshwright.simulator.layout import DP_CP, PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.model import AnyModel, ModelSpec
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
 # probably for retries of the allocator.
@@ -20,11 +21,19 @@ def plan_warnings(
 ) -> tuple[str, ...]:
     """Return one line for each thing that is odd about a plan or its prediction."""
     return (
+        *_model_warnings(job.model),
         *_memory_warnings(memory),
         *_alignment_warnings(job, plan),
         *_degree_one_warnings(plan),
+        *_expert_warnings(job, plan),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
+
+
+def _model_warnings(model: AnyModel) -> list[str]:
+    if not isinstance(model, ModelSpec) or not model.left_out:
+        return []
+    return [f"{model.name}: {model.left_out}"]
 
 
 def _memory_warnings(memory: MemoryResult) -> list[str]:
@@ -69,6 +78,15 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
                 said = field.name if is_flag else f"{field.name}={value}"
                 warnings.append(f"{said} has no effect at {axis}=1")
     return warnings
+
+
+def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+    """Return what is said of experts that every rank has all of."""
+    if plan.ep > 1:
+        return []
+    said = {"imbalance": f"{job.imbalance:g}" if job.imbalance != 1 else None}
+    said |= {"dispatcher": plan.dispatcher}
+    return [f"{name}={value} has no effect at ep=1" for name, value in said.items() if value]
 
 
 def _evidence_warnings(

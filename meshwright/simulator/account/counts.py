@@ -35,5 +35,7 @@ def _counted_flops(block: BlockOperators) -> int:
         if isinstance(operator, Gemm):
             flops += operator.flops
         elif isinstance(operator, FlashAttention):
-            flops += operator.flops * (2 if operator.causal else 1)
+            flops += operator.flops
+            if operator.causal:  # of the steps of a ring the first alone has a mask
+                flops += operator.flops // operator.ranks
     return flops

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
 from meshwright.simulator.account.lanes import ResourceLane
+from meshwright.simulator.account.shown import Shown
 from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
@@ -117,7 +118,7 @@ class AsyncRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class StepResult:
+class StepResult(Shown):
     """One simulated training step.
 
     Args:

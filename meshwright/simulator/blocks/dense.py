@@ -1,11 +1,13 @@
 """The dense transformer layer, written once."""
 
+from fractions import Fraction
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Attention
+from meshwright.hwprofiles import Attention, RecomputeModule
 from meshwright.simulator.blocks.parts import (
     ExpertMesh,
     context_parallel,
+    hottest_share,
     latent_attention,
     routed,
 )
@@ -40,12 +42,17 @@ from meshwright.simulator.graph import (
     view,
 )
 from meshwright.simulator.layout import Axis, ExpertAxis
-from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER, BlockKind, ModelSpec
+from meshwright.simulator.model import EXPERT_LAYERS, TRANSFORMER_LAYER, BlockKind
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
 
-PUT_TOGETHER = {RotaryFormula.NEOX, RotaryFormula.PHI3, RotaryFormula.GLM4}
+PUT_TOGETHER = {
+    RotaryFormula.NEOX,
+    RotaryFormula.PHI3,
+    RotaryFormula.GLM4,
+    RotaryFormula.HALVES,
+}
 
 
 class Columns(NamedTuple):
@@ -62,7 +69,9 @@ def expert_mesh(shape: BlockShape) -> ExpertMesh:
     if shape.ep == 1:
         return ExpertMesh(split_on, split_on)
     told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
-    return ExpertMesh(split_on, told, shape.ep)
+    experts = shape.model.experts
+    hottest = 1 if experts is None else hottest_share(experts, shape.ep, shape.imbalance)
+    return ExpertMesh(split_on, told, shape.ep, Fraction(hottest))
 
 
 class LayerDims(NamedTuple):
@@ -134,19 +143,24 @@ def layer(
     """Return the tokens after a layer of one kind, with routed experts or an MLP."""
     model, entered = shape.model, x
     first = _attention if model.latent is None else _latent
-    last = _experts if kind == EXPERT_LAYER else _mlp
-    seen = model.seen_tokens(kind, shape.seq_len)
+    last = _experts if kind in EXPERT_LAYERS else _mlp
     if model.parallel_mlp != "no":
-        return _side_by_side(block, x, shape, dims, seen)
+        return _side_by_side(block, x, shape, dims, kind)
+    module = RecomputeModule.MOE if kind in EXPERT_LAYERS else RecomputeModule.MLP
     with block.part("layer"):
-        y = _normed(block, x, "attention norm", shape, "before")
-        y = first(block, y, shape, dims, seen)
+        attended = _normed(block, x, "attention norm", shape, "before")
+        y = first(block, attended, shape, dims, kind)
+        block.give_up(RecomputeModule.LAYERNORM, attended)
         y = _normed(block, y, "attention output norm", shape, "after")
+        held = (y,) if spelling_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        y = last(block, _normed(block, x, "mlp norm", shape, "before"), shape, dims)
+        given = _normed(block, x, "mlp norm", shape, "before")
+        with block.part(module):
+            y = last(block, given, shape, dims)
+        block.give_up(RecomputeModule.LAYERNORM, given)
         y = _normed(block, y, "mlp out norm", shape, "after")
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
-        block.hold(entered, x)
+        block.hold(entered, x, *held)
         return out
 
 
@@ -155,25 +169,30 @@ def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, place: str) -
     if shape.model.norm_places not in {place, "both"}:
         return x
     if place == "before":
-        return normed(block, x, name, shape)
+        with block.part(f"{RecomputeModule.LAYERNORM}:{name}"):
+            return normed(block, x, name, shape)
     with block.module(x):
         return normed(block, x, name, shape)
 
 
-def normed(block: Block, x: Tensor, name: str, shape: BlockShape) -> Tensor:
+def normed(
+    block: Block, x: Tensor, name: str, shape: BlockShape, *, weighted: bool = True
+) -> Tensor:
     """Return *x* normalised as a model does it."""
-    centers = shape.model.norm == "layernorm"
-    return norm(block, x, name, centers=centers, formula=spelling_of(shape).norm)
+    centers, formula = shape.model.norm == "layernorm", spelling_of(shape).norm
+    return norm(block, x, name, centers=centers, formula=formula, weighted=weighted)
 
 
-def _side_by_side(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+def _side_by_side(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind
+) -> Tensor:
     """Return the tokens after a layer whose attention and MLP read the same ones."""
     model, spelling = shape.model, spelling_of(shape)
     with block.part("layer"):
         first = second = normed(block, x, "attention norm", shape)
         if model.parallel_mlp == "two norms" and spelling.norms_first:
             second = normed(block, x, "mlp norm", shape)
-        attended = _attention(block, first, shape, dims, seen)
+        attended = _attention(block, first, shape, dims, kind)
         if model.parallel_mlp == "two norms" and not spelling.norms_first:
             second = normed(block, x, "mlp norm", shape)
         y = _mlp(block, second, shape, dims)
@@ -189,26 +208,43 @@ def _side_by_side(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, s
         return out
 
 
-def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
-    """Return self-attention of normalised tokens, each to as many as it has *seen* at most."""
+def _heads(shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Heads:
+    """Return what attention of a kind of layer is over."""
+    model = shape.model
+    seen = model.seen_tokens(kind, shape.seq_len)
+    return Heads(dims.heads, dims.tokens, seen, model.causal, model.dropout, model.attention_sinks)
+
+
+def _attention(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind
+) -> Tensor:
+    """Return self-attention of normalised tokens in a layer of a kind."""
     model, spelling = shape.model, spelling_of(shape)
+    has_positions = model.has_positions(kind)
     is_unfused = shape.attention is Attention.UNFUSED
     with block.module(x):
         query, key, value = _projected(block, x, shape, dims)
-        if model.positions == "rotary":
+        if has_positions:
             query, key = _turned(block, query, key, Rotary(model.rotary_dim, spelling.rotary))
+            if model.qk_norm == "unweighted" and not block.lowering.fuses_places:
+                query, key = _normed_heads(block, query, key, shape, dims)
         given = key, value
-        if block.lowering.copies_operands and _leaves_gaps(model):
+        leaves_gaps = not has_positions and model.num_kv_heads < model.num_heads
+        if leaves_gaps and block.lowering.copies_operands and not block.lowering.is_local:
+            # Keys and values are parts of a product that lie as no kernel knows: Transformer Engine
+            # copies such (get_qkv_layout of its dot_product_attention/utils.py, 0.12 to 2.x).  Of
+            # rotated ones it would copy the values, but runs of real size hold as much as with the
+            # whole product (docs/accuracy.md).
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
-        heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
-        with block.part("core"):
+        heads = _heads(shape, dims, kind)
+        with block.part(RecomputeModule.CORE_ATTN):
             if shape.cp_type is not None:
                 over = heads._replace(ranks=dims.cp)
                 context = context_parallel(block, query, key, value, over, shape.cp_type)
             else:
                 attend = scored if is_unfused else flash
                 context = attend(block, query, key, value, heads)
-        if model.positions == "rotary" and spelling.rotary in PUT_TOGETHER:
+        if has_positions and spelling.rotary in PUT_TOGETHER:
             # What puts a head together lays all out head by head, and so does attention.
             context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
@@ -220,11 +256,11 @@ def _attention(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen
         return y
 
 
-def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, seen: int) -> Tensor:
+def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Tensor:
     """Return latent attention of normalised tokens."""
     model = shape.model
     assert model.latent is not None
-    heads = Heads(dims.heads, dims.tokens, seen, causal=model.causal, drops=model.dropout)
+    heads = _heads(shape, dims, kind)
     attend = scored if shape.attention is Attention.UNFUSED else flash
 
     def core(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -246,7 +282,10 @@ def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> l
     is_view = block.lowering.fuses_products and not spelling.fuses_qkv
     if is_view and model.num_kv_heads < model.num_heads:
         query = copy(block, query, "queries apart")  # a view of them is not one stretch
-    if model.qk_norm != "none":
+    # Megatron-Core has norms without weights where it has others; transformers turns heads first.
+    if model.qk_norm in {"head", "width"} or (
+        model.qk_norm == "unweighted" and block.lowering.fuses_places
+    ):
         query, key = _normed_heads(block, query, key, shape, dims)
     return [query, key, value]
 
@@ -269,24 +308,15 @@ def _normed_heads(
     for x, name, heads in ((query, "query norm", dims.heads), (key, "key norm", dims.groups)):
         width = x.dims[-1]
         with block.module(x):
-            if shape.model.qk_norm == "head":
+            if shape.model.qk_norm != "width":
                 by_heads = view(block, x, *x.dims[:-1], heads, dims.head, renamed=(width, heads))
-                y = normed(block, by_heads, name, shape)
+                weighted = shape.model.qk_norm == "head"
+                y = normed(block, by_heads, name, shape, weighted=weighted)
                 y = view(block, y, *x.dims, renamed=(heads, width))
             else:
                 y = normed(block, x, name, shape)
         found.append(y)
     return found[0], found[1]
-
-
-def _leaves_gaps(model: ModelSpec) -> bool:
-    """Return whether keys and values are parts of a product that lie as no kernel knows.
-
-    Transformer Engine copies such (get_qkv_layout of its dot_product_attention/utils.py, 0.12 to
-    2.x).  Of rotated ones it would copy the values, but runs of real size hold as much as with the
-    whole product (docs/accuracy.md).
-    """
-    return model.num_kv_heads < model.num_heads and model.positions != "rotary"
 
 
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -307,7 +337,8 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
 
     def shared(block: Block, x: Tensor) -> Tensor:
         widths = Widths(parts, Dim("shared inner", width))
-        return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
+        with block.part(RecomputeModule.SHARED_EXPERTS):
+            return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
     return routed(block, x, experts, dims.experts, dims.outside, shared if width else None)
 

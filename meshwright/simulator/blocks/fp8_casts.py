@@ -29,7 +29,7 @@ def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator,
     """
     if shape.fp8 is None:
         return ()
-    inputs = sum(linear.m * linear.k for linear in linears)
+    inputs = sum(linear.m * linear.k * linear.batch for linear in linears)
     casts_weights = shape.fp8.weight_casts is not WeightCast.STEP
     return _casts("forward", linears, inputs, casts_weights=casts_weights)
 
@@ -43,7 +43,7 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
     """
     if shape.fp8 is None:
         return ()
-    gradients = sum(linear.m * linear.n for linear in linears)
+    gradients = sum(linear.m * linear.n * linear.batch for linear in linears)
     casts_weights = shape.fp8.weight_casts is WeightCast.FORWARD_BACKWARD
     return _casts("backward", linears, gradients, casts_weights=casts_weights)
 
@@ -51,7 +51,8 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
 def _casts(
     phase: str, linears: Sequence[Gemm], num_elements: int, *, casts_weights: bool
 ) -> tuple[Operator, ...]:
-    num_elements += sum(linear.k * linear.n for linear in linears) * casts_weights
+    weights = sum(linear.k * linear.n * linear.batch for linear in linears)
+    num_elements += weights * casts_weights
     return (
         MemoryBound(f"fp8 casts {phase}", CAST_BYTES * num_elements),
         KernelLaunches(f"fp8 casts {phase}", len(linears) * (1 + casts_weights)),
@@ -77,7 +78,16 @@ def weight_copy_bytes(shape: BlockShape, num_layers: int) -> int:
 
 
 def num_linear_weights(shape: BlockShape) -> int:
-    """Return the weights of the four linear layers of one layer, without biases, on one rank."""
+    """Return the weights of the four linear layers of one layer, without biases, on one rank.
+
+    With experts, which all layers then have, those of the rank's own in the place of the MLP.
+    """
     qkv = shape.local_width + 2 * shape.local_kv_width
-    widths = qkv + shape.local_width + shape.mlp_in_width + shape.local_ffn_width
+    widths = qkv + shape.local_width
+    experts = shape.model.experts
+    if experts is None:
+        return shape.model.hidden_size * (widths + shape.mlp_in_width + shape.local_ffn_width)
+    num_local = experts.num_experts // shape.ep
+    widths += 3 * num_local * experts.hidden_size // shape.expert_tp
+    widths += 3 * experts.shared_hidden_size // shape.tp
     return shape.model.hidden_size * widths

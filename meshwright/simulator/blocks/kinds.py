@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
+from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute, RecomputeModule
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
@@ -31,6 +31,7 @@ from meshwright.simulator.model import (
     EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
+    WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
     BlockKind,
     ChainModel,
@@ -38,13 +39,8 @@ from meshwright.simulator.model import (
     ModelSpec,
 )
 
-# The parts of a layer that each way of recomputation runs again.
-REPEATED_PARTS = {
-    Recompute.NONE: frozenset[str](),
-    Recompute.SELECTIVE: frozenset({"core"}),
-    Recompute.FULL: frozenset({"layer"}),
-    Recompute.SELECTIVE_OP: frozenset({"layer"}),
-}
+# Ways of recomputation that run whole layers again; others run the parts that a plan names.
+OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
 
 
 class Written(NamedTuple):
@@ -87,6 +83,7 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     TRANSFORMER_LAYER: _layer,
     WINDOWED_LAYER: partial(_layer, kind=WINDOWED_LAYER),
     EXPERT_LAYER: partial(_layer, kind=EXPERT_LAYER),
+    WINDOWED_EXPERT_LAYER: partial(_layer, kind=WINDOWED_EXPERT_LAYER),
     HEAD: _head,
     OUTPUT: _output,
 }
@@ -197,7 +194,7 @@ def keeps_output(shape: BlockShape, kind: BlockKind) -> bool:
 def walk(
     shape: BlockShape,
     kind: BlockKind,
-    columns: Columns | None = None,
+    known: Written | None = None,
     *,
     ending: Ending = ADDED,
     repeats: bool = True,
@@ -207,11 +204,11 @@ def walk(
     Args:
         shape: Its sizes and switches.
         kind: Which block.
-        columns: Sizes in the place of the shape's own.
+        known: The block where it is written already, as of columns of sizes.
         ending: How backward begins and ends.
         repeats: Whether backward runs again what the plan recomputes.
     """
-    block, first = written(shape, kind, columns)
+    block, first = known or written(shape, kind)
     repetition = _repetition(shape, block) if repeats else Repetition()
     tape = Tape(block, repetition)
     tape.run_forward(first)
@@ -226,10 +223,14 @@ def walk(
 
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
+    modules = frozenset(shape.repeated_modules)
     return Repetition(
-        REPEATED_PARTS[shape.recompute],
+        frozenset({"layer"} if shape.recompute in OF_LAYERS else modules),
         shape.stack.recompute_stops_early,
         _kept_operators(block) if is_by_operator else frozenset(),
+        # Reentrant checkpoints have names for what they made again; of an attention core another
+        # storage is as large by then.
+        held=modules - {RecomputeModule.CORE_ATTN},
     )
 
 

@@ -1,6 +1,6 @@
 """The operators a training step is made of: shapes, FLOPs and bytes, without times."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import MeshAxis
@@ -11,6 +11,9 @@ class Gemm(NamedTuple):
 
     ``is_attention`` marks the products of the attention core, which hold no weights; ``is_fp8``
     those that multiply in 8 bits: two inputs of one byte an element, an output of two.
+
+    A product of experts has *batch* weights of its own: ``rows`` names the size that is the rows of
+    an expert, and ``weight_bytes`` is the traffic of these weights, or of their kept gradients.
 
     >>> Gemm("qkv", m=2048, n=4608, k=12288).flops
     231928233984
@@ -23,6 +26,8 @@ class Gemm(NamedTuple):
     batch: int = 1
     is_attention: bool = False
     is_fp8: bool = False
+    rows: Literal["", "m", "k"] = ""
+    weight_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -108,10 +113,11 @@ class KernelLaunches(NamedTuple):
 
 
 class HostPasses(NamedTuple):
-    """Host time of passes through a layer that the device waits for."""
+    """Host time of passes through a layer that the device waits for; *experts* are the rank's."""
 
     name: str
     num_passes: int
+    experts: int = 0
 
 
 class Collective(NamedTuple):

@@ -37,7 +37,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EMBEDDING, LAYERS, BlockKind, ModelSpec
+from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
 # norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
@@ -104,7 +104,7 @@ class PricedBlock(NamedTuple):
     def _phase(self, phase: Phase) -> tuple[Operator, ...]:
         steps = [step for step in self.found.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
-        products = _products(steps, merges=merges)
+        products = _products(self.shape, steps, merges=merges)
         calls = _collectives(self.found, steps, products)
         flash = [
             _flash(self.shape, self.kind, step.work, phase)
@@ -145,7 +145,7 @@ class PricedBlock(NamedTuple):
         return (
             *casts(self.shape, linears),
             KernelLaunches("layer", usual + num_products),
-            HostPasses("layer", 2 if backward else 1),
+            HostPasses("layer", 2 if backward else 1, _own_experts(self.shape, self.kind)),
         )
 
     def _recompute(
@@ -172,7 +172,7 @@ class PricedBlock(NamedTuple):
             *work,
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
-            HostPasses("layer again", 1),
+            HostPasses("layer again", 1, _own_experts(self.shape, self.kind)),
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
@@ -203,6 +203,12 @@ class PricedBlock(NamedTuple):
             )
             for each in _partial_weights(self.found)
         )
+
+
+def _own_experts(shape: BlockShape, kind: BlockKind) -> int:
+    """Return the routed experts that a rank has of a block."""
+    experts = shape.model.experts if kind in EXPERT_LAYERS else None
+    return 0 if experts is None else experts.num_experts // shape.ep
 
 
 def _partial_weights(found: Backward) -> list[Tensor]:
@@ -240,7 +246,9 @@ def _rows(value: object, count: int) -> Iterable[object]:
     return cast("list[int]", cast("Any", value).tolist())
 
 
-def _products(steps: Sequence[Step], *, merges: bool) -> dict[tuple[int, int], Gemm]:
+def _products(
+    shape: BlockShape, steps: Sequence[Step], *, merges: bool
+) -> dict[tuple[int, int], Gemm]:
     """Return the products of a phase; those of one input are priced as one.
 
     The key is the number of the operators that are priced together, and which of an operator's
@@ -261,8 +269,23 @@ def _products(steps: Sequence[Step], *, merges: bool) -> dict[tuple[int, int], G
             found[key] = _side_by_side(found[key], (m, n, k), step.phase, number)
             continue
         is_attention = op.kind is Kind.ATTENTION
-        found[key] = Gemm(op.name, m, n, k, batch, is_attention, is_fp8=op.eight_bits)
+        made = Gemm(op.name, m, n, k, batch, is_attention, is_fp8=op.eight_bits)
+        is_grouped = op.kind is Kind.GROUPED
+        found[key] = _weighed(made, shape, step.phase, number) if is_grouped else made
     return found
+
+
+def _weighed(product: Gemm, shape: BlockShape, phase: Phase, number: int) -> Gemm:
+    """Return a product of experts with the traffic of their weights.
+
+    Backward first makes the input's gradient, then adds the weight's to what is kept of it.
+    """
+    m, n, k, batch = product.m, product.n, product.k, product.batch
+    if phase is Phase.BACKWARD and number == 1:
+        width = shape.accumulated_bytes
+        return product._replace(rows="k", weight_bytes=width * batch * m * n)
+    width = 1 if product.is_fp8 else shape.element_bytes
+    return product._replace(rows="m", weight_bytes=width * batch * n * k)
 
 
 def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: int) -> Gemm:

@@ -7,13 +7,15 @@ from math import ceil
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
+    Dispatcher,
     Fp8Recipe,
     Precision,
     Recompute,
+    RecomputeModule,
     StackProfile,
     Strategy,
 )
-from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once
+from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once, repeated_modules
 from meshwright.simulator.model import (
     AnyModel,
     BlockKind,
@@ -63,6 +65,26 @@ class WeightShape:
         """Ranks that split the widths of an expert."""
         return self.tp if self.etp is None else self.etp
 
+    @property
+    def local_kv_width(self) -> int:
+        """Width of the keys, and of the values, of one rank; at least one head."""
+        return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
+
+    @property
+    def local_width(self) -> int:
+        """Width of the queries of one rank."""
+        return self.model.query_hidden_size // self.tp
+
+    @property
+    def local_ffn_width(self) -> int:
+        """Width of the MLP of one rank."""
+        return self.model.ffn_hidden_size // self.tp
+
+    @property
+    def mlp_in_width(self) -> int:
+        """Outputs of the first MLP product of one rank (gate and value where gated)."""
+        return self.local_ffn_width * (2 if self.model.gated_mlp else 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape(WeightShape):
@@ -70,7 +92,10 @@ class BlockShape(WeightShape):
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
+    ``modules`` are the parts of a layer that selective recomputation runs again.
     ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``.
+    ``accumulated_bytes`` is the traffic of adding a parameter's gradient to what is kept of it
+    within the product that makes it.
     """
 
     seq_len: int
@@ -84,6 +109,10 @@ class BlockShape(WeightShape):
     defers_sums: bool = False
     cp: int = 1
     cp_type: ContextParallel | None = None
+    modules: tuple[RecomputeModule, ...] = ()
+    accumulated_bytes: int = 0
+    dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
+    imbalance: float = 1.0
 
     @classmethod
     def of(
@@ -102,6 +131,7 @@ class BlockShape(WeightShape):
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel and plan.tp > 1,
             recompute=plan.recompute,
+            modules=plan.recompute_modules,
             attention=plan.attention,
             stack=stack,
             parameters=parameters
@@ -113,7 +143,15 @@ class BlockShape(WeightShape):
             cp_type=_cp_type(plan, stack),
             ep=plan.ep,
             etp=plan.etp,
+            accumulated_bytes=_accumulated_bytes(job, plan, stack),
+            dispatcher=_dispatcher(plan, stack),
+            imbalance=job.imbalance,
         )
+
+    @property
+    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
+        """Parts of a layer that backward runs again, of those that can be chosen."""
+        return repeated_modules(self.recompute, self.modules)
 
     @property
     def num_tokens(self) -> int:
@@ -166,26 +204,6 @@ class BlockShape(WeightShape):
         return self.linear_input_bytes < self.element_bytes
 
     @property
-    def local_kv_width(self) -> int:
-        """Width of the keys, and of the values, of one rank; at least one head."""
-        return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
-
-    @property
-    def local_width(self) -> int:
-        """Width of the queries of one rank."""
-        return self.model.query_hidden_size // self.tp
-
-    @property
-    def local_ffn_width(self) -> int:
-        """Width of the MLP of one rank."""
-        return self.model.ffn_hidden_size // self.tp
-
-    @property
-    def mlp_in_width(self) -> int:
-        """Outputs of the first MLP product of one rank (gate and value where gated)."""
-        return self.local_ffn_width * (2 if self.model.gated_mlp else 1)
-
-    @property
     def local_vocab_size(self) -> int:
         """Rows of the vocabulary that one rank holds; the last ranks may hold fewer."""
         return -(-padded_vocab_size(self.model, self.tp, self.stack.vocabulary_multiple) // self.tp)
@@ -206,6 +224,22 @@ class BlockShape(WeightShape):
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def _accumulated_bytes(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:
+    """Return what is read and written of an expert's gradient; other layers' are hidden."""
+    if not isinstance(job.model, ModelSpec) or job.model.experts is None:
+        return 0
+    if not stack.fused_gradient_accumulation:
+        return job.precision.num_bytes
+    kept = plan.gradient_precision
+    return 2 * (stack.gradient_bytes if kept is None else kept.num_bytes)
+
+
+def _dispatcher(plan: ParallelPlan, stack: StackProfile) -> Dispatcher:
+    """Return how tokens go to experts on other ranks."""
+    habit = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
+    return habit if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
 
 
 def _cp_type(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:

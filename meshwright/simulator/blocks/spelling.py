@@ -44,6 +44,7 @@ class Spelling(NamedTuple):
         rotary: Formula of rotary positions.
         packing: How queries, keys and values come apart.
         fuses_mlp: A gate and what it opens are one product.
+        names_attention: What attention makes has a name until the layer returns.
         norms_first: Of an MLP beside attention all norms come first, and have names until the layer
             returns; what attention makes is added in place.
     """
@@ -53,6 +54,7 @@ class Spelling(NamedTuple):
     packing: Packing = Packing.NONE
     fuses_mlp: bool = False
     norms_first: bool = False
+    names_attention: bool = False
 
     @property
     def fuses_qkv(self) -> bool:
@@ -67,6 +69,8 @@ SPELLINGS = {
     "phi3": Spelling(rotary=RotaryFormula.PHI3, packing=Packing.SLICES, fuses_mlp=True),
     "glm4": Spelling(rotary=RotaryFormula.GLM4, fuses_mlp=True),
     "glm4_moe": Spelling(rotary=RotaryFormula.NEOX),
+    "gpt_oss": Spelling(norm=NormFormula.OLMO2, rotary=RotaryFormula.HALVES),
+    "llama4": Spelling(norm=NormFormula.LLAMA4, rotary=RotaryFormula.COMPLEX, names_attention=True),
     "gpt_neox": Spelling(rotary=RotaryFormula.NEOX, packing=Packing.CHUNKS),
     "falcon": Spelling(packing=Packing.COPIES, norms_first=True),
     "falcon-groups": Spelling(packing=Packing.REPEATED, norms_first=True),

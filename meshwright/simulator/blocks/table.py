@@ -1,7 +1,7 @@
 """Blocks by shape and kind: each walked once, those that are alike but for sizes in columns."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dense import Columns
-from meshwright.simulator.blocks.kinds import ADDED, Ending, keeps_output, walk
+from meshwright.simulator.blocks.kinds import ADDED, Ending, Written, keeps_output, walk, written
 from meshwright.simulator.blocks.operators import BlockOperators
 from meshwright.simulator.blocks.priced import PricedBlock, operator_rows
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor, column
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
+from meshwright.simulator.model import EMBEDDING, ENDS, BlockKind, ModelSpec
 
 
 class BlockMemory(NamedTuple):
@@ -68,6 +68,7 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
+        self._written: dict[tuple[object, ...], Written] = {}
         self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
@@ -78,17 +79,35 @@ class BlockTable:
         ending: Ending = ADDED,
     ) -> None:
         """Walk the blocks of all *shapes*, structure by structure: those of *kinds*, or all."""
-        alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
-        for shape in shapes:
-            alike[_structure(shape)].append(shape)
-        for group in alike.values():
-            columns = Columns(
-                column(shape.tp for shape in group),
-                column(shape.cp for shape in group),
-                column(shape.microbatch_size for shape in group),
-            )
-            for kind in kinds or group[0].parameters:
-                self._add(group, kind, walk(group[0], kind, columns, ending=ending), ending)
+        for kind in kinds or (shapes[0].parameters if shapes else ()):
+            alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
+            for shape in shapes:
+                if (shape, kind, ending) not in self._rows:
+                    alike[_structure(shape, kind)].append(shape)
+            for structure, group in alike.items():
+                self._prepare(group, kind, ending, structure)
+
+    def _prepare(
+        self,
+        group: Sequence[BlockShape],
+        kind: BlockKind,
+        ending: Ending,
+        structure: tuple[object, ...],
+    ) -> None:
+        """Walk the blocks of a *group* of shapes: they are written once, whatever runs again."""
+        rows = {sizes: row for row, sizes in enumerate(dict.fromkeys(map(_sizes, group)))}
+        key = kind, structure, *rows
+        if key not in self._written:
+            columns = Columns(*(column(each) for each in zip(*rows, strict=True)))
+            self._written[key] = written(group[0], kind, columns)
+        members: dict[object, list[BlockShape]] = defaultdict(list)
+        for shape in group:
+            again = shape.recompute, shape.modules
+            members[None if kind in ENDS else again].append(shape)
+        for shapes in members.values():
+            found = walk(shapes[0], kind, self._written[key], ending=ending)
+            walked = _Walk(PricedBlock(shapes[0], kind, found), len(rows))
+            self._add(walked, {shape: rows[_sizes(shape)] for shape in shapes}, ending)
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
@@ -125,19 +144,19 @@ class BlockTable:
     def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
         key = (shape, kind, ending)
         if key not in self._rows:
-            self._add([shape], kind, walk(shape, kind, ending=ending), ending)
+            found = walk(shape, kind, ending=ending)
+            self._add(_Walk(PricedBlock(shape, kind, found), 1), {shape: 0}, ending)
         return self._rows[key]
 
-    def _add(
-        self, shapes: Sequence[BlockShape], kind: BlockKind, found: Backward, ending: Ending
-    ) -> None:
+    def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
+        """Keep what *walked* has found of each of *shapes*, in the row that each has there."""
         columns = (
-            repeat(size, len(shapes)) if isinstance(size, int) else size.tolist()
-            for size in Memory.of(found)
+            repeat(size, walked.count) if isinstance(size, int) else size.tolist()
+            for size in Memory.of(walked.found.found)
         )
-        walked = _Walk(PricedBlock(shapes[0], kind, found), len(shapes))
-        for row, (shape, sizes) in enumerate(zip(shapes, zip(*columns, strict=True), strict=True)):
-            self._rows[shape, kind, ending] = _Row(walked, BlockMemory(*sizes), row)
+        rows = [BlockMemory(*sizes) for sizes in zip(*columns, strict=True)]
+        for shape, row in shapes.items():
+            self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
 
 
 def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:
@@ -162,20 +181,29 @@ def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> 
     )
 
 
-def _structure(shape: BlockShape) -> tuple[object, ...]:
-    """Return what decides the walk of a shape: all but its sizes."""
-    return (
+def _sizes(shape: BlockShape) -> tuple[int, int, int]:
+    return shape.tp, shape.cp, shape.microbatch_size
+
+
+def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
+    """Return what decides how a block is written: all but its sizes, and what of it runs again."""
+    common = (
         shape.tp > 1,
         shape.sequence_parallel,
-        shape.recompute,
-        shape.attention,
         shape.in_pipeline,
         shape.defers_sums,
+        shape.microbatch_size > 1 and not shape.stack.megatron_layers,
+    )
+    if kind in ENDS:
+        return common
+    return (
+        *common,
+        shape.attention,
         shape.cp_type,
         shape.ep,
+        shape.accumulated_bytes,
         None if shape.splits_experts_alike else shape.expert_tp,
         isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
-        shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
 
 

@@ -5,10 +5,10 @@ algorithms that offer the operation is taken, as NCCL's tuner does.
 """
 
 from collections.abc import Callable
-from math import ceil, log2
+from math import ceil, comb, log2
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Cluster, CollectiveOp, Source
+from meshwright.hwprofiles import Cluster, CollectiveOp, Dispatcher, Source
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.costs.links import (
     Performance,
@@ -18,6 +18,7 @@ from meshwright.simulator.costs.links import (
     nic_share_bytes_per_s,
 )
 from meshwright.simulator.layout import GroupSpan
+from meshwright.simulator.model import Experts
 
 
 class CollectiveCall(NamedTuple):
@@ -125,6 +126,73 @@ def pairwise_s(call: CollectiveCall) -> float:
     local_bytes = span.ranks_per_node * part
     inside = _inside(call, span.ranks_per_node)
     return max(across_s, _linear_s(call.op, local_bytes, span.ranks_per_node, inside))
+
+
+def dispatch_cost(
+    size_bytes: int,
+    span: GroupSpan,
+    cluster: Cluster,
+    experts: Experts,
+    dispatcher: Dispatcher,
+) -> Cost:
+    """Return the time of an all-to-all that sends a token once to each node, and to each rank.
+
+    Of a token's rows one leaves for each other node that has any of its experts; there and in its
+    own node it goes once to each rank.  The network and the links inside carry these at the same
+    time (HybridEP, arXiv 2603.07685; `sent_once` says how many).
+
+    Args:
+        size_bytes: Rows of all experts of a rank's tokens.
+        span: The ranks that have the experts.
+        cluster: Where these are.
+        experts: Of which tokens choose.
+        dispatcher: Which software; of HybridEP there are published times.
+    """
+    network, num_rows = cluster.inter_node, experts.experts_per_token
+    share, kind = network.busbw_fraction, network.kind
+    call = CollectiveCall(CollectiveOp.ALL_TO_ALL, size_bytes, span, cluster, share, kind)
+    if span.num_ranks == 1:
+        return Cost(0, Source.DATASHEET)
+    local = span.ranks_per_node if span.crosses_nodes else span.num_ranks
+    inside_bytes = call.size_bytes * sent_once(experts, span.num_ranks) / num_rows
+    inside = _inside(call, local)
+    seconds = _linear_s(call.op, inside_bytes, local, inside) if local > 1 else 0.0
+    source = inside.source
+    if span.crosses_nodes:
+        num_nodes = -(-span.num_ranks // span.ranks_per_node)
+        part = sent_once(experts, num_nodes) / num_rows * (num_nodes - 1) / num_nodes
+        rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
+        latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
+        across_s = latency_s + part * call.size_bytes / rate
+        seconds, source = max(seconds, across_s), call.network_source
+    is_known = dispatcher is Dispatcher.HYBRIDEP
+    return Cost.from_seconds(seconds, source if is_known else Source.EXTRAPOLATED)
+
+
+def sent_once(experts: Experts, num_parts: int) -> float:
+    """Return in how many of *num_parts* equal parts of all experts a token has any, on average.
+
+    A token chooses some groups of experts, and its experts among those of these groups, all with
+    the same probability.
+
+    >>> from meshwright.simulator.model import Experts
+    >>> sent_once(Experts(num_experts=4, experts_per_token=2, hidden_size=8), 2)  # 2 of 6 pairs: 1
+    1.6666666666666667
+    """
+    groups, chosen = experts.num_groups, experts.groups_per_token
+    in_group, k = experts.num_experts // groups, experts.experts_per_token
+    open_to = chosen * in_group if chosen < groups else experts.num_experts
+    chosen = min(chosen, groups) if open_to < experts.num_experts else groups
+    whole = comb(open_to, k)
+    per_part = experts.num_experts / num_parts
+    groups_per_part = max(1, round(per_part / in_group))
+    hit = 0.0
+    for number in range(1, min(groups_per_part, chosen) + 1):
+        ways = comb(groups_per_part, number) * comb(groups - groups_per_part, chosen - number)
+        inside = min(per_part, number * in_group)
+        missed = comb(round(open_to - inside), k) / whole
+        hit += ways / comb(groups, chosen) * (1 - missed)
+    return num_parts * hit
 
 
 def hierarchical_s(call: CollectiveCall) -> float:

@@ -30,7 +30,9 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
         ) from None
 
 
-def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
+def gemm_cost(
+    gemm: Gemm, device: Device, precision: Precision, expert_launch_s: float = 0.0
+) -> Cost:
     """Return the time of a matrix product, without its launch.
 
     A tile of ``tm x tn`` outputs takes ``2 tm tn (k + k0)`` operations of a multiprocessor;
@@ -39,16 +41,29 @@ def gemm_cost(gemm: Gemm, device: Device, precision: Precision) -> Cost:
     scaled so that the 256 x 128 tile reaches the plateau.  Never below the traffic's time.
     Plateau and ``k0`` are those of fp8 for an fp8 product, whose inputs have one byte an element;
     any other product of an fp8 *precision* is one of bf16.
+
+    Experts' weights are read, or their gradients added to, beside few rows each: of that traffic
+    the device's share is not hidden by the products; nor are their starts, where each takes
+    *expert_launch_s*.
     """
     kernels = device.gemm
     # In fp8 training only the linear layers multiply in 8 bits; scores and logits stay in bf16.
     precision = Precision.FP8 if gemm.is_fp8 else precision.storage
     facts = kernels.of(precision)
-    best_s = _tiled_s(gemm, device, precision)
+    best_s = _tiled_s(gemm, device, precision) + _unhidden_s(gemm, device)
     if precision is not Precision.FP32 and _is_misaligned(gemm):
         best_s /= _misaligned_fraction(gemm, kernels)
     traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
-    return Cost.from_seconds(max(best_s, traffic_s), facts.kind)
+    starts_s = gemm.batch * expert_launch_s if gemm.rows else 0.0
+    return Cost.from_seconds(max(best_s, traffic_s, starts_s), facts.kind)
+
+
+def _unhidden_s(gemm: Gemm, device: Device) -> float:
+    """Return the seconds of experts' weights that their products do not hide."""
+    if not gemm.rows or device.gemm.grouped is None:
+        return 0.0
+    share = device.gemm.grouped.weight_traffic_fraction
+    return share * gemm.weight_bytes / memory_rate_bytes_per_s(device)
 
 
 def _tiled_s(gemm: Gemm, device: Device, precision: Precision) -> float:
@@ -116,7 +131,10 @@ def _misaligned_fraction(gemm: Gemm, kernels: GemmKernels) -> float:
 
 def _is_misaligned(gemm: Gemm) -> bool:
     aligned = ALIGNED_FP8_ELEMENTS if gemm.is_fp8 else ALIGNED_ELEMENTS
-    return any(size % aligned for size in (gemm.m, gemm.n, gemm.k))
+    sizes = {"m": gemm.m, "n": gemm.n, "k": gemm.k}
+    # No operand has the rows of an expert side by side: each begins where a row does.
+    sizes.pop(gemm.rows, None)
+    return any(size % aligned for size in sizes.values())
 
 
 def flash_attention_cost(

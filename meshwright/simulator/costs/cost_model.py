@@ -19,6 +19,7 @@ from meshwright.simulator.costs.collectives import (
     CollectiveCall,
     MessageCost,
     collective_cost,
+    dispatch_cost,
     p2p_cost,
 )
 from meshwright.simulator.costs.compute import (
@@ -108,9 +109,11 @@ class CostModel:
                 cost = constant_cost(operator.num_kernels, stack.kernel_gap_s)
                 return Category.KERNEL_LAUNCH, cost
             case HostPasses():
-                return Category.HOST, constant_cost(
-                    operator.num_passes, stack.host_per_layer_pass_s
-                )
+                time_s = stack.host_per_layer_pass_s
+                if operator.experts:
+                    time_s += stack.host_per_expert_pass_s
+                    time_s += operator.experts * stack.host_per_own_expert_s
+                return Category.HOST, constant_cost(operator.num_passes, time_s)
             case Collective() | RingMessages():
                 return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 
@@ -119,7 +122,7 @@ class CostModel:
         if key not in self._products:
             device = self.cluster.device
             self._products[key] = (
-                gemm_cost(product, device, precision)
+                gemm_cost(product, device, precision, self.stack.expert_launch_s)
                 if isinstance(product, Gemm)
                 else convolution_cost(product, device, precision)
             )
@@ -130,6 +133,10 @@ class CostModel:
         span = self._spans.of_block(operator.axis, shape)
         if isinstance(operator, RingMessages):
             return self._exposed_ring_cost(operator, span, shape)
+        if operator.axis is ExpertAxis.EP and shape.dispatcher.sends_once:
+            experts, dispatcher = shape.model.experts, shape.dispatcher
+            assert experts is not None
+            return dispatch_cost(operator.size_bytes, span, self.cluster, experts, dispatcher)
         cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost

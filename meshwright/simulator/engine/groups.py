@@ -16,15 +16,20 @@ class Meeting(Generic[T, R]):
     """A place where the members of a group wait for each other, again and again.
 
     Each member brings something; when the last one has come, *resolve* turns all of it into
-    the result that everyone leaves with.  A group of one never waits.
+    the result that everyone leaves with.  A group of one never waits: it needs no event.
     """
 
     def __init__(self, env: Environment, size: int, resolve: Callable[[Sequence[T]], R]) -> None:
         self._env = env
         self._size = size
+        self.is_alone = size == 1
         self._resolve = resolve
         self._brought: list[T] = []
         self._done = Event(env)
+
+    def alone(self, item: T) -> R:
+        """Return the result of this meeting, whose only member brings *item*."""
+        return self._resolve([item])
 
     def arrive(self, item: T) -> Event:
         """Return the event of this meeting; it carries the result."""
@@ -93,7 +98,7 @@ class CollectiveStream:
         """Return the end of the next collective, given the messages of each member."""
         start_ps = max(self._free_ps, ready_ps)
         # A ring goes at the pace of its slowest member: the one with most messages on its port.
-        self._free_ps = max(busy_end_ps(start_ps, issued.work_ps, each) for each in messages)
+        self._free_ps = max([busy_end_ps(start_ps, issued.work_ps, each) for each in messages])
         if issued.work_ps:
             self.record.append(Span(issued.kind, start_ps, self._free_ps, issued.virtual_stage))
         return self._free_ps

@@ -67,6 +67,7 @@ class RankTimes:
         actions: Its passes, in order.
         starts_ps: Start of each.
         ends_ps: End of each, before its message leaves.
+        part_starts_ps: Start of each part of those passes that gather parameters for theirs.
         senders: The passes that sent a message, in order.
         sent_ps: When the message of each of them left the port, from start to end.
         collectives: Those of its data-parallel group that passes or their end call for, in order.
@@ -85,6 +86,7 @@ class RankTimes:
     actions: Sequence[Action]
     starts_ps: list[int]
     ends_ps: list[int]
+    part_starts_ps: list[int]
     senders: list[Action]
     sent_ps: list[tuple[int, int]]
     collectives: list[Span]

@@ -97,6 +97,7 @@ class RankProgress:
     inboxes: list[Inbox]
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
+    part_starts_ps: list[int] = field(default_factory=list)
     senders: list[Action] = field(default_factory=list)
     sent_ps: Intervals = field(default_factory=list)
     closing: list[Span] = field(default_factory=list)
@@ -189,7 +190,8 @@ class StepRun:
         for segment in instruction.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
             state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
-            now = (yield from self._wait_for_gather(place, now)) + segment.compute_ps
+            gathered_ps = yield from self._wait_for(place, _first_gather(state), now)
+            now = _computed(state, segment.compute_ps, gathered_ps)
         return now
 
     def _sharded_pass(
@@ -207,11 +209,11 @@ class StepRun:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
-                now = yield from self._wait_for_gather(place, now)
+                now = yield from self._wait_for(place, _first_gather(state), now)
                 now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
-            now += unit.compute_ps
+            now = _computed(state, unit.compute_ps, now)
             if reduces and unit.reduce_ps:
                 now = _copied(state, unit.pack_ps, now)
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
@@ -222,17 +224,12 @@ class StepRun:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
         return now
 
-    def _wait_for_gather(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
-        """Wait for the first gather in the queue, and what was issued before it."""
-        kinds = [item.kind for item in self.states[place.index].queue]
-        count = kinds.index(SpanKind.PARAMETER_GATHER) + 1
-        return (yield from self._wait_for(place, count, now))
-
     def _wait_for(self, place: RankPlace, count: int, now: int) -> Generator[Event, int, int]:
         """Wait for the first *count* collectives of the queue."""
-        state = self.states[place.index]
-        due, state.queue = state.queue[:count], state.queue[count:]
-        end_ps = yield place.dp_group.arrive(Submission(due, state.sent_ps))
+        state, group = self.states[place.index], place.dp_group
+        due = Submission(state.queue[:count], state.sent_ps)
+        del state.queue[:count]
+        end_ps = group.alone(due) if group.is_alone else (yield group.arrive(due))
         state.gather_wait_ps += max(0, end_ps - now)
         return max(now, end_ps)
 
@@ -319,6 +316,20 @@ def _units_now(
     return instruction.units
 
 
+def _computed(state: RankProgress, part_ps: int, now: int) -> int:
+    """Compute a part of a pass that may have waited for it; return when that is done."""
+    state.part_starts_ps.append(now)
+    return now + part_ps
+
+
+def _first_gather(state: RankProgress) -> int:
+    """Return how many collectives end with the first gather in the queue."""
+    count = 1
+    while state.queue[count - 1].kind is not SpanKind.PARAMETER_GATHER:
+        count += 1
+    return count
+
+
 def _copied(state: RankProgress, copy_ps: int, now: int) -> int:
     """Copy from or to the buffer of a collective; return when that is done."""
     state.gather_wait_ps += copy_ps
@@ -346,10 +357,11 @@ def collective_meeting(
 
     def resolve(submissions: Sequence[Submission]) -> int:
         messages = [each.messages for each in submissions] if shared_port else [[]]
+        first, *others = (each.collectives for each in submissions)
         end_ps = 0
-        for entries in zip(*(each.collectives for each in submissions), strict=True):
-            ready_ps = max(entry.ready_ps for entry in entries)
-            end_ps = stream.run(ready_ps, entries[0], messages)
+        for place, entry in enumerate(first):
+            ready_ps = max([entry.ready_ps, *(each[place].ready_ps for each in others)])
+            end_ps = stream.run(ready_ps, entry, messages)
         return end_ps
 
     return Meeting(env, size, resolve)

@@ -144,6 +144,7 @@ def _rank_times(work: StepWork, state: RankProgress, place: RankPlace) -> RankTi
         actions=work.actions[place.pp_rank],
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,
+        part_starts_ps=state.part_starts_ps,
         senders=state.senders,
         sent_ps=state.sent_ps,
         collectives=place.dp_stream.record,

@@ -21,6 +21,7 @@ from meshwright.simulator.graph.pointwise import (
     view,
 )
 from meshwright.simulator.graph.tensors import Dim, Size, Tensor
+from meshwright.simulator.layout import Axis
 
 
 class Heads(NamedTuple):
@@ -32,6 +33,7 @@ class Heads(NamedTuple):
         seen: How many of them a query sees at most: fewer where there is a window.
         causal: Only earlier ones.
         drops: Probabilities are dropped.
+        sinks: Each head has a learned score that no value belongs to.
         ranks: Context-parallel ranks that share the rows, and run as many steps.
     """
 
@@ -40,6 +42,7 @@ class Heads(NamedTuple):
     seen: int
     causal: bool
     drops: bool
+    sinks: bool = False
     ranks: Size = 1
 
 
@@ -49,6 +52,8 @@ class RotaryFormula(StrEnum):
     Of NEOX and GLM4 queries and keys are turned before either is put together, of PHI3 after; GLM4
     turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
+    HALVES is of gpt-oss, which makes both halves of a head by themselves and puts them together,
+    COMPLEX of Llama 4 and, where nothing else is said, of torchtitan.
     """
 
     LLAMA = "llama"
@@ -56,6 +61,8 @@ class RotaryFormula(StrEnum):
     PHI3 = "phi3"
     GLM4 = "glm4"
     TABLE = "table"
+    HALVES = "halves"
+    COMPLEX = "complex"
 
 
 class Rotary(NamedTuple):
@@ -78,6 +85,10 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     elif how.formula is RotaryFormula.TABLE:
         angles = _repeated_angles(block, given[0], how)
         turned = [_by_halves(block, x, *angles) for x in given]
+    elif how.formula is RotaryFormula.COMPLEX:
+        turned = _by_complex_numbers(block, given)
+    elif how.formula is RotaryFormula.HALVES:
+        turned = [_half_by_half(block, x) for x in given]
     elif how.formula is not RotaryFormula.LLAMA:
         turned = _by_parts(block, given, how)
     elif lowering.spells_out:
@@ -182,6 +193,29 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     return block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
 
 
+def _half_by_half(block: Block, x: Tensor) -> Tensor:
+    """Return ``(a cos - b sin, b cos + a sin)`` of the halves a and b of each head, joined."""
+    whole, width = x.dims[-1], x.dims[-1].grain // 2
+    halves = [Dim(f"{each} half", whole.size // 2, width) for each in ("first", "second")]
+    first, second = cut(block, x, *halves)
+
+    def times(part: Tensor, name: str) -> Tensor:
+        return pointwise(block, f"{part.name} by {name}", part, reads=Reads.NOTHING)
+
+    def added(one: Tensor, other: Tensor, *, negates: bool) -> Tensor:
+        moved = block.traffic(one, one, other)
+        slopes = [
+            Gradient(one, hands_on=True),
+            Gradient(other, (), (block.traffic(other, other),) * negates, hands_on=not negates),
+        ]
+        return block.add([one, other], [one.like(f"turned {one.name}")], slopes, moved)
+
+    one = added(times(first, "cos"), times(second, "sin"), negates=True)
+    two = added(times(second, "cos"), times(first, "sin"), negates=False)
+    both = [Gradient(each, hands_on=True, at=each.at) for each in (one, two)]
+    return block.add([one, two], [x.like(f"rotated {x.name}")], both, block.traffic(x, x))
+
+
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return fused attention; backward reads all three, the output and a number a row."""
     return attended(block, query, (key, value), heads, value.dims[-1].grain)
@@ -231,9 +265,17 @@ def attended(
         *(Gradient(each, read, at=each.at) for each in given),
     ]
     work = FusedAttention(scores, wide + deep, heads.ranks), *beside.forward
+    inputs = [query, *given]
+    if heads.sinks:
+        inputs.append(_sinks(block, heads))
+        gradients.append(Gradient(inputs[-1], read, at=inputs[-1].at))
     return block.add(
-        [query, *given], [out, rows], gradients, *work, kind=Kind.ATTENTION, scratch=beside.scratch
+        inputs, [out, rows], gradients, *work, kind=Kind.ATTENTION, scratch=beside.scratch
     )
+
+
+def _sinks(block: Block, heads: Heads) -> Tensor:
+    return block.weight("sinks", heads.heads, at={Axis.TP: heads.heads})
 
 
 def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -294,6 +336,8 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the
     probabilities, writes them and a mask byte; backward 2 reads and 3 writes of half rows.
     """
+    if heads.sinks:
+        return _beside_sinks(block, scores, heads)
     element = block.traffic(scores).nbytes
     forward = Traffic(element * (3 if heads.causal else 4) // 2)
     out = scores.like("probabilities")
@@ -305,3 +349,28 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
         return out
     dropped = (Traffic(2 * element + scores.numel), Traffic(element))
     return dropout(block, out, "attention dropout", dropped)
+
+
+def _beside_sinks(block: Block, scores: Tensor, heads: Heads) -> Tensor:
+    """Return the softmax of scores and a sink each row, without the sinks, made in fp32.
+
+    No kernel of its own knows sinks: scores are masked in place, and a column is put beside them
+    and cut off again (`SoftmaxOne` of megatron/core/fusions/fused_softmax.py, core 0.16).
+    """
+    batch, head, rows, seen = scores.dims
+    wide = cast(block, scores, "scores in fp32", STATISTIC_BYTES)
+    mask = scores.like("mask", dims=(rows, seen), at={}, width=1)
+    masked, once = wide.like("masked", base=wide.storage), Traffic(2 * wide.nbytes)
+    block.add([wide], [masked, mask], [Gradient(wide, (mask,), (once,))], once)
+    columns = Dim("seen tokens and a sink", seen.size + 1)
+    joined = wide.like("scores and sinks", dims=(batch, head, rows, columns))
+    sink = _sinks(block, heads)
+    slopes = [Gradient(masked, hands_on=True), Gradient(sink, at=sink.at)]
+    joined = block.add([masked, sink], [joined], slopes, once)
+    both = pointwise(block, "probabilities and sinks", joined, reads=Reads.OUTPUT)
+    block.hold(joined)
+    own = both.like("probabilities in fp32", dims=scores.dims, base=both.storage)
+    own = block.add([both], [own], [Gradient(both)])
+    out = cast(block, own, "probabilities", scores.width)
+    block.hold(wide)
+    return dropout(block, out, "attention dropout") if heads.drops else out

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.graph.block import GivenUp
 from meshwright.simulator.graph.lowering import WeightGradients
 from meshwright.simulator.graph.operators import (
     FP8_BYTES,
@@ -68,9 +69,11 @@ class Backward:
 
     def _node(self, node: Node) -> None:
         tape, storages = self.tape, self.tape.storages
+        for each in [found for op in node for found in tape.given_up(op)]:
+            _make_again(tape, each)
         region = tape.repetition.region(node[0])
         if region and node[0].node not in tape.saved and any(op.reads for op in node):
-            _repeat(tape, region)
+            _repeat(tape, region, holds_output=region[-1] in tape.repetition.held)
         again = placed_again(node)
         for op in again:
             tape.run(op, Phase.BACKWARD)
@@ -187,7 +190,24 @@ def _is_product(gradient: Gradient) -> bool:
     return all(isinstance(each, Product) for each in gradient.work)
 
 
-def _repeat(tape: Tape, region: Region) -> None:
+def _make_again(tape: Tape, given_up: GivenUp) -> None:
+    """Run the part again that makes what forward gave up, and copy it to where it is looked for.
+
+    What was made again stays until the part's gradients are there (CheckpointWithoutOutput of
+    megatron/core/tensor_parallel/random.py, core 0.16).
+    """
+    output = given_up.output
+    made = next(op for op in tape.block.operators if output in op.outputs)
+    region = tape.repetition.region(made)
+    again = output.like(f"{output.name} again")
+    tape.storages.hold(again)
+    _repeat(tape, region, holds_output=False)
+    tape.storages.refill(output)
+    tape.steps.append(Step(Phase.RECOMPUTE, made, tape.block.traffic(output, output)))
+    tape.order.inputs[region].append(again)
+
+
+def _repeat(tape: Tape, region: Region, *, holds_output: bool) -> None:
     """Run *region* again on *tape*; what is kept of it beyond need goes with its inputs."""
     nodes = tape.order.repeated[region]
     end = _last(tape, nodes)
@@ -206,6 +226,10 @@ def _repeat(tape: Tape, region: Region) -> None:
             tape.storages.drop(gone)
             for each in gone:
                 del own[each]
+    output = nodes[-1][-1].outputs[0].storage
+    if holds_output and output in own:
+        del own[output]
+        tape.order.inputs[region].append(output)
     tape.storages.drop(own)
     for node in nodes[end + 1 :]:
         tape.saved[node[0].node] = []

@@ -4,10 +4,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from meshwright.simulator.graph.lowering import Lowering
 from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Traffic, Work
 from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tensor
+
+
+class GivenUp(NamedTuple):
+    """What a part of a block makes and gives up in forward, where a plan runs the part again.
+
+    Args:
+        part: Name of the part.
+        output: What it makes.
+        behind: The operator behind which it is given up; backward makes it again ahead of it.
+    """
+
+    part: str
+    output: Tensor
+    behind: Operator
 
 
 class _Nodes:
@@ -41,6 +56,7 @@ class Block:
         held: Until after how many operators forward holds on to a tensor.
         cached: Tensors that live until the forward pass is over.
         buffers: Tensors that all blocks share, and that live from the first pass on.
+        given_up: What parts make and may give up.
     """
 
     mesh: Mesh
@@ -53,6 +69,7 @@ class Block:
     held: list[tuple[int, Tensor]] = field(default_factory=list)
     cached: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)
     _region: tuple[str, ...] = ()
     _nodes: _Nodes = field(default_factory=_Nodes)
     _prices: _Nodes = field(default_factory=_Nodes)
@@ -111,6 +128,10 @@ class Block:
         outer, self._region = self._region, (*self._region, name)
         yield
         self._region = outer
+
+    def give_up(self, part: str, output: Tensor) -> None:
+        """Give *output* of a part up here, where the part runs again in backward."""
+        self.given_up.append(GivenUp(part, output.storage, self.operators[-1]))
 
     @contextmanager
     def one_node(self, *, fused: bool) -> Iterator[None]:

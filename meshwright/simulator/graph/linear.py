@@ -156,7 +156,7 @@ def columns(
     """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
     lowering = block.lowering
     whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-    x = _kept_copy(block, x, linear)
+    x = kept_copy(block, x, linear)
     with block.one_price(), block.one_node(fused=lowering.fuses_places):
         in_fp8 = _gathers_in_fp8(block, linear)
         gathered = place(block, x, whole, eight_bits=in_fp8)
@@ -181,7 +181,7 @@ def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -
     if bits is not None and linear.in_layer:
         made = x.like(out.name, dims=(*x.dims[:-1], out), at=block.placed({Axis.TP: out}))
         ready = bits.keeps_copy and not again
-        scratch = _scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
+        scratch = fp8_scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
     return product(block, out.name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
@@ -202,7 +202,7 @@ def row(
     """Return the product of *x*, whose last dim the tensor axis splits, summed and placed."""
     if block.lowering.fuses_residual:
         linear = linear._replace(bias=False)  # `residual` adds it
-    x = _kept_copy(block, x, linear)
+    x = kept_copy(block, x, linear)
     # Megatron-Core's own row layers scatter what they sum in a node of its own.
     fused = block.lowering.fuses_places and not block.lowering.is_local
     with block.one_price(), block.one_node(fused=fused):
@@ -215,7 +215,9 @@ def row(
             made = x.like(name, dims=(*x.dims[:-1], out), at={})
             gathered = in_fp8 and bool(block.placed(at))
             again = 0 if bits.keeps_copy else 2
-            scratch = _scratch(block, (x, weight), made, copies=1 if gathered else 2, again=again)
+            scratch = fp8_scratch(
+                block, (x, weight), made, copies=1 if gathered else 2, again=again
+            )
         partial = product(
             block, name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch
         )
@@ -227,7 +229,7 @@ def _gathers_in_fp8(block: Block, linear: Linear) -> bool:
     return bits is not None and bits.gathers and linear.in_layer
 
 
-def _kept_copy(block: Block, x: Tensor, linear: Linear) -> Tensor:
+def kept_copy(block: Block, x: Tensor, linear: Linear = PLAIN) -> Tensor:
     """Return what a linear layer keeps of its input: an fp8 copy, if the stack does."""
     bits = block.lowering.eight_bits
     if bits is None or not bits.keeps_copy or not linear.in_layer:
@@ -237,7 +239,7 @@ def _kept_copy(block: Block, x: Tensor, linear: Linear) -> Tensor:
     )
 
 
-def _scratch(
+def fp8_scratch(
     block: Block, operands: tuple[Tensor, Tensor], made: Tensor, *, copies: int, again: int
 ) -> Scratch:
     """Return the fp8 copies that live with a product beside what is kept.

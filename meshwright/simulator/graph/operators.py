@@ -26,6 +26,7 @@ class Kind(StrEnum):
 
     PLACE = "place"
     PRODUCT = "product"
+    GROUPED = "grouped"
     ATTENTION = "attention"
     OTHER = "other"
 

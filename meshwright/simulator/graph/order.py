@@ -22,11 +22,13 @@ class Repetition:
             apart.
         stops_early: It ends once it has what backward reads.
         kept: Operators of these parts whose outputs are kept all the same.
+        held: Parts of which what they make again stays until all their gradients are there.
     """
 
     parts: frozenset[str] = frozenset()
     stops_early: bool = False
     kept: frozenset[Operator] = frozenset()
+    held: frozenset[str] = frozenset()
 
     def region(self, operator: Operator) -> Region:
         """Return the outermost part that runs again with *operator*; empty if none does."""

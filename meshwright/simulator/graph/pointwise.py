@@ -90,15 +90,23 @@ class NormFormula(StrEnum):
     """How transformers spells RMS norm out; *u* are tokens over their mean square's root, in fp32.
 
     LLAMA is ``w u`` with u cast back first, OLMO2 casts the product back, GEMMA ``(1 + w) u``.
+    LLAMA4 is as LLAMA, but nothing in fp32 has a name by then.
     """
 
     LLAMA = "llama"
+    LLAMA4 = "llama4"
     OLMO2 = "olmo2"
     GEMMA = "gemma"
 
 
 def norm(
-    block: Block, x: Tensor, name: str, *, centers: bool, formula: NormFormula = NormFormula.LLAMA
+    block: Block,
+    x: Tensor,
+    name: str,
+    *,
+    centers: bool,
+    formula: NormFormula = NormFormula.LLAMA,
+    weighted: bool = True,
 ) -> Tensor:
     """Return normalised tokens; backward reads the input and its statistics.
 
@@ -108,12 +116,13 @@ def norm(
         name: What it makes.
         centers: Layer norm, with a mean and a bias; else RMS norm.
         formula: Of an RMS norm that is spelled out.
+        weighted: It has weights.
     """
     if block.lowering.is_eager and block.lowering.spells_out and not centers:
-        return _rms_norm(block, x, name, formula)
+        return _rms_norm(block, x, name, formula, weighted=weighted)
     width = x.dims[-1]
-    weights = [block.weight(f"{name}.weight", width)]
-    weights += [block.weight(f"{name}.bias", width)] if centers else []
+    parts = ("weight", *(["bias"] if centers else [])) if weighted else ()
+    weights = [block.weight(f"{name}.{part}", width) for part in parts]
     kinds = ("mean", "deviation") if centers else ("deviation",)
     tokens = {axis: dim for axis, dim in x.at.items() if dim is not width}
     statistics = [
@@ -128,14 +137,18 @@ def norm(
     return block.add([x, *weights], outputs, [slope, *of_weights], block.traffic(x, x))
 
 
-def _rms_norm(block: Block, x: Tensor, name: str, formula: NormFormula) -> Tensor:
+def _rms_norm(
+    block: Block, x: Tensor, name: str, formula: NormFormula, *, weighted: bool
+) -> Tensor:
     """Return RMS norm in PyTorch's operators, in fp32 but for what its *formula* says."""
     wide = cast(block, x, f"{name} in fp32", STATISTIC_BYTES)
     unit, mean = _unit(block, wide, name)
-    if formula is NormFormula.LLAMA:
+    if formula in {NormFormula.LLAMA, NormFormula.LLAMA4}:
         narrow = cast(block, unit, f"{name} unit cast", x.width)
+        if not weighted:
+            return narrow
         out = _weighted(block, narrow, block.weight(f"{name}.weight", x.dims[-1]), name)
-        block.hold(mean, unit)
+        block.hold(*((mean, unit) if formula is NormFormula.LLAMA else ()))
         return out
     weight = block.weight(f"{name}.weight", x.dims[-1])
     if formula is NormFormula.GEMMA:

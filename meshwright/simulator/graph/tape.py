@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.graph.block import Block
+from meshwright.simulator.graph.block import Block, GivenUp
 from meshwright.simulator.graph.operators import Operator, Transfer, Work
 from meshwright.simulator.graph.order import Node, Order, Region, Repetition, placed_again
 from meshwright.simulator.graph.tensors import Dim, Tensor, several
@@ -49,6 +49,7 @@ class Storages:
     def __init__(self) -> None:
         self.events: list[tuple[Tensor, int]] = []
         self._counts: Counter[Tensor] = Counter()
+        self._empty: set[Tensor] = set()
 
     def hold(self, *tensors: Tensor) -> None:
         """Take a reference to each storage; the first one allocates it."""
@@ -68,8 +69,18 @@ class Storages:
                 continue
             self._counts[storage] -= 1
             assert self._counts[storage] >= 0, f"{storage.name} is dropped too often"
-            if not self._counts[storage]:
+            if not self._counts[storage] and storage not in self._empty:
                 self.events.append((storage, -1))
+
+    def empty(self, storage: Tensor) -> None:
+        """Free *storage*, whoever refers to it."""
+        self._empty.add(storage)
+        self.events.append((storage, -1))
+
+    def refill(self, storage: Tensor) -> None:
+        """Allocate *storage* again for those who refer to it."""
+        self._empty.remove(storage)
+        self.events.append((storage, 1))
 
     def touch(self, *tensors: Tensor) -> None:
         """Let *tensors* live for a moment."""
@@ -123,9 +134,19 @@ class Tape:
                 self.save(node)
             for op in node:
                 storages.drop(order.dies.get(op, ()))
+                for each in self.given_up(op):
+                    storages.empty(each.output)
         ran = len(storages.events)
         storages.drop(order.returned)
         self.marks = Marks(ran, len(storages.events))
+
+    def given_up(self, behind: Operator) -> list[GivenUp]:
+        """Return what is given up behind an operator, as parts run again that make it."""
+        return [
+            each
+            for each in self.block.given_up
+            if each.behind is behind and each.part in self.repetition.parts
+        ]
 
     def run(self, op: Operator, phase: Phase) -> None:
         """Run one operator forward."""

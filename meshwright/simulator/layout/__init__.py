@@ -6,6 +6,7 @@ from meshwright.simulator.layout.axes import (
     IN_STEP,
     JOINT_AXES,
     REPLICATED,
+    TP_CP,
     Axis,
     ExpertAxis,
     MeshAxis,
@@ -24,8 +25,9 @@ from meshwright.simulator.layout.formats import (
     main_gradient_bytes,
     offered_formats,
 )
-from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
+from meshwright.simulator.layout.parts import attention_kernels
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -44,10 +46,10 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     ParallelPlan,
     ParameterServer,
+    repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
-    attention_kernels,
     check_sharding,
     experts_refusal,
     known_values,
@@ -61,6 +63,7 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.stages import (
     Stage,
+    head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
@@ -82,6 +85,7 @@ __all__ = [
     "SEARCHED_FIELDS",
     "SERVER_FIELDS",
     "STACKS_OWN",
+    "TP_CP",
     "Axis",
     "Casts",
     "ExpertAxis",
@@ -95,6 +99,7 @@ __all__ = [
     "Placement",
     "Placements",
     "PlanField",
+    "Quantity",
     "Redistribution",
     "Replicate",
     "Split",
@@ -109,6 +114,7 @@ __all__ = [
     "divides",
     "experts_refusal",
     "gradient_bytes",
+    "head_cost_layers",
     "in_option_order",
     "join_stages",
     "known_values",
@@ -123,6 +129,7 @@ __all__ = [
     "rank_stages",
     "redistribute",
     "reduces_once",
+    "repeated_modules",
     "reshards_units",
     "resolve_stages",
     "shard_shape",

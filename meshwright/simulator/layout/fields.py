@@ -88,6 +88,11 @@ class PlanField:
         return self.declaration.option or self.name
 
     @property
+    def divides_experts(self) -> bool:
+        """Whether it says among how many ranks experts are divided."""
+        return self.declaration.of_experts and self.kind is int
+
+    @property
     def limit(self) -> str:
         """Name of the largest value that a search may take.
 

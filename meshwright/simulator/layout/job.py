@@ -1,10 +1,28 @@
 """What is trained in a step: the model, its batch and its number format."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import AnyModel, Experts, ModelSpec
+
+
+class Quantity(StrEnum):
+    """What of a job or its plan may grow until memory is full."""
+
+    SEQ_LEN = "seq-len"
+    MICRO_BATCH = "micro-batch"
+    GLOBAL_BATCH = "global-batch"
+
+    @property
+    def field(self) -> str:
+        """Its name in a job or a plan."""
+        names = {
+            Quantity.MICRO_BATCH: "microbatch_size",
+            Quantity.GLOBAL_BATCH: "global_batch_size",
+        }
+        return names.get(self, "seq_len")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +34,14 @@ class TrainingJob:
         global_batch_size: Sequences of one optimizer step, over all ranks.
         seq_len: Tokens of a sequence.
         precision: Number format of parameters and activations.
+        imbalance: Load of the hottest routed expert over the mean; 1 is balanced routing.
     """
 
     model: AnyModel
     global_batch_size: int
     seq_len: int
     precision: Precision = Precision.BF16
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse a batch or a sequence that no run could have."""
@@ -29,6 +49,7 @@ class TrainingJob:
             value = getattr(self, field)
             if not 1 <= value <= limit:
                 raise PlanError(f"{field}={value} is out of range; allowed 1 to {limit}")
+        self._check_imbalance()
         model = self.model
         if not isinstance(model, ModelSpec):
             if self.seq_len != model.seq_len:
@@ -41,6 +62,28 @@ class TrainingJob:
                 f"seq_len={self.seq_len} is longer than the {model.max_positions} learned "
                 f"positions of {model.name}"
             )
+
+    def _check_imbalance(self) -> None:
+        """Refuse a load of the hottest expert that is less than the mean, or more than all."""
+        experts = self.experts
+        if experts is None:
+            if self.imbalance != 1:
+                raise PlanError(
+                    f"imbalance={self.imbalance:g} does not go with {self.model.name}, which has "
+                    "no experts; allowed: 1"
+                )
+            return
+        most = experts.num_experts / experts.experts_per_token
+        if not 1 <= self.imbalance <= most:
+            raise PlanError(
+                f"imbalance={self.imbalance:g} is out of range; allowed 1 to {most:g}, where each "
+                f"token goes to the hottest of the {experts.num_experts} experts"
+            )
+
+    @property
+    def experts(self) -> Experts | None:
+        """Routed experts of the model, if it has any."""
+        return self.model.experts if isinstance(self.model, ModelSpec) else None
 
     @property
     def transformer(self) -> ModelSpec:

@@ -1,22 +1,116 @@
-"""Models with parts that a stack is not known to run."""
+"""Models with layers or parts that a stack is not known to run."""
 
-from meshwright.hwprofiles import Kernels, Precision, StackProfile
+from meshwright.hwprofiles import (
+    Attention,
+    Kernels,
+    LayerFact,
+    Precision,
+    RecomputeModule,
+    StackProfile,
+)
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.model import Experts, ModelSpec
+from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.model import (
+    EXPERT_LAYER,
+    TRANSFORMER_LAYER,
+    WINDOWED_EXPERT_LAYER,
+    WINDOWED_LAYER,
+    AnyModel,
+    BlockKind,
+    Experts,
+    ModelSpec,
+)
+
+
+def layer_refusal(
+    model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
+) -> str | None:
+    """Return which fact of its layers *stack* does not offer, or None when it offers all."""
+    for fact in model.layer_facts(seq_len):
+        if fact not in stack.layer_facts:
+            known = ", ".join(stack.layer_facts) or "none"
+            return (
+                f"{fact} of {model.name} is not offered by stack {stack.name}; "
+                f"allowed of layer_facts: {known}"
+            )
+    if plan.attention in stack.attention_kernels and plan.attention not in attention_kernels(
+        model, stack
+    ):
+        has_cap = model.attention_softcap > 0
+        which = LayerFact.ATTENTION_SOFTCAP if has_cap else LayerFact.ATTENTION_SINKS
+        return f"attention={plan.attention} does not go with {which}; allowed: flash"
+    return None
+
+
+def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, ...]:
+    """Return the kernels of *stack* that attend as *model* does: its own where there is none.
+
+    Scores that lie in memory are not capped here; a fused kernel caps them as it goes.  Sinks
+    beside them are those of Megatron-Core.
+    """
+    if not isinstance(model, ModelSpec):
+        return (stack.attention,)
+    has_others = model.attention_sinks and not stack.megatron_layers
+    left_out = {Attention.UNFUSED} if model.attention_softcap or has_others else set()
+    return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
     """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
     if model.experts is None and model.latent is None:
         return None
-    if job.precision is Precision.FP8:
+    is_alike = len({run.kind for run in model.layer_runs}) == 1
+    in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED and is_alike
+    if job.precision is Precision.FP8 and (model.latent is not None or not in_one_kernel):
         return f"precision=fp8 is not offered for {model.name}; allowed: another one"
     if model.latent is not None and stack.fused_qkv and stack.kernels is Kernels.EAGER:
         return f"kernels=eager is not offered for {model.name}; allowed: {Kernels.FUSED}"
-    kinds = {run.kind for run in model.layer_runs}
+    kinds = _kinds(model)
     if stack.is_fully_sharded and len(kinds) > 1:
         return f"stack {stack.name} shards layers of one kind; {model.name} has {len(kinds)}"
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
+
+
+def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why parts of a layer that *plan* names cannot run again, or None when they can."""
+    for each in plan.recompute_modules:
+        if each not in stack.recompute_modules:
+            known = ", ".join(stack.recompute_modules) or "leave it out"
+            return (
+                f"recompute_modules={each} is not offered by stack {stack.name}; allowed: {known}"
+            )
+        lacking = _lacking(job.model, each)
+        if lacking is not None:
+            return f"recompute_modules={each} does not go with {job.model.name}, which {lacking}"
+    if RecomputeModule.LAYERNORM in plan.recompute_modules and job.precision is Precision.FP8:
+        return "recompute_modules=layernorm is not offered with precision=fp8; allowed: other parts"
+    return None
+
+
+def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
+    """Return what *model* has not of such a part, or None when it has one."""
+    experts = model.experts if isinstance(model, ModelSpec) else None
+    if module in {RecomputeModule.MOE, RecomputeModule.MOE_ACT} and experts is None:
+        return "has no experts"
+    if module is RecomputeModule.SHARED_EXPERTS and not (experts and experts.shared_hidden_size):
+        return "has no shared experts"
+    # Its checkpoint gives out the last bias, a parameter, as a result of its own, whose gradient
+    # then asks for the checkpoint's again, without end (core 0.16 and PyTorch 2.13).
+    if module is RecomputeModule.MLP and isinstance(model, ModelSpec) and model.mlp_bias:
+        return "has biases in its MLP, which Megatron-Core's checkpoint does not bear"
+    is_latent = isinstance(model, ModelSpec) and model.latent is not None
+    if module is RecomputeModule.MLA_UP_PROJ and not is_latent:
+        return "has no latent attention"
+    return None
+
+
+def _kinds(model: ModelSpec) -> set[BlockKind]:
+    """Return kinds of layers whose weights or bytes differ: a window alone changes none."""
+    kinds = {run.kind for run in model.layer_runs}
+    if model.rotary_layers != "all":
+        return kinds
+    plain = {WINDOWED_EXPERT_LAYER: EXPERT_LAYER, WINDOWED_LAYER: TRANSFORMER_LAYER}
+    return {plain.get(kind, kind) for kind in kinds}
 
 
 def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | None:
@@ -26,6 +120,10 @@ def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | N
         found = "a gate of shared experts"
     elif stack.transformers_layers and experts.shared_hidden_size:
         found = "shared experts"
-    elif stack.transformers_layers and experts.scores != "softmax":
+    elif stack.transformers_layers and experts.scores == "sigmoid":
         found = "scores by sigmoid"
+    elif experts.scores == "softmax of chosen" and not (
+        stack.transformers_layers or stack.megatron_layers
+    ):
+        found = "a softmax of chosen scores"
     return found and f"{name} has {found}, which stack {stack.name} is not known to run"

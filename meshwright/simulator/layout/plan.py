@@ -8,9 +8,11 @@ from typing import Any, Literal, cast
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
+    Dispatcher,
     Offload,
     Precision,
     Recompute,
+    RecomputeModule,
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
@@ -88,6 +90,14 @@ class Degrees:
     ).field(None)
     """Ranks that split the widths of an expert; None: as many as split other layers."""
 
+    dispatcher: Dispatcher | None = Declaration(
+        help="How tokens go to ranks of experts [the stack's].",
+        heading="dispatcher",
+        offered_by="dispatchers",
+        of_experts=True,
+    ).field(None)
+    """How tokens go to the ranks that have their experts; None is the stack's habit."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFields(Degrees):
@@ -134,6 +144,15 @@ class PlanFields(Degrees):
         offered_by="recompute_modes",
         without_attention=(Recompute.NONE, Recompute.FULL),
     ).field(Recompute.NONE)
+
+    recompute_modules: tuple[RecomputeModule, ...] = Declaration(
+        help="Parts of layers that backward computes again [core_attn].",
+        metavar="LIST",
+        group="replication",
+        without_attention=((),),
+    ).field(())
+    """Parts of a layer that backward computes again, with selective recomputation; none given is
+    the attention core."""
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
@@ -221,6 +240,14 @@ class PlanFields(Degrees):
     otherwise wait for, and tell the other data-parallel ranks which they are."""
 
 
+def repeated_modules(
+    recompute: Recompute, modules: tuple[RecomputeModule, ...]
+) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer that run again: of a selection that names none the attention."""
+    usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
+    return modules or usual
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ParallelPlan(PlanFields):
     """A complete layout; the product of its degrees is the world size.
@@ -235,6 +262,12 @@ class ParallelPlan(PlanFields):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
         self._check_experts()
+        if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
+            said = ",".join(self.recompute_modules)
+            raise PlanError(
+                f"recompute_modules={said} does not go with recompute={self.recompute}; "
+                f"allowed: {Recompute.SELECTIVE}"
+            )
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -268,6 +301,11 @@ class ParallelPlan(PlanFields):
     def expert_tp(self) -> int:
         """Ranks that split the widths of an expert."""
         return self.tp if self.etp is None else self.etp
+
+    @property
+    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
+        """Parts of a layer that backward computes again, of those that can be chosen."""
+        return repeated_modules(self.recompute, self.recompute_modules)
 
     @property
     def num_shards(self) -> int:

@@ -23,7 +23,7 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.parts import parts_refusal
+from meshwright.simulator.layout.parts import layer_refusal, modules_refusal, parts_refusal
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
@@ -140,8 +140,21 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
+    if experts.bias:
+        yield from _bias_gaps()
     reason = "experts and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
+
+
+def _bias_gaps() -> Iterator[Gap]:
+    """Yield the plans that split the widths of experts with biases: by etp, or by tp without it.
+
+    Megatron-Core refuses them (TransformerConfig of core 0.16).
+    """
+    yield Gap("etp", "etp > 1 with biases of experts", (Condition("etp", gt, 1),), (1,))
+    untold = Condition("etp", eq, PLAN_FIELDS["etp"].code(None))
+    reason, allowed = "tp > 1 with biases of experts and no etp", (1, "another one with etp=1")
+    yield Gap(Axis.TP, reason, (Condition(Axis.TP, gt, 1), untold), allowed)
 
 
 def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
@@ -160,6 +173,8 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
     yield Gap(modes.name, reason, (split, by_operator), others)
     if model.latent is not None:
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
+    if model.attention_sinks:
+        yield Gap(Axis.CP, "cp > 1 with attention sinks", (split,), (1,), model.name)
     swap = ContextParallel.ALL_TO_ALL
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
@@ -266,7 +281,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
-    refusal = _job_refusal(job, plan, stack)
+    refusal = _job_refusal(job, plan, stack) or modules_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):
@@ -294,7 +309,7 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
         if refusal is not None and known_values(field, job.model):
             return refusal
     if isinstance(job.model, ModelSpec):
-        refusal = _layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
+        refusal = layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
             job, job.model, stack
         )
         if refusal is not None:
@@ -302,35 +317,6 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
     return None
-
-
-def _layer_refusal(
-    model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
-) -> str | None:
-    """Return which fact of its layers *stack* does not offer, or None when it offers all."""
-    for fact in model.layer_facts(seq_len):
-        if fact not in stack.layer_facts:
-            known = ", ".join(stack.layer_facts) or "none"
-            return (
-                f"{fact} of {model.name} is not offered by stack {stack.name}; "
-                f"allowed of layer_facts: {known}"
-            )
-    if plan.attention in stack.attention_kernels and plan.attention not in attention_kernels(
-        model, stack
-    ):
-        return f"attention={plan.attention} does not go with attention_softcap; allowed: flash"
-    return None
-
-
-def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, ...]:
-    """Return the kernels of *stack* that attend as *model* does: its own where there is none.
-
-    Scores that lie in memory are not capped here; a fused kernel caps them as it goes.
-    """
-    if not isinstance(model, ModelSpec):
-        return (stack.attention,)
-    left_out = {Attention.UNFUSED} if model.attention_softcap else set()
-    return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 
 def _not_offered(

@@ -6,18 +6,21 @@ from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
+    ENDS,
     EXPERT_LAYER,
+    EXPERT_LAYERS,
     HEAD,
     LAYERS,
     TRANSFORMER_LAYER,
+    WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
+    WINDOWED_LAYERS,
     BlockKind,
     BlockRun,
     cut_runs,
     join_runs,
 )
 from meshwright.simulator.model.parameters import (
-    EXPERT_WEIGHT_DIMS,
     buffer_bytes,
     count_active_parameters,
     count_parameters,
@@ -38,12 +41,15 @@ from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 __all__ = [
     "EMBEDDING",
+    "ENDS",
     "EXPERT_LAYER",
-    "EXPERT_WEIGHT_DIMS",
+    "EXPERT_LAYERS",
     "HEAD",
     "LAYERS",
     "TRANSFORMER_LAYER",
+    "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
+    "WINDOWED_LAYERS",
     "AnyModel",
     "BlockKind",
     "BlockRun",

@@ -8,10 +8,14 @@ BlockKind = str
 # The ends of every model: what comes before all layers, and what comes after them.
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
+ENDS = (EMBEDDING, HEAD)
 TRANSFORMER_LAYER: BlockKind = "layer"
 WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others
 EXPERT_LAYER: BlockKind = "expert layer"  # routed experts in the place of the MLP
-LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER, EXPERT_LAYER)
+WINDOWED_EXPERT_LAYER: BlockKind = "windowed expert layer"  # both
+EXPERT_LAYERS = (EXPERT_LAYER, WINDOWED_EXPERT_LAYER)
+WINDOWED_LAYERS = (WINDOWED_LAYER, WINDOWED_EXPERT_LAYER)
+LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER, *EXPERT_LAYERS)
 
 
 class BlockRun(NamedTuple):

@@ -5,12 +5,23 @@ from math import prod
 
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
-from meshwright.simulator.model.kinds import EMBEDDING, EXPERT_LAYER, HEAD, LAYERS, BlockKind
+from meshwright.simulator.model.kinds import (
+    EMBEDDING,
+    EXPERT_LAYER,
+    EXPERT_LAYERS,
+    HEAD,
+    LAYERS,
+    BlockKind,
+)
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
-from meshwright.simulator.model.tensors import LAYER_TENSORS, embedding_tensors, head_tensors
+from meshwright.simulator.model.tensors import (
+    LAYER_TENSORS,
+    ROUTED,
+    embedding_tensors,
+    head_tensors,
+)
 
-EXPERT_WEIGHT_DIMS = 3  # experts, outputs, inputs
 FP32_BYTES = 4
 INT64_BYTES = 8
 
@@ -71,8 +82,9 @@ def count_active_parameters(model: AnyModel) -> int:
     if not isinstance(model, ModelSpec) or model.experts is None:
         return count_parameters(model)
     idle = model.experts.num_experts - model.experts.experts_per_token
-    widths = 3 * model.hidden_size * model.experts.hidden_size
-    return count_parameters(model) - _num_expert_layers(model) * idle * widths
+    tensors = filter(is_expert, LAYER_TENSORS[EXPERT_LAYER](model))
+    of_one = sum(prod(each.shape[1:]) for each in tensors)
+    return count_parameters(model) - _num_expert_layers(model) * idle * of_one
 
 
 def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
@@ -83,17 +95,17 @@ def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
     """
     seen = model.seen_tokens(kind, seq_len)
     attention = model.num_heads * (model.query_head_dim + model.value_head_dim) * seen
-    shapes = (each.shape for each in LAYER_TENSORS[kind](model) if len(each.shape) > 1)
+    tensors = LAYER_TENSORS[kind](model)
+    matrices = (each for each in tensors if len(each.shape) > 1 and not is_bias(each))
     chosen = model.experts.experts_per_token if model.experts else 1
     weights = (
-        chosen * prod(shape[1:]) if len(shape) == EXPERT_WEIGHT_DIMS else prod(shape)
-        for shape in shapes
+        chosen * prod(each.shape[1:]) if is_expert(each) else prod(each.shape) for each in matrices
     )
     return 2 * (sum(weights) + attention)
 
 
 def _num_expert_layers(model: ModelSpec) -> int:
-    return sum(count for kind, count in model.layer_runs if kind == EXPERT_LAYER)
+    return sum(count for kind, count in model.layer_runs if kind in EXPERT_LAYERS)
 
 
 def _count_routing_biases(model: AnyModel) -> int:
@@ -153,8 +165,13 @@ def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dic
 
 
 def is_expert(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor holds a weight of each of a layer's routed experts."""
-    return len(tensor.shape) == EXPERT_WEIGHT_DIMS
+    """Return whether a tensor holds a weight, or a bias, of each of a layer's routed experts."""
+    return tensor.name.startswith(ROUTED)
+
+
+def is_bias(tensor: ParameterTensor) -> bool:
+    """Return whether a tensor is added, not multiplied by."""
+    return tensor.name.endswith(".bias")
 
 
 def local_shape(

@@ -20,6 +20,11 @@ class Experts(Fields):
     come from ``groups_per_token`` of ``num_groups`` groups.  The first ``first_dense_layers`` have
     an MLP; of the others each ``layer_step``-th, counted from the model's first, has experts.
 
+    With ``scores = "softmax of chosen"`` the softmax is over a token's own experts (gpt-oss), with
+    ``weighs_inputs`` a share weighs what its expert reads, not what it makes (Llama 4).  With
+    ``bias`` the router and both products of an expert have one; the ``"clamped"`` activation bounds
+    gate and value, adds 1 to the value and opens by ``g sigmoid(1.702 g)`` (gpt-oss).
+
     >>> Experts(num_experts=8, experts_per_token=2, hidden_size=14336).shared_hidden_size
     0
     """
@@ -29,9 +34,14 @@ class Experts(Fields):
     hidden_size: int = Field(ge=1, le=MAX_WIDTH)
     shared_hidden_size: int = Field(default=0, ge=0, le=MAX_WIDTH)
     shared_gate: bool = False
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     routing_bias: bool = False
     casts_shares: bool = Field(default=False, exclude_if=lambda value: not value)
+    bias: bool = Field(default=False, exclude_if=lambda value: not value)
+    activation: Literal["silu", "clamped"] = Field(
+        default="silu", exclude_if=lambda value: value == "silu"
+    )
+    weighs_inputs: bool = Field(default=False, exclude_if=lambda value: not value)
     num_groups: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     groups_per_token: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
@@ -56,6 +66,11 @@ class Experts(Fields):
             raise ValueError(
                 f"groups_per_token={self.groups_per_token} are more than the "
                 f"{self.num_groups} groups"
+            )
+        if self.weighs_inputs and self.experts_per_token > 1:
+            raise ValueError(
+                f"weighs_inputs=true goes with one expert a token; "
+                f"experts_per_token={self.experts_per_token}"
             )
         if self.shared_gate and not self.shared_hidden_size:
             raise ValueError("shared_gate=true needs a shared_hidden_size")

@@ -1,22 +1,14 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
 from collections.abc import Mapping
-from functools import cache
-from itertools import cycle, islice
 from typing import Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from meshwright.hwprofiles import LayerFact
+from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
-from meshwright.simulator.model.kinds import (
-    EXPERT_LAYER,
-    TRANSFORMER_LAYER,
-    WINDOWED_LAYER,
-    BlockKind,
-    BlockRun,
-    join_runs,
-)
+from meshwright.simulator.model.kinds import WINDOWED_LAYERS, BlockKind, BlockRun
 from meshwright.simulator.model.parts import Experts, LatentAttention
 
 MAX_FFN_WIDTH = 4_194_304
@@ -25,22 +17,32 @@ MAX_TOKENS = 134_217_728
 
 
 Spelling = Literal[
-    "llama", "gemma", "olmo2", "phi3", "glm4", "glm4_moe", "gpt_neox", "falcon", "falcon-groups"
+    "llama",
+    "gemma",
+    "olmo2",
+    "phi3",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "gpt_oss",
+    "llama4",
+    "falcon",
+    "falcon-groups",
 ]
-FUSED_QKV = ("phi3", "gpt_neox", "falcon", "falcon-groups")  # one product in transformers' code
 FUSED_MLP = {"phi3", "glm4"}
 NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
 PATTERN = r"^[WF]+$"
-NOT_WITH_EXPERTS = ("parallel_mlp", "window")
+NOT_WITH_EXPERTS = ("parallel_mlp",)
 NOT_WITH_LATENT = (
     *NOT_WITH_EXPERTS,
+    "window",
+    "attention_sinks",
     "qk_norm",
     "norm_places",
     "rotary_fraction",
     "attention_softcap",
     "spelling",
 )
-KINDS_BY_LETTER = {"W": WINDOWED_LAYER, "F": TRANSFORMER_LAYER}
 
 
 def _rare(usual: object, **limits: Any) -> Any:  # noqa: ANN401  (a field of any type)
@@ -48,48 +50,26 @@ def _rare(usual: object, **limits: Any) -> Any:  # noqa: ANN401  (a field of any
     return Field(default=usual, exclude_if=lambda value: value == usual, **limits)
 
 
-@cache
-def _mixed_runs(pattern: str, experts: Experts | None, num_layers: int) -> tuple[BlockRun, ...]:
-    """Return the layers that *pattern*, repeated, tells, but for those that have *experts*.
-
-    >>> _mixed_runs("WWF", None, 4)[1:]
-    (BlockRun(kind='layer', num_blocks=1), BlockRun(kind='windowed layer', num_blocks=1))
-    """
-    letters = islice(cycle(pattern), num_layers)
-    kinds = (
-        EXPERT_LAYER if experts and experts.has_layer(number) else KINDS_BY_LETTER[letter]
-        for number, letter in enumerate(letters)
-    )
-    return join_runs([BlockRun(kind, 1) for kind in kinds])
-
-
 class ModelSpec(Model):
     """A transformer; defaults describe a GPT-2 style decoder.
 
-    With ``experts`` some or all layers have routed experts in the place of the MLP; with ``latent``
-    all have multi-head latent attention.
+    With ``experts`` layers may have them in the place of the MLP, with ``latent`` latent attention.
 
     An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
     BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
     activation and norm before the logits in place of the final norm, and a bias on the logits.
-    ``scored_fraction`` is the share of positions that reach the head: 1 for a decoder, less where
-    only masked ones are scored.
+    ``scored_fraction`` of positions reach the head: less than 1 where masked ones alone are scored.
 
     A token of a windowed layer sees itself and ``window - 1`` tokens before it; ``layer_pattern``,
-    repeated, says which layers are windowed (W) and which see all (F).  ``spelling`` is
-    the family whose code in transformers the layer has: which products are fused there beside
-    queries, keys and values (``fused_qkv``), and what eager kernels keep.
+    repeated, says which layers are windowed (W) and which see all (F).  A ``chunked_window`` stays:
+    a token sees those before it in its own stretch.  With ``rotary_layers = "windowed"`` those that
+    see all have no positions (Llama 4).  An attention sink is a learned score of each head that no
+    value belongs to.  ``spelling`` is the family whose code in transformers the layer has: which
+    products are fused there beside queries, keys and values (``fused_qkv``), and what eager kernels
+    keep.  What a configuration has and none models is ``left_out``.  Omitted: `derived_sizes`.
 
-    Omitted sizes follow the usual rules: ``head_dim`` is ``hidden_size / num_heads``,
-    ``num_kv_heads`` equals ``num_heads``, ``ffn_hidden_size`` is four times ``hidden_size`` (it
-    must be given for a gated MLP, unless all layers have experts), ``max_positions`` equals
-    ``seq_len``, ``title`` equals ``name``, and ``fused_qkv``, whether transformers makes queries,
-    keys and values in one product, holds for decoders without rotary positions and where
-    ``spelling`` says so.
-
-    >>> spec = ModelSpec(
-    ...     name="tiny", num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, seq_len=32
-    ... )
+    >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
+    >>> spec = ModelSpec(name="tiny", seq_len=32, **sizes)
     >>> spec.head_dim, spec.num_kv_heads, spec.ffn_hidden_size, spec.max_positions
     (16, 4, 256, 32)
     """
@@ -123,7 +103,7 @@ class ModelSpec(Model):
     latent: LatentAttention | None = _rare(None)
     fused_qkv: bool = True
     head_dim: int = Field(default=0, ge=1, le=MAX_WIDTH)
-    qk_norm: Literal["none", "head", "width"] = _rare("none")
+    qk_norm: Literal["none", "head", "width", "unweighted"] = _rare("none")
     norm_places: Literal["before", "after", "both"] = _rare("before")
     parallel_mlp: Literal["no", "one norm", "two norms"] = _rare("no")
     activation: Literal["usual", "gelu", "squared relu"] = _rare("usual")
@@ -133,13 +113,17 @@ class ModelSpec(Model):
     scaled_embeddings: bool = _rare(usual=False)
     window: int = _rare(0, ge=0, le=MAX_TOKENS)
     layer_pattern: str = _rare("F", pattern=PATTERN, max_length=MAX_LAYERS)
+    chunked_window: bool = _rare(usual=False)
+    rotary_layers: Literal["all", "windowed"] = _rare("all")
+    attention_sinks: bool = _rare(usual=False)
     spelling: Spelling = _rare("llama")
+    left_out: str = _rare("")
     source: str = "not given"
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
-        return _mixed_runs(self.layer_pattern, self.experts, self.num_layers)
+        return mixed_runs(self.layer_pattern, self.experts, self.num_layers)
 
     @property
     def query_hidden_size(self) -> int:
@@ -168,7 +152,12 @@ class ModelSpec(Model):
 
     def seen_tokens(self, kind: BlockKind, seq_len: int) -> int:
         """Return how many of *seq_len* tokens one attends to at most in a layer of a kind."""
-        return min(self.window, seq_len) if kind == WINDOWED_LAYER else seq_len
+        return min(self.window, seq_len) if kind in WINDOWED_LAYERS else seq_len
+
+    def has_positions(self, kind: BlockKind) -> bool:
+        """Return whether a layer of a kind turns queries and keys by their positions."""
+        is_turned = self.rotary_layers == "all" or kind in WINDOWED_LAYERS
+        return self.positions == "rotary" and is_turned
 
     def layer_facts(self, seq_len: int) -> tuple[LayerFact, ...]:
         """Return what is not as in GPT and Llama, for sequences of *seq_len* tokens."""
@@ -191,7 +180,7 @@ class ModelSpec(Model):
     @model_validator(mode="before")
     @classmethod
     def _fill_derived_sizes(cls, data: object) -> object:
-        return {**_derived_sizes(data), **data} if isinstance(data, Mapping) else data
+        return {**derived_sizes(data), **data} if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
@@ -211,31 +200,6 @@ class ModelSpec(Model):
     def has_usual_heads(self) -> bool:
         """Whether heads together are as wide as the tokens, or have widths of latent attention."""
         return self.latent is not None or self.query_hidden_size == self.hidden_size
-
-
-def _derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
-    """Return what the fields of a transformer are where they are left out."""
-    derived = {
-        "num_kv_heads": data.get("num_heads"),
-        "max_positions": data.get("seq_len"),
-        "layer_pattern": "W" if data.get("window") else None,
-        "fused_qkv": _has_fused_qkv(data),
-    }
-    hidden_size, num_heads = data.get("hidden_size"), data.get("num_heads")
-    if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
-        derived["ffn_hidden_size"] = 4 * hidden_size
-    if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
-        width, rest = divmod(hidden_size, num_heads)
-        # Heads of latent attention have widths of their own.
-        derived["head_dim"] = None if rest and data.get("latent") is None else width
-    derived["ffn_hidden_size"] = derived.get("ffn_hidden_size") or _only_width(data)
-    return {key: value for key, value in derived.items() if value is not None}
-
-
-def _has_fused_qkv(data: Mapping[str, object]) -> bool:
-    """Return whether transformers makes queries, keys and values in one product."""
-    is_rotary, is_decoder = data.get("positions") == "rotary", data.get("causal") is not False
-    return (not is_rotary and is_decoder) or data.get("spelling") in FUSED_QKV
 
 
 def _split_fault(model: ModelSpec, tp: int) -> str | None:
@@ -263,6 +227,7 @@ def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
         LayerFact.HEAD_DIM: not model.has_usual_heads,
         LayerFact.HEAD_NORM: model.qk_norm == "head",
         LayerFact.WIDTH_NORM: model.qk_norm == "width",
+        LayerFact.UNWEIGHTED_NORM: model.qk_norm == "unweighted",
         LayerFact.NORM_PLACES: model.norm_places != "before",
         LayerFact.PARALLEL_MLP: model.parallel_mlp != "no",
         LayerFact.ACTIVATION: model.activation != "usual",
@@ -270,7 +235,21 @@ def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
         LayerFact.ATTENTION_SOFTCAP: model.attention_softcap > 0,
         LayerFact.LOGIT_SOFTCAP: model.logit_softcap > 0,
         LayerFact.SCALED_EMBEDDINGS: model.scaled_embeddings,
-        LayerFact.WINDOW: 0 < model.window < seq_len,
+        LayerFact.WINDOW: 0 < model.window < seq_len and not model.chunked_window,
+        LayerFact.CHUNKED_WINDOW: 0 < model.window < seq_len and model.chunked_window,
+        LayerFact.ROTARY_LAYERS: model.rotary_layers != "all",
+        LayerFact.ATTENTION_SINKS: model.attention_sinks,
+        **_expert_facts(model.experts),
+    }
+
+
+def _expert_facts(experts: Experts | None) -> dict[LayerFact, bool]:
+    if experts is None:
+        return {}
+    return {
+        LayerFact.EXPERT_BIAS: experts.bias,
+        LayerFact.EXPERT_ACTIVATION: experts.activation != "silu",
+        LayerFact.WEIGHED_INPUTS: experts.weighs_inputs,
     }
 
 
@@ -310,6 +289,10 @@ def _layer_fault(model: ModelSpec) -> str | None:
         "it must be an even number, with positions='rotary'": (
             model.rotary_fraction < 1 and (turned % 2 != 0 or model.positions != "rotary")
         ),
+        "chunked_window=true needs a window": model.chunked_window and not has_window,
+        "rotary_layers='windowed' needs a window and positions='rotary'": (
+            model.rotary_layers != "all" and (not has_window or model.positions != "rotary")
+        ),
         f"parallel_mlp={model.parallel_mlp!r} goes with norm_places='before' alone": (
             model.parallel_mlp != "no" and model.norm_places != "before"
         ),
@@ -348,15 +331,6 @@ def _part_fault(model: ModelSpec) -> str | None:
         if getattr(model, name) != value:
             return f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"
     return None
-
-
-def _only_width(data: Mapping[str, object]) -> object:
-    """Return the width of experts where no layer has an MLP, which has none to tell then."""
-    given = data.get("experts")
-    experts = given.model_dump(exclude_defaults=True) if isinstance(given, Experts) else given
-    if not isinstance(experts, Mapping) or {"first_dense_layers", "layer_step"} & {*experts}:
-        return None
-    return experts.get("hidden_size")
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:

@@ -9,6 +9,7 @@ from meshwright.simulator.model.kinds import (
     EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
+    WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
     BlockKind,
 )
@@ -16,6 +17,7 @@ from meshwright.simulator.model.parts import LatentAttention
 from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
+ROUTED = "experts_"  # what the names of tensors begin with that hold a part of each expert
 
 # Shapes by the names of tensors, each with the dim that is split over tp.
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
@@ -48,6 +50,7 @@ LAYER_TENSORS: dict[BlockKind, Callable[[ModelSpec], list[ParameterTensor]]] = {
     TRANSFORMER_LAYER: _transformer_tensors,
     WINDOWED_LAYER: _transformer_tensors,
     EXPERT_LAYER: _expert_tensors,
+    WINDOWED_EXPERT_LAYER: _expert_tensors,
 }
 
 
@@ -62,8 +65,10 @@ def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
     tensors.append(ParameterTensor("qkv.weight", (qkv_size, width), TRANSFORMER_LAYER, 0))
     if model.attention_bias:
         tensors.append(ParameterTensor("qkv.bias", (qkv_size,), TRANSFORMER_LAYER, 0))
-    if model.qk_norm != "none":
+    if model.qk_norm in {"head", "width"}:
         tensors += _qk_norm_tensors(model)
+    if model.attention_sinks:
+        tensors.append(ParameterTensor("sinks", (model.num_heads,), TRANSFORMER_LAYER, 0))
     shape = (width, query_size)
     tensors.append(ParameterTensor("attention_output.weight", shape, TRANSFORMER_LAYER, 1))
     if model.output_bias:
@@ -144,9 +149,15 @@ def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
     num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
     shapes: Shapes = {
         "router.weight": ((num, width), None),
-        "experts_in.weight": ((num, 2 * inner, width), 1),
-        "experts_out.weight": ((num, width, inner), 2),
+        f"{ROUTED}in.weight": ((num, 2 * inner, width), 1),
+        f"{ROUTED}out.weight": ((num, width, inner), 2),
     }
+    if experts.bias:
+        shapes |= {
+            "router.bias": ((num,), None),
+            f"{ROUTED}in.bias": ((num, 2 * inner), 1),
+            f"{ROUTED}out.bias": ((num, width), None),
+        }
     if shared:
         shapes |= {
             "shared_in.weight": ((2 * shared, width), 0),

@@ -64,11 +64,12 @@ def head_lines(validation: Validation) -> list[str]:
     servers = num_processes(plan, saved.stack) - plan.world_size
     beside = f" and {servers:,} server{'s' if servers > 1 else ''}" if servers > 0 else ""
     size = f"{plan.world_size:,} GPUs{beside} of {saved.cluster.name}"
-    degrees = f"tp={plan.tp} pp={plan.pp} dp={plan.dp} vpp={plan.num_virtual_stages}"
-    switches = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}"
+    degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
+    way = f" cp_type={plan.cp_type}" if plan.cp_type else ""
+    switches = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}{way}"
     return [
         f"{job.model.name}, plan for {size}, stack {saved.stack.name}",
-        f"layout   {degrees} {switches}, {job.precision}",
+        f"layout   {degrees} vpp={plan.num_virtual_stages} {switches}, {job.precision}",
         f"backend  {validation.backend}: {HOW[validation.backend]}",
         f"batch    {many}",
     ]

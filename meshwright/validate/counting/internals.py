@@ -20,7 +20,6 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import debug as sharding_debug
 from torch.nn.parallel import distributed as data_parallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -204,7 +203,9 @@ def fake_store() -> Any:  # noqa: ANN401 - untyped in torch
 
 def clear_sharding_cache() -> None:
     """Forget shardings of DTensor: they name groups of meshes that the next ones may equal."""
-    clear = getattr(sharding_debug, "_clear_sharding_prop_cache", None)
+    from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
 

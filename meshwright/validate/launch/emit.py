@@ -113,7 +113,7 @@ def _summary(saved: SavedPlan) -> str:
     num_nodes, per_node = nodes_of(saved)
     plan = saved.plan
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes, {per_node} each"
-    layout = f"tp {plan.tp} x pp {plan.pp} x dp {plan.dp}"
+    layout = " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
     return f"{num_processes(plan, saved.stack)} ranks on {nodes}: {layout}"
 
 

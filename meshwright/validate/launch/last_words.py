@@ -23,6 +23,7 @@ from meshwright.validate.launch.records import (
     write_failure,
 )
 from meshwright.validate.launch.spec import RunPhase, RunSpec
+from meshwright.validate.processes import starter
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
 WATCH_S = 1.0
@@ -70,7 +71,7 @@ def watch_for_end(spec: RunSpec, rank: int) -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    arguments = (spec, rank, reader, os.getppid())
+    arguments = (spec, rank, reader, starter())
     threading.Thread(target=_watch, args=arguments, daemon=True, name="watch for end").start()
 
 

@@ -101,7 +101,7 @@ def check_world_size(saved: SavedPlan, world_size: int, *, name: str) -> None:
     """
     plan, needed = saved.plan, num_processes(saved.plan, saved.stack)
     if needed != world_size:
-        layout = f"tp {plan.tp} x pp {plan.pp} x dp {plan.dp}"
+        layout = " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
         raise PlanError(f"{name} needs {needed} ranks ({layout}); this run has {world_size}")
 
 

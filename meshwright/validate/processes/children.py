@@ -10,11 +10,18 @@ WATCH_S = 1.0
 ORPHANED_STATUS = 143  # as after SIGTERM
 # Run a module of ours; -P: what lies in the current folder is none of ours.
 MODULES = (sys.executable, "-P", "-m")
+# In the environment of such a process: who started it. By the time it looks, that may have ended.
+STARTER_VARIABLE = "MESHWRIGHT_STARTER"
 
 
 def module_path() -> str:
     """Return PYTHONPATH for a process that is to find modules where this one finds them."""
     return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+
+
+def starter() -> int:
+    """Return the process that started this one, as it says itself if it is ours."""
+    return int(os.environ.get(STARTER_VARIABLE) or os.getppid())
 
 
 def end_without(parent: int) -> None:

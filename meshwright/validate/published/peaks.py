@@ -68,6 +68,7 @@ class PublishedPeak(Row):
     microbatch_size: Count
     tp: Count
     pp: Count
+    cp: Count = 1
     dp: Count
     vpp: Count
     options: Note
@@ -195,6 +196,7 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
     return ParallelPlan(
         tp=row.tp,
         pp=row.pp,
+        cp=row.cp,
         dp=row.dp,
         num_virtual_stages=row.vpp,
         microbatch_size=row.microbatch_size,

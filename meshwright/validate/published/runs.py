@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.hwprofiles import (
     Attention,
+    ContextParallel,
+    Dispatcher,
     Precision,
     ProfileError,
     Recompute,
@@ -22,6 +24,7 @@ from meshwright.simulator import (
     resolve_stages,
 )
 from meshwright.simulator.model import parse_model
+from meshwright.validate.published.families import ROUTING, SWITCHES, Family
 from meshwright.validate.published.rows import (
     Count,
     Note,
@@ -40,17 +43,6 @@ EXCLUDED_FILE = "published_excluded.csv"
 LENGTHS_FILE = "padded_lengths.csv"
 
 
-class Family(StrEnum):
-    """Architectures of published runs; sizes come from the row, switches from the family."""
-
-    GPT = "gpt"
-    BLOOM = "bloom"
-    NEMOTRON = "nemotron"
-    MPT = "mpt"
-    LLAMA = "llama"
-    BERT = "bert"
-
-
 class MemoryKind(StrEnum):
     """What a printed memory figure counts."""
 
@@ -66,39 +58,11 @@ class PublishedPhase(StrEnum):
     BACKWARD = "backward"
 
 
-_SWITCHES: dict[Family, dict[str, object]] = {
-    Family.GPT: {},
-    Family.BLOOM: {"positions": "alibi", "embedding_norm": True},
-    # Squared ReLU between two matrices, no biases (Parmar et al. 2024, arXiv 2402.16819).
-    Family.NEMOTRON: {
-        "positions": "rotary",
-        "tied_embeddings": False,
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "dropout": False,
-    },
-    # Biases and learned positions: the printed parameter counts follow from them to the unit.
-    Family.MPT: {"dropout": False},
-    Family.LLAMA: {
-        "positions": "rotary",
-        "norm": "rmsnorm",
-        "gated_mlp": True,
-        "tied_embeddings": False,
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "dropout": False,
-    },
-    Family.BERT: {
-        "causal": False,
-        "token_types": 2,
-        "mlm_head": True,
-        "embedding_norm": True,
-        # 20 masked positions of 128, 80 of 512.
-        "scored_fraction": 0.15625,
-    },
-}
+def _empty_is_zero(value: object) -> object:
+    return 0 if value == "" else value
+
+
+OptionalCount = Annotated[int, Field(ge=0), BeforeValidator(_empty_is_zero)]
 
 
 class _SourcedRow(Row):
@@ -143,14 +107,27 @@ class _ModelRow(_SourcedRow):
                 "seq_len",
             )
         }
-        data = {"name": self.id, "source": self.source, **sizes, **_SWITCHES[self.family]}
-        return parse_model(data, origin=self.id)
+        data = {"name": self.id, "source": self.source, **sizes, **SWITCHES[self.family]}
+        return parse_model({**data, **self.routing}, origin=self.id)
+
+    @property
+    def routing(self) -> dict[str, object]:
+        """Routed experts of the model, if it has any."""
+        return {}
 
 
 class PublishedRun(_ModelRow):
     """One published training run.
 
     Args:
+        cp_type: How context-parallel ranks attend to each other; empty for the stack's habit.
+        num_experts: Routed experts of a layer; empty without.
+        experts_per_token: Experts that a token is sent to.
+        expert_hidden_size: Width of one.
+        shared_hidden_size: Width of all shared ones together.
+        dense_layers: Layers before any with experts.
+        etp: Ranks that split an expert; empty for as many as split other layers.
+        dispatcher: How tokens go to experts; empty for the stack's habit.
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
@@ -166,7 +143,16 @@ class PublishedRun(_ModelRow):
     global_batch_size: Count
     pp: Count
     cp: Count = 1
+    cp_type: Annotated[ContextParallel | None, BeforeValidator(empty_is_none)] = None
     dp: Count
+    num_experts: OptionalCount = 0
+    experts_per_token: OptionalCount = 0
+    expert_hidden_size: OptionalCount = 0
+    shared_hidden_size: OptionalCount = 0
+    dense_layers: OptionalCount = 0
+    ep: Count = 1
+    etp: Annotated[Count | None, BeforeValidator(empty_is_none)] = None
+    dispatcher: Annotated[Dispatcher | None, BeforeValidator(empty_is_none)] = None
     vpp: Count
     schedule: Text
     stages: Note
@@ -193,6 +179,20 @@ class PublishedRun(_ModelRow):
         return self
 
     @property
+    def routing(self) -> dict[str, object]:
+        """Routed experts of the model, if it has any."""
+        if not self.num_experts:
+            return {}
+        sizes = {
+            "num_experts": self.num_experts,
+            "experts_per_token": self.experts_per_token,
+            "hidden_size": self.expert_hidden_size,
+            "shared_hidden_size": self.shared_hidden_size,
+            "first_dense_layers": self.dense_layers,
+        }
+        return {"experts": {**sizes, **ROUTING.get(self.family, {})}}
+
+    @property
     def job(self) -> TrainingJob:
         """What the run trains."""
         return TrainingJob(
@@ -210,7 +210,11 @@ class PublishedRun(_ModelRow):
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
+            cp_type=self.cp_type,
             dp=self.dp,
+            ep=self.ep,
+            etp=self.etp,
+            dispatcher=self.dispatcher,
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,

@@ -12,7 +12,7 @@ def mesh_shape(plan: ParallelPlan) -> tuple[int, ...]:
     >>> mesh_shape(ParallelPlan(tp=2, dp=4, dp_shard=2, zero_stage=3, stages=(1,)))
     (1, 2, 2, 2)
     """
-    return (plan.pp, plan.dp // plan.num_shards, plan.num_shards, plan.tp)
+    return (plan.pp, plan.dp_cp // plan.num_shards, plan.num_shards, plan.tp)
 
 
 def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[int, ...], str]:
@@ -31,6 +31,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     groups.setdefault(different_parts(plan, rank), "parts")
     groups[batch_ranks(plan, rank)] = "batch"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
+    groups[_along(rank, (plan.pp, plan.dp, plan.cp, plan.tp), 2)] = "cp"
     if is_tied:
         groups.setdefault(table_ranks(plan, rank), "table")
     return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
@@ -43,7 +44,7 @@ def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     (2, 3)
     """
     size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
-    stride = plan.dp * plan.tp
+    stride = plan.dp_cp * plan.tp
     first = rank % stride // size * size
     return tuple(
         stage * stride + first + offset for stage in range(plan.pp) for offset in range(size)
@@ -51,8 +52,8 @@ def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
 
 
 def batch_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
-    """Return the data-parallel ranks of *rank*, also where they hold several sets of shards."""
-    return _along(rank, (plan.pp, plan.dp, plan.tp), 1)
+    """Return the ranks that hold what *rank* holds, also where they have several sets of shards."""
+    return _along(rank, (plan.pp, plan.dp_cp, plan.tp), 1)
 
 
 def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:

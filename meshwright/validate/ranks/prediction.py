@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.hwprofiles import PS_PER_S, CollectiveOp
+from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError, StepResult, get_schedule, simulate
 from meshwright.simulator.account import (
@@ -19,7 +19,7 @@ from meshwright.simulator.account import (
     rank_flops,
     rank_traffic,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, MeshAxis
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -45,13 +45,13 @@ class RankPrediction:
 
 
 def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
-    """Return where *rank* stands in its pipeline; tensor ranks vary fastest, then data ranks."""
-    return rank // (plan.tp * plan.dp)
+    """Return where *rank* stands in its pipeline: ranks of one stage follow each other."""
+    return rank // (plan.world_size // plan.pp)
 
 
 def default_ranks(plan: ParallelPlan) -> tuple[int, ...]:
     """Return one rank of each kind: first, last, and a middle one for each number of layers."""
-    stride = plan.tp * plan.dp
+    stride = plan.world_size // plan.pp
     chosen = {0: None, plan.pp - 1: None}
     known: set[tuple[int, ...]] = set()
     for pp_rank in range(1, plan.pp - 1):
@@ -106,10 +106,10 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
     Ranks of a stage differ in their number, and in what they send to their host.
 
     Raises:
-        PlanError: If the plan cannot be simulated.
+        PlanError: If the plan cannot be simulated, or cuts sequences in a way whose counts are held
+            against no program.
     """
-    if saved.plan.cp > 1:
-        raise PlanError(f"cp={saved.plan.cp} is not compared with counts; allowed: 1")
+    _check_context(saved)
     result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
     of_stage: dict[int, RankPrediction] = {}
     predictions = {}
@@ -120,6 +120,20 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
         traffic = _host_traffic(saved, rank)
         predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
     return predictions
+
+
+def _check_context(saved: SavedPlan) -> None:
+    plan, stack = saved.plan, saved.stack
+    if plan.cp == 1:
+        return
+    if not stack.megatron_layers:
+        raise PlanError(
+            f"cp={plan.cp} of stack {stack.name} is not compared with counts; allowed: 1"
+        )
+    way = plan.cp_type or next(iter(stack.context_parallel), None)
+    if way is ContextParallel.ALL_GATHER:
+        allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
+        raise PlanError(f"cp_type={way} is not compared with counts; allowed: {allowed}")
 
 
 def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
@@ -154,17 +168,21 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
     job, plan, stack = saved.job, saved.plan, saved.stack
     sent, received = message_traffic(job, plan, stack, pp_rank)
     counted: Counter[tuple[str, str, int, int]] = Counter()
+    passes = rank_traffic(job, plan, stack, pp_rank)
+    around = [each for each in passes if each.op is CollectiveOp.P2P]  # a ring's messages
     calls: list[tuple[str | None, Iterable[Traffic]]] = [
-        (None, rank_traffic(job, plan, stack, pp_rank)),
+        (None, [each for each in passes if each.op is not CollectiveOp.P2P]),
         (None, closing_traffic(job, plan, stack, pp_rank)),
         (None, norm_traffic(job, plan, stack, pp_rank)),
-        (SEND, sent),
-        (RECEIVE, received),
+        (SEND, [*sent, *around]),
+        (RECEIVE, [*received, *around]),
     ]
     for message, group in calls:
         for each in group:
-            op = message if message and each.op is CollectiveOp.P2P else each.op.value
-            counted[each.axis.value, op, each.num_ranks, each.size_bytes] += each.num_calls
+            is_message = message is not None and each.op is CollectiveOp.P2P
+            op, num_ranks = (message, 2) if is_message else (each.op.value, each.num_ranks)
+            axis = group_name(each.axis, plan)
+            counted[axis, str(op), num_ranks, each.size_bytes] += each.num_calls
     norm = norm_ranks(plan)
     if norm > 1 and not stack.norm_by_axis:
         counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
@@ -175,11 +193,16 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
     )
 
 
+def group_name(axis: MeshAxis, plan: ParallelPlan) -> str:
+    """Return the name of an axis' group: replicas that only share sequences are those of cp."""
+    return Axis.CP.value if axis is Axis.DP and plan.dp == 1 < plan.cp else axis.value
+
+
 def norm_axis(plan: ParallelPlan) -> str:
     """Return the name of the group over which the gradient norm is summed."""
     shards = plan.num_shards if plan.zero_stage else 1
     degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
     axes = [axis for axis, degree in degrees.items() if degree > 1]
     if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
-        return axes[0].value
+        return group_name(axes[0], plan)
     return "world" if norm_ranks(plan) == plan.world_size else "parts"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.validate.counting import RankOracle
     from meshwright.validate.programs.contract import RankProgram
 
-NUM_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's buckets
+NUM_STEPS = 3  # of real processes, so that losses show whether they train alike
 
 
 def check_torch(command: str = "validate") -> None:
@@ -108,7 +108,7 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
         )
         oracle = RankOracle(program.groups, device)
         with oracle:
-            for _ in run_counted(program, oracle, NUM_STEPS):
+            for _ in run_counted(program, oracle, program.settling_steps + 1):
                 pass  # the counts of the last are kept
         yield oracle
 

@@ -36,7 +36,7 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
     memory = simulate(saved.job, saved.plan, saved.cluster, saved.stack).memory
     processes = num_processes(saved.plan, saved.stack)
     is_mesh = saved.stack.strategy is Strategy.MESH
-    ranks_of_stage = saved.plan.tp * saved.plan.dp if is_mesh else 1
+    ranks_of_stage = saved.plan.world_size // saved.plan.pp if is_mesh else 1
     stages_bytes = sum(stage.peak_bytes + stage.host_bytes for stage in memory.by_stage)
     ranks_bytes = stages_bytes * ranks_of_stage
     needs_bytes = max(

@@ -34,6 +34,9 @@ NARAYANAN_HEAD = (
     "error",
 )
 TITAN_A100_SHORT = ("titan_a100_Llama213B_sele_1904", "titan_a100_llama2_70b_b1_selective")
+# Not in the second fit.
+TITAN_CP = ("titan_8b_cp2_65536", "titan_8b_cp4_131072", "titan_8b_cp8_262144")
+EXPERTS = ", experts"
 # Groups of rows by how their ids begin.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Narayanan": (NARAYANAN,),
@@ -131,9 +134,26 @@ def sharded_now(text: str) -> str:
     return with_cells(text, changes)
 
 
+def experts_now(text: str) -> str:
+    """Return the table of sources with experts with its last column, what holds now, made anew."""
+    changes = {}
+    for line, cells in enumerate(cells_of(text)[2:], 2):
+        name, count = cells[0], int(cells[1])
+        rows = [
+            row
+            for row in board().comparisons
+            if row.source.startswith(name) and row.quantity is Quantity.STEP_TIME
+        ]
+        rows = [row for row in rows if row.source == rows[0].source]
+        if len(rows) != count:
+            raise DocumentError(f"{name}: {len(rows)} rows, where the page has {count}")
+        changes[line, -1] = _mean(rows)
+    return with_cells(text, changes)
+
+
 def torchtitan_now(text: str) -> str:
     """Return the table of torchtitan's second fit with its column of what holds now made anew."""
-    titan = _rows("torchtitan", Quantity.STEP_TIME)
+    titan = [row for row in _rows("torchtitan", Quantity.STEP_TIME) if row.id not in TITAN_CP]
     fp8 = [each for each in titan if each.source.endswith("fp8")]
     groups = {
         "H100 96 GB, bf16": _sharded("torchtitan, H100 96 GB"),
@@ -172,8 +192,8 @@ def _last_line(text: str, mean: Callable[[str], str]) -> str:
 
 def _rows(group: str, quantity: Quantity) -> list[Comparison]:
     begins = GROUPS[group]
-    rows = board().comparisons
-    return [row for row in rows if row.id.startswith(begins) and row.quantity is quantity]
+    rows = [row for row in board().comparisons if row.quantity is quantity]
+    return [row for row in rows if row.id.startswith(begins) and EXPERTS not in row.source]
 
 
 def _sharded(name: str) -> list[Comparison]:

@@ -20,7 +20,7 @@ from meshwright.validate.published import (
     load_published_runs,
 )
 
-HEAD = ("model", "tp x pp", "attention, layers", "rows", "mean abs", "median", "worst")
+HEAD = ("model", "tp x pp x cp", "attention, layers", "rows", "mean abs", "median", "worst")
 EXCLUDED_HEAD = ("rows", "why left out")
 RESERVE_HEAD = ("series", "rows", "mean", "least", "most", "fitted on the others", "runs accepted")
 KIND_HEAD = ("source", "rows", "mean abs", "median", "more than 5 % under")
@@ -48,7 +48,7 @@ def _group(each: PeakComparison) -> tuple[str, str, str]:
     row = each.row
     kind = "Megatron's own" if row.switches["transformer-impl"] == "local" else "TE"
     sizes = f"{row.num_layers} layers of {row.hidden_size:,}"
-    return sizes, f"{row.tp} x {row.pp}", f"{each.attention}, {kind}"
+    return sizes, f"{row.tp} x {row.pp} x {row.cp}", f"{each.attention}, {kind}"
 
 
 def _cells(errors: list[float]) -> tuple[str, ...]:

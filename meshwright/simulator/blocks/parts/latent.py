@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from meshwright.hwprofiles import RecomputeModule
 from meshwright.simulator.graph import (
     Block,
     Dim,
@@ -92,7 +93,7 @@ def latent_attention(
         (pairs,) = columns(block, narrow, dims.pairs)
         plain, value = cut(block, pairs, dims.plain_keys, dims.values)
         key = _joined(block, plain, shared, dims.queries)
-        with block.part("core"):
+        with block.part(RecomputeModule.CORE_ATTN):
             context = attend(block, query, key, value)
         y = row(block, context, hidden, "attention output", outside)
         block.hold(given, turned, shared, query, key, value, context)

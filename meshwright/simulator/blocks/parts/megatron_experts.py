@@ -8,6 +8,7 @@ an expert gather each other's, and a rank with several experts sorts them once m
 from collections.abc import Callable
 
 from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
@@ -30,14 +31,16 @@ from meshwright.simulator.graph import (
     Reads,
     Tensor,
     Transfer,
+    activation,
+    biased,
     cast,
-    cut,
     last_dim,
     place,
     pointwise,
     product,
     view,
 )
+from meshwright.simulator.layout import ExpertAxis
 from meshwright.simulator.model import Experts
 
 Shared = Callable[[Block, Tensor], Tensor]
@@ -51,7 +54,7 @@ def megatron(
     flat = dims.flat(block, x)
     shares = _told(block, _shares(block, flat, experts, dims), dims)
     write = _sequential if block.lowering.is_eager else _fused
-    out = write(block, flat, shares, dims)
+    out = write(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if beside is None:
         return out
@@ -63,15 +66,17 @@ def megatron(
 
 def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
     """Return each token's shares of all experts: most are 0 (topk_routing_with_score_function)."""
-    logits = logits_of(block, flat, dims)
+    logits = logits_of(block, flat, dims, bias=experts.bias)
     few = (dims.tokens, dims.chosen)
-    if experts.scores == "softmax":
+    if experts.scores != "sigmoid":
         chosen, places = taken(block, logits, "chosen logits", few)
         shares = cast(block, score(block, chosen), "shares cast", block.width)
     else:
         scores = cast(block, score(block, logits), "scores cast", block.width)
-        chosen, places = taken(block, scores, "chosen scores", few)
-        shares = pointwise(block, "scaled shares", normalised(block, chosen), reads=Reads.NOTHING)
+        shares, places = taken(block, scores, "chosen scores", few)
+        if not experts.weighs_inputs:  # of one expert a token there is nothing to divide by
+            shares = normalised(block, shares)
+            shares = pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
     spread = logits.like("spread shares")
     traffic = block.traffic(shares, spread)
     return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
@@ -88,7 +93,9 @@ def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     return block.add([shares], [told], [Gradient(shares, hands_on=True)], gather)
 
 
-def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
+def _fused(
+    block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
     """Return what experts make of tokens in Transformer Engine's kernels.
 
     Tokens are sorted, with their shares, by a map of ``2 E + 1`` numbers a token
@@ -104,26 +111,92 @@ def _fused(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tens
     given = rows
     arrived = [exchanged(block, each, dims) for each in (rows, weights)]
     rows, weights = _sorted(block, arrived, dims)
-    both = Dim("expert gate and up", 2 * dims.gate.size)
-    inner = grouped(block, rows, both, dims, split=both)
-    out = last_dim(inner, "activation", dims.inner)
-    traffic = block.traffic(inner, out)
-    gradients = [
-        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at),
-        Gradient(weights, (inner, weights), at=dims.partial(block)),
-    ]
-    inner = block.add([inner, weights], [out], gradients, traffic)
-    made = grouped(block, inner, hidden, dims, split=dims.inner)
+    made = _multiplied(block, rows, weights, dims, experts)
     made = _returned(block, made, rows, at, dims)
     block.hold(given, arrived[0])
     return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
+
+
+def _multiplied(
+    block: Block, rows: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
+
+    What is bounded is a copy beside the product, which keeps it; a bias behind the last product is
+    weighed, and added to the rows of each expert by themselves, which are put together again.
+    """
+    hidden, given = rows.dims[-1], rows
+    both = Dim("expert gate and up", 2 * dims.gate.size)
+    if experts.weighs_inputs:
+        rows, weights = _weighed(block, rows, weights, dims)
+        block.hold(given)
+    inner = grouped(block, rows, both, dims, split=both)
+    if experts.bias:
+        inner = _in_product(block, inner, dims)
+    if experts.activation == "clamped":
+        parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
+        joined, slopes = inner.like("bounded"), [Gradient(x, hands_on=True) for x in parts]
+        inner = block.add(parts, [joined], slopes, block.traffic(inner, inner))
+    out = last_dim(inner, "activation", dims.inner)
+    traffic = block.traffic(inner, out)
+    gradients = [
+        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at)
+    ]
+    if not experts.weighs_inputs:
+        gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
+    inner = block.add([inner, weights], [out], gradients, traffic)
+    made = grouped(block, inner, hidden, dims, split=dims.inner)
+    if not experts.bias:
+        return made
+    weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=_on_ranks(dims))
+    added, joined = made.like("rows with biases"), made.like("outputs with biases")
+    work = block.traffic(made, made)
+    gradients = [
+        Gradient(made, hands_on=True),
+        Gradient(weights, (weights,), (block.traffic(made),), at=weights.at),
+        Gradient(weight, (weights,), (block.traffic(made),), at=weight.at),
+    ]
+    block.add([made, weights, weight], [added], gradients, work)
+    return block.add([added], [joined], [Gradient(added, hands_on=True)], work)
+
+
+def _on_ranks(dims: RoutedDims) -> Placement:
+    """Return where a bias of experts lies that is not cut with their widths."""
+    return {ExpertAxis.EP: dims.experts}
+
+
+def _in_product(block: Block, made: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what a grouped product made with the bias of each expert, which its kernel adds."""
+    out = made.dims[-1]
+    at: Placement = {**_on_ranks(dims), dims.mesh.split_on: out}
+    vector = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
+    slopes = [Gradient(made, hands_on=True)]
+    slopes.append(Gradient(vector, (), (block.traffic(made),), at=vector.at))
+    return block.add([made, vector], [made.like(made.name, base=made.storage)], slopes)
+
+
+def _weighed(
+    block: Block, rows: Tensor, weights: Tensor, dims: RoutedDims
+) -> tuple[Tensor, Tensor]:
+    """Return *rows* times their weights, before experts, and ones in the place of these."""
+    made, twice = rows.like("weighed rows"), rows.like("gradient of weights")
+    traffic = block.traffic(rows, made)
+    read = (weights, rows)
+    gradients = [
+        Gradient(weights, read, at=dims.partial(block)),
+        Gradient(rows, read, (traffic, traffic)),
+    ]
+    made = block.add([weights, rows], [made], gradients, traffic, scratch=((), (twice,)))
+    ones = weights.like("ones")
+    block.add([made], [ones], [])
+    return made, ones
 
 
 def _sorted(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tensor]:
     """Return rows and weights of all ranks of an expert in the order of a rank's experts."""
     found = []
     for each in arrived:
-        whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.rows}
+        whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.arrived}
         found.append(place(block, each, whole))
     if dims.num_local == 1:
         return found
@@ -147,12 +220,15 @@ def _returned(
     if dims.num_local > 1:
         turned = tuple(each.like(each.name) for each in counts)
         made = moved(block, made, "unsorted rows", made.dims, Numbers(turned=turned))
-    made = place(block, made, at)
+    lies = {axis: dims.arrived if dim is dims.rows else dim for axis, dim in at.items()}
+    made = place(block, made, lies)
     block.hold(outputs, rows)
-    return exchanged(block, made, dims)
+    return exchanged(block, made, dims, back=True)
 
 
-def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) -> Tensor:
+def _sequential(
+    block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
     """Return what experts make of tokens one after the other, each in products of its own.
 
     The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
@@ -170,13 +246,14 @@ def _sequential(block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims) ->
     given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
     arrived = [exchanged(block, each, dims) for each in (given, weights)]
     rows, sent = _sorted(block, arrived, dims)
-    part = Dim("rows of an expert", dims.rows.size // dims.num_local)
-    parts = [_rows(block, each, part, dims.num_local) for each in (rows, sent)]
-    outs = [_expert(block, row, own, dims) for row, own in zip(*parts, strict=True)]
-    made = outs[0].like("outputs", dims=(dims.rows, hidden))
+    read = _weighed(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
+    part = Dim("rows of an expert", dims.arrived.size // dims.num_local)
+    parts = [_rows(block, each, part, dims.num_local) for each in read]
+    outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
+    made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     back = [Gradient(each, hands_on=True) for each in outs]
     made = block.add(outs, [made], back, block.traffic(made, made))
-    block.hold(*outs)
+    block.hold(*outs, *read)
     in_other_order = counts if dims.mesh.told in block.mesh else ()
     made = _returned(block, made, rows, at, dims, in_other_order)
     block.hold(given, *arrived)
@@ -202,25 +279,48 @@ def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:
     return views
 
 
-def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims) -> Tensor:
+def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
     """Return what one expert makes of its rows: a gated MLP that weighs its activations."""
-    hidden = x.dims[-1]
+    hidden, parts = x.dims[-1], (dims.gate, dims.up)
     both = Dim("gate and up", 2 * dims.gate.size)
     inner = _linear(block, x, both, both, dims)
-    gate, up = cut(block, inner, dims.gate, dims.up)
-    opened = pointwise(block, "opened gate", gate)
-    shifted = up.like("up shifted")
-    up = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
-    opened = pointwise(block, "activation", opened, up, last=dims.inner)
+    if experts.bias:
+        inner = biased(block, inner, "expert gate and up")
+    if experts.activation == "clamped":
+        opened = clamped(block, inner, parts, dims.inner, by_slices=False)
+    else:
+        opened = activation(block, inner, parts=parts, last=dims.inner)
     made = opened.like("weighted activation")
-    twice = (made.like("gradient of weights"),)
     traffic = block.traffic(opened, made)
+    if experts.weighs_inputs:
+        slope = Gradient(opened, (weights,), (traffic,))
+        made = block.add([opened, weights], [made], [slope], traffic)
+        return _linear(block, made, hidden, dims.inner, dims)
+    twice = (made.like("gradient of weights"),)
     gradients = [
         Gradient(opened, (opened, weights), (traffic, traffic)),
         Gradient(weights, (opened, weights), at=dims.partial(block)),
     ]
     made = block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
-    return _linear(block, made, hidden, dims.inner, dims)
+    out = _linear(block, made, hidden, dims.inner, dims)
+    return _with_bias(block, out, weights) if experts.bias else out
+
+
+def _with_bias(block: Block, out: Tensor, weights: Tensor) -> Tensor:
+    """Return an expert's outputs with its bias, weighed, added in place."""
+    hidden = out.dims[-1]
+    vector = block.weight(f"expert {hidden.name}.bias", hidden)
+    spread = out.like("weighed bias")
+    twice = tuple(out.like("gradient of bias") for _ in range(2))
+    work = block.traffic(out)
+    gradients = [
+        Gradient(vector, (weights,), (work,), at={}),
+        Gradient(weights, (weights,), (work,), at=weights.at),
+    ]
+    spread = block.add([weights, vector], [spread], gradients, work, scratch=((), twice))
+    both = [Gradient(each, hands_on=True) for each in (out, spread)]
+    made = out.like("outputs with bias", base=out.storage)
+    return block.add([out, spread], [made], both, block.traffic(out, out, out))
 
 
 def _linear(block: Block, x: Tensor, out: Dim, split: Dim, dims: RoutedDims) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from meshwright.simulator.blocks.parts.clamped import clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
@@ -85,24 +86,17 @@ def torchtitan(
 def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
     """Return what grouped experts make of tokens (transformers/integrations/moe.py of 5.23)."""
     flat, hidden = dims.flat(block, x), x.dims[-1]
-    logits = logits_of(block, flat, dims)
-    scores = score(block, logits)
-    shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
-    shares = normalised(block, shares, in_place=True)
-    if experts.casts_shares:
-        shares = cast(block, shares, "shares cast", block.width)
+    logits = logits_of(block, flat, dims, bias=experts.bias)
+    shares = _shares(block, logits, experts, dims)
     rows = taken(block, flat, "rows", (dims.rows, hidden)).values
     shares = view(block, shares, dims.rows)
     order = numbers(rows, "order of rows")
     weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
-    both = Dim("expert gate and up", 2 * dims.gate.size)
     begin = starts(x, dims)
     # Sorted experts of rows, as they are counted, and how many rows each has: all have names.
     names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), starts(x, dims)
     block.add([rows], [*names, begin], [])
-    inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
-    inner = activation(block, inner, parts=(dims.gate, dims.up), last=dims.inner)
-    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
+    made = _run(block, rows, experts, dims, (begin, names[0]))
     wide = _rows_weighted(block, made, weights)
     inverse = numbers(rows, "inverse order")
     wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(made=(inverse,)))
@@ -112,6 +106,64 @@ def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) ->
     result = cast(block, total, "experts out", block.width)
     block.hold(logits, shares, wide, *names)
     return view(block, result, *x.dims)
+
+
+def _shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
+    """Return a token's shares of its experts, in the format that weighs what these make."""
+    few = dims.tokens, dims.chosen
+    if experts.scores == "softmax of chosen":
+        chosen = taken(block, logits, "chosen logits", few).values
+        return pointwise(block, "shares", chosen, reads=Reads.OUTPUT)
+    scores = score(block, logits)
+    shares = taken(block, scores, "shares", few).values
+    shares = normalised(block, shares, in_place=True)
+    return cast(block, shares, "shares cast", block.width) if experts.casts_shares else shares
+
+
+def _run(
+    block: Block,
+    rows: Tensor,
+    experts: Experts,
+    dims: RoutedDims,
+    known: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return what experts make of sorted *rows*; *known* are their starts and the rows' experts.
+
+    The biases of rows have names until those of the next product are there.
+    """
+    hidden, parts = rows.dims[-1], (dims.gate, dims.up)
+    both = Dim("expert gate and up", 2 * dims.gate.size)
+    begin, of_rows = known
+    first = [_biases(block, rows, both, dims, of_rows)] if experts.bias else []
+    inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
+    inner = _added(block, inner, *first)
+    if experts.activation == "clamped":
+        inner = clamped(block, inner, parts, dims.inner, by_slices=True)
+    else:
+        inner = activation(block, inner, parts=parts, last=dims.inner)
+    second = [_biases(block, rows, hidden, dims, of_rows)] if experts.bias else []
+    block.hold(*first)
+    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
+    made = _added(block, made, *second)
+    block.hold(*second)
+    return made
+
+
+def _biases(block: Block, rows: Tensor, out: Dim, dims: RoutedDims, of: Tensor) -> Tensor:
+    """Return the bias of each row's expert, read by its number."""
+    weight = block.weight(f"expert {out.name}.bias", dims.experts, out)
+    made = rows.like(f"{out.name} biases", dims=(dims.rows, out), width=block.width)
+    traffic = block.traffic(made, made)
+    return block.add([weight], [made], [Gradient(weight, (of,), (traffic,), at={})], traffic)
+
+
+def _added(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
+    """Return *x* with *biases*, if there are any, added in place."""
+    for each in biases:
+        out = x.like(f"{x.name} biased", base=x.storage)
+        both = [Gradient(x, hands_on=True), Gradient(each, hands_on=True)]
+        x = block.add([x, each], [out], both, block.traffic(x, x, each))
+    return x
 
 
 def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """What all routed experts are made of: scores, rows of tokens by expert, grouped products.
 
-Routing is taken to be balanced: each expert gets ``tokens x k / E`` rows, rounded up.
+Balanced routing gives each expert ``tokens x k / E`` rows, rounded up; of other routing the rank
+with the hottest expert is followed.
 """
 
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
@@ -14,6 +17,7 @@ from meshwright.simulator.graph import (
     Dim,
     Gradient,
     Kind,
+    Linear,
     Placement,
     Product,
     Reads,
@@ -21,7 +25,9 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     cast,
+    fp8_scratch,
     gradient_place,
+    kept_copy,
     pointwise,
     product,
     take,
@@ -47,23 +53,45 @@ class ExpertMesh(NamedTuple):
         split_on: The axis that splits widths of experts: that of other layers, if as many ranks do.
         told: The axis of all ranks that have parts of an expert, or other experts.
         ranks: Ranks with different experts.
+        hottest: Rows of the rank with the hottest expert over those of all ranks on average.
     """
 
     split_on: MeshAxis = Axis.TP
     told: MeshAxis = Axis.TP
     ranks: int = 1
+    hottest: Fraction = Fraction(1)
+
+
+def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:
+    """Return the load of the rank with the hottest expert over the mean of *ranks*.
+
+    Of E experts the hottest has *imbalance* times the mean, all others have what is left, equally;
+    with n experts a rank the hottest rank has ``(X + (n - 1) (E - X) / (E - 1)) / n``.
+
+    >>> experts = Experts(num_experts=8, experts_per_token=2, hidden_size=64)
+    >>> [str(hottest_share(experts, ranks, 2.0)) for ranks in (1, 4, 8)]
+    ['1', '10/7', '2']
+    """
+    total, num_local = experts.num_experts, experts.num_experts // ranks
+    if total == num_local:
+        return Fraction(1)
+    hot = Fraction(imbalance).limit_denominator(1000)
+    others = (num_local - 1) * (total - hot) / (total - 1)
+    return (hot + others) / num_local
 
 
 class RoutedDims(NamedTuple):
     """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths.
 
-    ``rows`` are those that the ranks of an expert compute, if they have equally many.
+    ``rows`` are those that the ranks of an expert compute, if they have equally many; ``arrived``
+    those that they do compute, if they are the ranks with the hottest one.
     """
 
     experts: Dim
     chosen: Dim
     tokens: Dim
     rows: Dim
+    arrived: Dim
     gate: Dim
     up: Dim
     inner: Dim
@@ -76,11 +104,16 @@ class RoutedDims(NamedTuple):
         width, rows = experts.hidden_size, tokens * experts.experts_per_token
         if mesh.split_on is not Axis.TP:  # a rank's own tokens, of each rank of an expert
             rows = rows // x.mesh.get(Axis.TP, 1) * x.mesh.get(mesh.split_on, 1)
+        sent = arrived = Dim("rows", rows)
+        if mesh.hottest != 1:
+            share = mesh.hottest
+            arrived = Dim("rows", -(-rows * share.numerator // share.denominator))
         return cls(
             experts=Dim("experts", experts.num_experts),
             chosen=Dim("chosen experts", experts.experts_per_token),
             tokens=Dim("tokens of all sequences", tokens),
-            rows=Dim("rows", rows),
+            rows=sent,
+            arrived=arrived,
             gate=Dim("expert gate", width),
             up=Dim("expert up", width),
             inner=Dim("expert inner", width),
@@ -114,10 +147,12 @@ def score(block: Block, logits: Tensor) -> Tensor:
     return pointwise(block, "expert scores", wide, reads=Reads.OUTPUT)
 
 
-def logits_of(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
+def logits_of(block: Block, flat: Tensor, dims: RoutedDims, *, bias: bool = False) -> Tensor:
     """Return the router's product, whose weight every rank has whole."""
     weight = block.weight("router.weight", dims.experts, flat.dims[-1])
-    return product(block, "router", (flat, weight), dims.tokens, dims.experts)
+    operands = flat, weight
+    linear = Linear(bias=bias)
+    return product(block, "router", operands, dims.tokens, dims.experts, linear=linear)
 
 
 def taken(
@@ -192,15 +227,25 @@ def moved(
     return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
 
 
-def exchanged(block: Block, x: Tensor, dims: RoutedDims) -> Tensor:
-    """Return rows that other ranks sent to this one's experts, or back; gradients go as they came.
+def exchanged(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:
+    """Return rows that other ranks sent to this one's experts, or *back*; so do gradients.
 
-    Each rank sends as many as it gets.
+    Each rank sends as many as it gets, but for the hottest one: that gets more.
     """
     if dims.mesh.ranks == 1:
         return x
-    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, x.nbytes)
-    return block.add([x], [x.like(f"{x.name} exchanged")], [Gradient(x, work=(call,))], call)
+    given, made = (dims.arrived, dims.rows) if back else (dims.rows, dims.arrived)
+    out = renamed_rows(x, given, made).like(f"{x.name} exchanged")
+    most = x if back else out
+    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, most.nbytes)
+    return block.add([x], [out], [Gradient(x, work=(call,))], call)
+
+
+def renamed_rows(x: Tensor, given: Dim, made: Dim) -> Tensor:
+    """Return a tensor like *x* with rows *made* in the place of *given*."""
+    dims = tuple(made if dim is given else dim for dim in x.dims)
+    at = {axis: made if dim is given else dim for axis, dim in x.at.items()}
+    return x.like(x.name, dims=dims, at=at)
 
 
 def grouped(
@@ -224,7 +269,8 @@ def grouped(
         split: The dim of the weight that ranks of an expert split.
         reads: Where each expert's rows begin, which backward reads, too.
     """
-    experts, inputs = dims.experts, x.dims[-1]
+    experts, inputs, bits = dims.experts, x.dims[-1], block.lowering.eight_bits
+    x = kept_copy(block, x)
     axis, ranks = dims.mesh.split_on, dims.mesh.ranks
     at = {axis: split, ExpertAxis.EP: experts}
     weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
@@ -232,13 +278,25 @@ def grouped(
         block.placed({axis: PARTIAL if each is not split else split}) for each in (out, inputs)
     )
     made = x.like(out.name, dims=(x.dims[0], out), at=made_at, width=block.width)
-    rows, num = -(-dims.rows.size * ranks // experts.size), experts.size // ranks
+    rows, num = -(-dims.arrived.size * ranks // experts.size), experts.size // ranks
     n, k = weight.sizes[out], weight.sizes[inputs]
     gradients = [
         Gradient(x, (weight, *reads), (Product(rows, k, n, num),), at=back_at),
         Gradient(weight, (x, *reads), (Product(n, k, rows, num),), at=weight.at),
     ]
-    return block.add([x, weight], [made], gradients, Product(rows, n, k, num), kind=Kind.PRODUCT)
+    scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+    if bits is not None:
+        scratch = fp8_scratch(block, (x, weight), made, copies=2, again=0 if bits.keeps_copy else 2)
+    work = Product(rows, n, k, num)
+    return block.add(
+        [x, weight],
+        [made],
+        gradients,
+        work,
+        kind=Kind.GROUPED,
+        eight_bits=bits is not None,
+        scratch=scratch,
+    )
 
 
 def starts(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:

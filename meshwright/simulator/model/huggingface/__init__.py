@@ -12,8 +12,9 @@ from meshwright.simulator.model.huggingface.experts import EXPERT_FAMILIES
 from meshwright.simulator.model.huggingface.gemma import GEMMA_FAMILIES
 from meshwright.simulator.model.huggingface.gpt import GPT_FAMILIES
 from meshwright.simulator.model.huggingface.llama import LLAMA_FAMILIES
+from meshwright.simulator.model.huggingface.mixed import MIXED_FAMILIES
 from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES
-from meshwright.simulator.model.huggingface.reader import Reader
+from meshwright.simulator.model.huggingface.reader import CHANGING_NO_SIZE, Reader
 
 __all__ = ["ARCHITECTURES", "read_config"]
 
@@ -23,6 +24,7 @@ ARCHITECTURES = {
     **GEMMA_FAMILIES,
     **PARALLEL_FAMILIES,
     **EXPERT_FAMILIES,
+    **MIXED_FAMILIES,
 }
 
 
@@ -56,4 +58,15 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
     fields = architecture.read(reader)
     given = {key: value for key, value in fields.items() if value is not None}
     source = f"Hugging Face {path.name}, model_type {model_type}"
-    return {**given, "name": name or path.stem, "source": source}
+    return {**given, "left_out": _left_out(config), "name": name or path.stem, "source": source}
+
+
+def _left_out(config: Mapping[str, object]) -> str:
+    """Return what keys of a configuration ask for that changes no size and is not modelled."""
+    inner = config.get("text_config")
+    given = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    return "; ".join(
+        f"{key}={shorten(given[key])} {what}"
+        for key, what in CHANGING_NO_SIZE.items()
+        if given.get(key)
+    )

@@ -19,6 +19,14 @@ _HARMLESS_KEYS = """
     torchscript transformers_version typical_p unk_token_id use_cache
     """
 HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
+# Keys that change no size, but what a step does: a warning says what of it is not modelled.
+CHANGING_NO_SIZE = {
+    "attn_temperature_tuning": "scales queries by their position, which is not modelled",
+    "num_mtp_layers": "predict tokens beyond the next, which is left out",
+    "num_nextn_predict_layers": "predict tokens beyond the next, which is left out",
+    "quantization_config": "is of released weights; training is in the precision of the job",
+    "router_jitter_noise": "moves tokens before they are routed, which is not modelled",
+}
 
 
 class Reader:
@@ -87,17 +95,19 @@ class Reader:
             self.refuse(key, "must be a number of at least 0")
         return float(value)
 
-    def layer_pattern(self, *, usual: str) -> str:
+    def value(self, key: str) -> object:
+        """Return what a key says, None where it is absent."""
+        return self._config.get(key)
+
+    def layer_pattern(self, *, usual: str, windowed: str = "sliding_attention") -> str:
         """Return a letter a layer, W where it has a window and F where it sees all."""
         types = self._config.get("layer_types")
         if types is None:
             return usual
-        known = {"sliding_attention": "W", "full_attention": "F"}
+        known = {windowed: "W", "full_attention": "F"}
         if not isinstance(types, list) or not types or not all(each in known for each in types):
             self.refuse("layer_types", f"is not supported; each must be of {', '.join(known)}")
-        if len(types) != self.size("num_hidden_layers"):
-            self.refuse("layer_types", "must have one entry a layer")
-        return _shortest_period("".join(known[each] for each in types))
+        return period(self, "layer_types", [known[each] for each in types])
 
     def inside(self, key: str) -> "Reader":
         """Return a reader of an object, empty where it is absent or null."""
@@ -173,6 +183,23 @@ class Architecture(NamedTuple):
 
     read: Callable[[Reader], dict[str, object]]
     keys: frozenset[str]
+
+
+def numbers(reader: Reader, key: str) -> list[int]:
+    """Return a list of integers of at least 0, empty where it is absent or null."""
+    value = reader.value(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        reader.refuse(key, "must be a list of integers of at least 0")
+    return [int(each) for each in value]
+
+
+def period(reader: Reader, key: str, letters: list[str]) -> str:
+    """Return the shortest beginning of *letters*, one a layer, that tells all."""
+    if len(letters) != reader.size("num_hidden_layers"):
+        reader.refuse(key, "must have one entry a layer")
+    return _shortest_period("".join(letters))
 
 
 def _shortest_period(letters: str) -> str:

@@ -46,8 +46,14 @@ def _kernels(kernels: Profile) -> list[str]:
     ]
 
 
-def _fp8(gemm: GemmKernels) -> list[str]:
-    return [] if gemm.fp8 is None else ["", "[gemm.fp8]", *_kernels(gemm.fp8)]
+def _beside(gemm: GemmKernels) -> list[str]:
+    """Return the tables of products that differ, where they are there."""
+    tables = {"fp8": gemm.fp8, "grouped": gemm.grouped}
+    lines: list[str] = []
+    for name, kernels in tables.items():
+        if kernels is not None:
+            lines += ["", f"[gemm.{name}]", *_kernels(kernels)]
+    return lines
 
 
 def _overheads(overheads: DeviceOverheads) -> list[str]:
@@ -74,7 +80,7 @@ def device_toml(device: Device) -> str:
         f"source = {_text(device.source)}",
         *("", "[peak]", *peaks),
         *("", "[gemm]", *_kernels(device.gemm)),
-        *_fp8(device.gemm),
+        *_beside(device.gemm),
         *("", "[memory]", *_kernels(device.memory)),
         *("", "# Causal attention counts half of the full square; backward is 2.5 x forward."),
         "[flash]",

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import distributed
 
+from meshwright.hwprofiles import one_line, shown_path
 from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import PlanError
 from meshwright.validate.launch import RunSpec, rank_path, read_heartbeat
 from meshwright.validate.programs import build_program
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
-from meshwright.validate.ranks import RankMeasurement, without_dropout
+from meshwright.validate.ranks import RESULT_FILE, RankMeasurement, without_dropout
 
 TICKS_PER_S = 100  # of Linux in /proc/stat: USER_HZ
 STAT = Path("/proc/stat")
@@ -41,6 +44,9 @@ class StepRecord(NamedTuple):
     wall_s: float
     processor_s: float
     machine_s: float | None
+
+
+_RECORD = TypeAdapter(StepRecord)
 
 
 def measure_steps(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
@@ -100,9 +106,13 @@ def steps_path(results: Path, rank: int) -> Path:
 
 
 def read_steps(results: Path, rank: int) -> Iterator[StepRecord]:
-    """Yield the records of *rank* in their order."""
-    for line in steps_path(results, rank).read_text(encoding="ascii").splitlines():
-        yield StepRecord(*json.loads(line))
+    """Yield the records of *rank* in their order; raises PlanError where one is none."""
+    path = steps_path(results, rank)
+    for line in RESULT_FILE.read_text(path).splitlines():
+        try:
+            yield _RECORD.validate_python(RESULT_FILE.parse_json(line, shown_path(path)))
+        except ValidationError as error:
+            raise PlanError(f"{shown_path(path)}: {one_line(error)}") from None
 
 
 def wait_for_idle(num_cores: int) -> None:

@@ -56,7 +56,12 @@ class ProgramRequest:
 
 
 class RankProgram(Protocol):
-    """One rank's training program, built and ready."""
+    """One rank's training program, built and ready.
+
+    ``settling_steps`` come before each step is like the next: the first makes optimizer states.
+    """
+
+    settling_steps: int
 
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:

@@ -5,11 +5,15 @@ in Megatron-Core, Transformer Engine, FlashAttention or code from torch.compile.
 implementations are written for correctness; memory and FLOPs are those of the kernel.
 """
 
-from meshwright.validate.programs.fused.attention import FusedAttention, flash_attention
+from meshwright.validate.programs.fused.attention import (
+    FusedAttention,
+    flash_attention,
+    flash_attention_backward,
+)
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 from meshwright.validate.programs.fused.norms import RmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
-from meshwright.validate.programs.fused.rotary import Rotary
+from meshwright.validate.programs.fused.rotary import Rotary, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
 from meshwright.validate.programs.fused.swiglu import PackedSwiglu, Swiglu
 from meshwright.validate.programs.fused.weight_gradients import accumulate_weight_gradient
@@ -26,4 +30,6 @@ __all__ = [
     "Swiglu",
     "accumulate_weight_gradient",
     "flash_attention",
+    "flash_attention_backward",
+    "positions",
 ]

@@ -1,5 +1,6 @@
 """Rotary position embedding in one kernel."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,21 +11,34 @@ from meshwright.validate.programs.fused.autograd_function import AutogradFunctio
 
 @lru_cache(maxsize=4)
 def _angle_functions(
-    tokens: int, half: int, base: float, device: torch.device
+    tokens: int, starts: tuple[int, ...], half: int, base: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles, kept as a model keeps them."""
     frequency = base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
-    angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = positions(tokens, starts, device).float()[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
+def positions(tokens: int, starts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the positions of *tokens* that lie in equal parts, one from each of *starts* on."""
+    part = tokens // len(starts)
+    parts = [torch.arange(start, start + part, device=device) for start in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @torch.library.custom_op("meshwright::rotate", mutates_args=())
-def rotate(values: Tensor, seq_dim: int, base: float, *, inverse: bool) -> Tensor:
-    """Return ``[.., .., heads, width]`` turned by angles that grow along dim *seq_dim*."""
+def rotate(
+    values: Tensor, seq_dim: int, base: float, starts: Sequence[int], *, inverse: bool
+) -> Tensor:
+    """Return ``[.., .., heads, width]`` turned by angles that grow along dim *seq_dim*.
+
+    Its tokens are equal parts of a sequence, one from each of *starts* on.
+    """
     tokens, half = values.shape[seq_dim], values.shape[-1] // 2
     shape = (tokens, 1, 1, half) if seq_dim == 0 else (1, tokens, 1, half)
     cosine, sine = (
-        each.view(shape) for each in _angle_functions(tokens, half, base, values.device)
+        each.view(shape)
+        for each in _angle_functions(tokens, tuple(starts), half, base, values.device)
     )
     way = -1 if inverse else 1
     turned = values.new_empty(values.shape)
@@ -36,7 +50,7 @@ def rotate(values: Tensor, seq_dim: int, base: float, *, inverse: bool) -> Tenso
 
 
 @rotate.register_fake
-def _(values: Tensor, _seq_dim: int, _base: float, **_: bool) -> Tensor:
+def _(values: Tensor, _seq_dim: int, _base: float, _starts: Sequence[int], **_: bool) -> Tensor:
     return values.new_empty(values.shape)
 
 
@@ -44,12 +58,15 @@ class Rotary(AutogradFunction):
     """Rotary position embedding in one kernel; keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Context, values: Tensor, seq_dim: int, base: float) -> Tensor:
+    def forward(
+        ctx: Context, values: Tensor, seq_dim: int, base: float, starts: Sequence[int]
+    ) -> Tensor:
         """Return the turned values."""
-        ctx.seq_dim, ctx.base = seq_dim, base
-        return rotate(values, seq_dim, base, inverse=False)
+        ctx.where = seq_dim, base, starts
+        return rotate(values, seq_dim, base, starts, inverse=False)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient, turned back."""
-        return rotate(gradient.contiguous(), ctx.seq_dim, ctx.base, inverse=True), None, None
+        turned = rotate(gradient.contiguous(), *ctx.where, inverse=True)
+        return turned, None, None, None

@@ -1,6 +1,7 @@
 """The layers of a transformer, made of the parts of a stack."""
 
 from meshwright.validate.programs.layers.transformer import (
+    AttentionCore,
     LayerOptions,
     ResidualAdd,
     TransformerLayer,
@@ -8,6 +9,7 @@ from meshwright.validate.programs.layers.transformer import (
 )
 
 __all__ = [
+    "AttentionCore",
     "LayerOptions",
     "ResidualAdd",
     "TransformerLayer",

@@ -22,10 +22,12 @@ class Parts(Protocol):
     """What differs between stacks: how a layer is made parallel and what is fused.
 
     Widths are those of the whole model; a part that splits a weight over ranks divides them.
-    ``seq_dim`` is the dim of activations that counts tokens: 0 or 1.
+    ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
+    sequence, one from each of ``starts`` on.
     """
 
     seq_dim: int
+    starts: tuple[int, ...]
     fuses_qkv: bool
     fuses_gate: bool
 
@@ -37,6 +39,9 @@ class Parts(Protocol):
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
+
+    def attention_core(self, model: ModelSpec, options: "LayerOptions") -> nn.Module:
+        """Return the module from queries, keys and values to the attention."""
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation between the two products of an MLP."""
@@ -121,7 +126,7 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.positions == "rotary"
-        self.seq_dim = parts.seq_dim
+        self.place = parts.seq_dim, ROTARY_BASE, parts.starts
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
         if self.fused:
@@ -130,14 +135,14 @@ class SelfAttention(nn.Module):
             self.query = parts.column_linear(width, width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
-        self.core = AttentionCore(model, options, parts.seq_dim)
+        self.core = parts.attention_core(model, options)
         self.output = parts.row_linear(width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the projected attention of normalised activations."""
         query, key, value = self._projected(inputs)
         if self.rotary:
-            query, key = (Rotary.apply(each, self.seq_dim, ROTARY_BASE) for each in (query, key))
+            query, key = (Rotary.apply(each, *self.place) for each in (query, key))
         if self.recomputes and self.training:
             context = checkpoint(self.core, query, key, value, use_reentrant=False)
         else:

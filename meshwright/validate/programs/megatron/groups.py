@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.simulator import ParallelPlan
+from meshwright.simulator.layout import Axis
+from meshwright.validate.programs.context import ContextGroup
+from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.megatron.buffers import DataParallelGroup
 from meshwright.validate.programs.megatron.messages import Neighbours
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
@@ -18,7 +20,8 @@ class MegatronGroups:
 
     Args:
         tp: Tensor-parallel ranks.
-        dp: Data-parallel ranks.
+        cp: Context-parallel ranks.
+        dp: Ranks with the same parameters: data- times context-parallel ranks.
         pipeline: Pipeline ranks.
         ends: First and last pipeline rank, on these; None elsewhere.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
@@ -27,6 +30,7 @@ class MegatronGroups:
     """
 
     tp: TensorParallelGroup
+    cp: ContextGroup
     dp: DataParallelGroup
     pipeline: Neighbours
     ends: dist.ProcessGroup | None
@@ -34,12 +38,13 @@ class MegatronGroups:
     names: dict[tuple[int, ...], str]
 
 
-def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> MegatronGroups:
-    """Return the groups of *rank*; every rank must call this at the same time."""
-    sizes = (plan.pp, plan.dp, plan.tp)
+def megatron_groups(request: ProgramRequest) -> MegatronGroups:
+    """Return the groups of a rank; every rank must call this at the same time."""
+    plan, rank, device = request.plan, request.rank, request.device
+    sizes = (plan.pp, plan.dp_cp, plan.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
     index, dp_rank, tp_rank = (int(mesh.get_local_rank(name)) for name in ("pp", "dp", "tp"))
-    stride = plan.dp * plan.tp
+    stride = plan.dp_cp * plan.tp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
     ends = None
@@ -49,6 +54,9 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
+    if plan.cp > 1:
+        sharing = _sharing_sequences(plan)
+        groups[Axis.CP] = _own_group(sharing, next(ranks for ranks in sharing if rank in ranks))
     norms = _norm_ranks(plan)
     summed = next(ranks for ranks in norms if rank in ranks)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
@@ -59,7 +67,8 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
         names[tuple(dist.get_process_group_ranks(group))] = name
     return MegatronGroups(
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
-        dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp),
+        cp=_context_group(request, groups.get(Axis.CP), dp_rank % plan.cp),
+        dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp_cp),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
         norm=norm,
@@ -67,14 +76,34 @@ def megatron_groups(plan: ParallelPlan, rank: int, device: torch.device) -> Mega
     )
 
 
+def _context_group(
+    request: ProgramRequest, group: dist.ProcessGroup | None, rank: int
+) -> ContextGroup:
+    size, num_tokens = request.plan.cp, request.job.seq_len
+    if group is None:
+        return ContextGroup(None, rank, size, num_tokens)
+    way = request.plan.cp_type or request.stack.context_parallel[0]
+    return ContextGroup(group, rank, size, num_tokens, way)
+
+
 def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
     """Return the sets of ranks that hold all gradients once between them."""
     everyone = tuple(range(plan.world_size))
-    if plan.zero_stage or plan.dp == 1:
+    if plan.zero_stage or plan.dp_cp == 1:
         return [everyone]
     return [
-        tuple(rank for rank in everyone if rank // plan.tp % plan.dp == dp_rank)
-        for dp_rank in range(plan.dp)
+        tuple(rank for rank in everyone if rank // plan.tp % plan.dp_cp == dp_rank)
+        for dp_rank in range(plan.dp_cp)
+    ]
+
+
+def _sharing_sequences(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that hold parts of the same sequences: next to tensor ranks."""
+    span = plan.tp * plan.cp
+    return [
+        tuple(range(first + tp_rank, first + span, plan.tp))
+        for first in range(0, plan.world_size, span)
+        for tp_rank in range(plan.tp)
     ]
 
 

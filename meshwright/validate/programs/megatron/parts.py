@@ -4,9 +4,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from meshwright.hwprofiles import ContextParallel
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm
-from meshwright.validate.programs.layers import ResidualAdd
+from meshwright.validate.programs.context import ContextGroup, RingCore, SwappedCore
+from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm, positions
+from meshwright.validate.programs.layers import AttentionCore, LayerOptions, ResidualAdd
 from meshwright.validate.programs.megatron.tensor_parallel import (
     ColumnLinear,
     GradientSink,
@@ -68,10 +70,16 @@ class VocabularyEmbedding(nn.Module):
     """Token and position tables; each rank holds some rows of the first."""
 
     def __init__(
-        self, model: ModelSpec, tp: TensorParallelGroup, *, num_rows: int, dropout: float
+        self,
+        model: ModelSpec,
+        tp: TensorParallelGroup,
+        *,
+        num_rows: int,
+        dropout: float,
+        starts: tuple[int, ...],
     ) -> None:
         super().__init__()
-        self.tp, self.dropout = tp, dropout
+        self.tp, self.dropout, self.starts = tp, dropout, starts
         self.num_rows = num_rows
         self.weight = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
         learned = model.positions == "learned"
@@ -87,7 +95,7 @@ class VocabularyEmbedding(nn.Module):
         else:
             hidden = sum_ranks(hidden, self.tp)
             if self.positions is not None:
-                places = torch.arange(tokens.shape[1], device=tokens.device)
+                places = positions(tokens.shape[1], self.starts, tokens.device)
                 hidden = hidden + F.embedding(places, self.positions).unsqueeze(1)
             if self.tp.splits_tokens:
                 hidden = scatter_tokens(hidden, self.tp)
@@ -148,9 +156,16 @@ class MegatronParts:
     fuses_gate = True
 
     def __init__(
-        self, tp: TensorParallelGroup, sink: GradientSink, *, vocab_size: int, dropout: float
+        self,
+        tp: TensorParallelGroup,
+        sink: GradientSink,
+        *,
+        vocab_size: int,
+        dropout: float,
+        cp: ContextGroup | None = None,
     ) -> None:
-        self.tp, self.sink, self.dropout = tp, sink, dropout
+        self.tp, self.cp, self.sink, self.dropout = tp, cp, sink, dropout
+        self.starts = cp.starts if cp else (0,)
         self.num_rows = vocab_size // tp.size
         self.table: nn.Parameter | None = None
 
@@ -165,6 +180,16 @@ class MegatronParts:
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a row-parallel layer."""
         return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
+
+    def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
+        """Return the core of attention to the tokens of all context-parallel ranks."""
+        core = AttentionCore(model, options, self.seq_dim)
+        if self.cp is None or self.cp.way is None:
+            return core
+        if self.cp.way is ContextParallel.ALL_TO_ALL:
+            return SwappedCore(core, self.cp)
+        assert self.cp.way is ContextParallel.RING
+        return RingCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
@@ -183,7 +208,11 @@ class MegatronParts:
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the embedding, and remember its table for a tied head."""
         embedding = VocabularyEmbedding(
-            model, self.tp, num_rows=self.num_rows, dropout=self.dropout
+            model,
+            self.tp,
+            num_rows=self.num_rows,
+            dropout=self.dropout,
+            starts=self.starts,
         )
         self.table = embedding.weight
         return embedding

@@ -54,11 +54,13 @@ class MegatronProgram:
         request: What to build.
     """
 
+    settling_steps = 1
+
     def __init__(self, request: ProgramRequest) -> None:
         check_megatron(request)
         self.request = request
         plan, job, stack = request.plan, request.job, request.stack
-        self._groups = megatron_groups(plan, request.rank, request.device)
+        self._groups = megatron_groups(request)
         if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.buffers = _virtual_stages(request, self._groups)
@@ -143,13 +145,14 @@ class MegatronProgram:
         request = self.request
         size = request.plan.microbatch_size
         if not request.initialise:
-            ids = torch.zeros(size, request.job.seq_len, dtype=torch.long, device=request.device)
+            num_tokens = request.job.seq_len // request.plan.cp
+            ids = torch.zeros(size, num_tokens, dtype=torch.long, device=request.device)
             return StageInput(tokens=ids, targets=ids)
-        per_replica = request.plan.num_microbatches(request.job) * size
-        first = self._groups.dp.rank * per_replica + index * size
+        per_replica, cp = request.plan.num_microbatches(request.job) * size, self._groups.cp
+        first = self._groups.dp.rank // cp.size * per_replica + index * size
         sequences = range(first, first + size)
         tokens, targets = token_batch(request.job, step, sequences, request.device)
-        return StageInput(tokens=tokens, targets=targets)
+        return StageInput(tokens=cp.own_tokens(tokens), targets=cp.own_tokens(targets))
 
 
 def check_megatron(request: ProgramRequest) -> None:
@@ -179,33 +182,34 @@ def _virtual_stages(
     index = groups.pipeline.index
     dropout = request.dropout if model.dropout else 0.0
     options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
-    precision = request.job.precision
+    precision, size = request.job.precision, request.vocab_size
     kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
     stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
     stages, all_buffers = [], []
     for virtual_stage, share in enumerate(rank_stages(model, plan, index)):
         first = sum(plan.stages[: index + virtual_stage * plan.pp])
         sink = LateSink()
+        parts = MegatronParts(groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp)
         with default_dtype(DTYPES[precision]), request.device:
             stage = VirtualStage(
                 model,
                 range(first, first + share.num_layers),
                 options,
-                MegatronParts(groups.tp, sink, vocab_size=request.vocab_size, dropout=dropout),
+                parts,
                 has_embedding=share.has_embedding,
                 has_head=share.has_head,
             )
         if request.initialise:
-            fill_weights(stage, model, groups.tp, request.vocab_size)
-        shards = plan.zero_stage > 0 and plan.dp > 1
-        far_table = _tied_table([stage], request) if shards else None
+            fill_weights(stage, model, groups.tp, size)
+        shards = plan.zero_stage > 0 and plan.dp_cp > 1
+        far = _tied_table([stage], request) if shards else None
         buffers = StageBuffers(
             stage,
             stack,
             groups.dp,
             shards=shards,
             is_duplicate=_duplicates(stage, request, groups),
-            rule=BucketRule.of(stack, plan.dp, is_first=share.has_embedding, far_table=far_table),
+            rule=BucketRule.of(stack, plan.dp_cp, is_first=share.has_embedding, far_table=far),
         )
         if share.has_embedding and share.has_head and model.tied_embeddings:
             buffers.shared.update(_tables(stage, request))
@@ -262,7 +266,7 @@ def _stage_messages(
 ) -> ActivationMessages:
     plan, job = request.plan, request.job
     splits = groups.tp.splits_tokens
-    tokens = job.seq_len // plan.tp if splits else job.seq_len
+    tokens = job.seq_len // plan.cp // (plan.tp if splits else 1)
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
     like = next(iter(stage.parameters()))
     shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)

@@ -9,7 +9,12 @@ from torch.distributed.tensor import DTensor, Partial
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.fused import RmsNorm
-from meshwright.validate.programs.layers import ResidualAdd, VirtualStage
+from meshwright.validate.programs.layers import (
+    AttentionCore,
+    LayerOptions,
+    ResidualAdd,
+    VirtualStage,
+)
 
 NORM_EPSILON = 1e-5
 
@@ -86,6 +91,7 @@ class PlainParts:
     """
 
     seq_dim = 1
+    starts: tuple[int, ...] = (0,)
     fuses_gate = False
 
     def __init__(self, vocab_size: int, dropout: float, *, fuses_qkv: bool) -> None:
@@ -106,6 +112,10 @@ class PlainParts:
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a whole linear layer."""
         return nn.Linear(inputs, outputs, bias=bias)
+
+    def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
+        """Return the module from queries, keys and values to the attention."""
+        return AttentionCore(model, options, self.seq_dim)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the exact GELU; a gated MLP has its activation in the gate."""

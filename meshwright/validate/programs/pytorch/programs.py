@@ -112,6 +112,8 @@ class DdpProgram:
         request: What to build; its process group is that of all ranks.
     """
 
+    settling_steps = 2  # the second rebuilds buckets in the order in which gradients came
+
     def __init__(self, request: ProgramRequest) -> None:
         self._request = request
         self._layout = make_layout(request)
@@ -177,6 +179,8 @@ class FullyShardedProgram:
     Args:
         request: What to build; its process group is that of all ranks.
     """
+
+    settling_steps = 1
 
     def __init__(self, request: ProgramRequest) -> None:
         plan, self._request = request.plan, request

@@ -70,6 +70,8 @@ class DataParallelModuleProgram:
         request: What to build; its rank is 0.
     """
 
+    settling_steps = 1
+
     def __init__(self, request: ProgramRequest) -> None:
         self._request = request
         self.devices = Devices(request.plan.dp)

@@ -50,6 +50,8 @@ class ServerProgram(ABC):
         request: What to build; its process group is that of all workers and servers.
     """
 
+    settling_steps = 1
+
     def __init__(self, request: ProgramRequest) -> None:
         self.layout = ServerLayout.of(request.plan)
         self.options = request.plan.parameter_server or ParameterServer()

@@ -1,0 +1,62 @@
+"""A search or a simulation as it is asked for, or at the largest value of a quantity that fits."""
+
+from dataclasses import replace
+
+from meshwright.planner.cli.request import Setting, resolve_plan
+from meshwright.planner.largest import Largest, find_largest, find_largest_of_plan
+from meshwright.planner.options import Given
+from meshwright.planner.search import Progress, SearchResult, search
+from meshwright.planner.space import SpaceLimits
+from meshwright.simulator import ParallelPlan, PlanError, StepResult, TrainingJob, simulate
+from meshwright.simulator.layout import Quantity
+
+
+def searched(
+    setting: Setting,
+    pins: SpaceLimits,
+    quantity: Quantity | None,
+    top: int,
+    progress: Progress | None,
+) -> tuple[Largest | None, SearchResult]:
+    """Return the search of *setting*, at the largest value of *quantity* if one is asked for."""
+    ground = setting.job, setting.cluster, setting.stack, setting.world_size
+    limit = setting.memory_limit_bytes
+    if quantity is None:
+        found = search(*ground, limits=pins, memory_limit_bytes=limit, top=top, progress=progress)
+        return None, found
+    return find_largest(
+        *ground, quantity, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
+    )
+
+
+def simulated(
+    setting: Setting, given: Given, quantity: Quantity | None, progress: Progress | None
+) -> tuple[Largest | None, StepResult]:
+    """Return the step of *setting*, at the largest value of *quantity* if one is asked for.
+
+    Raises:
+        PlanError: If options contradict each other, the model or the number of devices.
+    """
+    name, limit = "microbatch_size", setting.memory_limit_bytes
+    if quantity is None:
+        plan = resolve_plan(setting, given)
+        if progress is not None:
+            progress("simulating", 0, 0)
+        ground = setting.cluster, setting.stack
+        return None, simulate(setting.job, plan, *ground, memory_limit_bytes=limit)
+    if quantity is Quantity.MICRO_BATCH and name in given:
+        raise PlanError(f"--max {quantity} and --micro-batch {given[name]} contradict each other")
+
+    def plan_of(job: TrainingJob, size: int | None) -> ParallelPlan:
+        own = {} if size is None else {name: size}
+        return resolve_plan(replace(setting, job=job), {**given, **own})
+
+    return find_largest_of_plan(
+        setting.job,
+        setting.cluster,
+        setting.stack,
+        plan_of,
+        quantity,
+        memory_limit_bytes=limit,
+        progress=progress,
+    )

@@ -1,0 +1,109 @@
+"""What may grow until memory is full, in which steps, and where its growth changes the layout."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, gcd
+
+from meshwright.simulator import ModelSpec, PlanError, TrainingJob
+from meshwright.simulator.layout import Quantity, head_cost_layers
+
+MOST_TOKENS = 10**8
+MOST_SEQUENCES = 10**7
+# Lengths are tried in steps of so many tokens, or of what the job's own length shares with it.
+USUAL_STEP_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Largest:
+    """The largest value that fits.
+
+    Args:
+        quantity: Of what.
+        value: The value; None where not even the smallest one fits.
+        next_value: The next one there is, which does not fit; None where there is none.
+        why: What keeps the next value from fitting, in words.
+    """
+
+    quantity: Quantity
+    value: int | None
+    next_value: int | None
+    why: str
+
+    def __str__(self) -> str:
+        """Return it in a line.
+
+        >>> print(Largest(quantity=Quantity.SEQ_LEN, value=8192, next_value=9216, why="it is full"))
+        seq_len=8,192; it is full
+        """
+        name = self.quantity.field
+        return f"no {name} fits" if self.value is None else f"{name}={self.value:,}; {self.why}"
+
+
+def step_tokens(job: TrainingJob) -> int:
+    """Return the step in which lengths of sequences are tried.
+
+    >>> from meshwright.simulator import load_model
+    >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=640)
+    >>> step_tokens(job)
+    128
+    """
+    return gcd(job.seq_len, USUAL_STEP_TOKENS)
+
+
+def microbatch_ranges(most: int) -> list[tuple[int, int]]:
+    """Return the ranges of microbatch sizes in which a layout's tensors are the same.
+
+    Of one sequence alone PyTorch hands out views of what it copies of more (`Tape.copy_tokens`).
+
+    >>> microbatch_ranges(9)
+    [(2, 9), (1, 1)]
+    """
+    return [(2, most), (1, 1)] if most > 1 else [(1, 1)]
+
+
+def most_tokens(job: TrainingJob) -> tuple[int, str]:
+    """Return the longest sequence that the model takes at all, and why.
+
+    Raises:
+        PlanError: If its batch counts something else than sequences of tokens.
+    """
+    model = job.model
+    if not isinstance(model, ModelSpec):
+        raise PlanError(
+            f"--max {Quantity.SEQ_LEN} does not go with {model.name}, whose batch counts "
+            f"{model.sample}; allowed: {Quantity.MICRO_BATCH}, {Quantity.GLOBAL_BATCH}"
+        )
+    if model.positions == "learned":
+        return model.max_positions, f"{model.name} has {model.max_positions:,} learned positions"
+    return MOST_TOKENS, f"longer sequences than {MOST_TOKENS:,} tokens are not looked at"
+
+
+def stretches(job: TrainingJob) -> list[tuple[int, int]]:
+    """Return ranges of lengths between which layouts change, the longest first.
+
+    Within a range the tensors of a layout are the same, each as long or longer the longer the
+    sequence is, and come and go in the same order, so its peak only grows.  Between ranges
+    `split_layers` gives stages other layers: it adds the head's cost, in layers, to whole numbers
+    and compares, so what it gives depends on that cost rounded up alone, which falls with the
+    length.  And sequences get longer than a window, for which stacks have layouts of their own.
+    """
+    most, _ = most_tokens(job)
+    model = job.transformer
+    starts = {1, most + 1}
+    if 0 < model.window < most:
+        starts.add(model.window + 1)
+    starts.update(_steps_down(lambda length: ceil(head_cost_layers(model, length)), most))
+    return [(first, end - 1) for first, end in reversed(list(pairwise(sorted(starts))))]
+
+
+def _steps_down(height: Callable[[int], int], last: int) -> Iterator[int]:
+    """Yield the numbers up to *last* at which *height*, which never rises, is less than before."""
+    place = 1
+    while height(place) > height(last):
+        low, high, now = place, last, height(place)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if height(middle) == now else (low, middle)
+        place = high
+        yield place

@@ -1,0 +1,88 @@
+"""What ``meshwright sweep`` does with its options."""
+
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+from meshwright.planner.cli import (
+    NOTHING_FITS,
+    STEP_WIDTH,
+    check_json,
+    progress_bar,
+    say_written,
+    show,
+    tell,
+)
+from meshwright.planner.options import (
+    JobOptions,
+    MoneyOptions,
+    OutputOptions,
+    SweepOptions,
+    check_counts,
+)
+from meshwright.planner.sweep.files import write_sweep
+from meshwright.planner.sweep.grid import Request, cells_of
+from meshwright.planner.sweep.report import sweep_report
+from meshwright.planner.sweep.result import sweep_document
+from meshwright.planner.sweep.run import Place, read_budget, run_cells, sweep_folder
+from meshwright.planner.sweep.store import Store, manifest
+from meshwright.planner.sweep.varied import read_words
+from meshwright.planner.sweep.workers import dask_workers, local_processes, num_cores
+from meshwright.simulator import PlanError
+
+
+def run_sweep(
+    job: JobOptions,
+    options: SweepOptions,
+    fields: Mapping[str, object],
+    money: MoneyOptions,
+    output: OutputOptions,
+) -> int:
+    """Find the best layout of every combination of options and facts."""
+    check_counts(options)
+    budget = read_budget(money)
+    request = Request(
+        varied=read_words(options.vary or ()),
+        job=job,
+        fields=fields,
+        plan=options.plan,
+        is_weak=options.weak,
+        is_simulation=options.simulate,
+    )
+    place = _place(options)
+    check_json(output)
+    folder = None if output.out is None else sweep_folder(output.out, force=output.force)
+    store: Store | None = None
+    written: tuple[str, ...] = ()
+    with progress_bar(estimates=True) as progress:
+        tell(progress, "laying out cells")
+        cells = cells_of(request)
+        if folder is not None:
+            store = Store(folder, manifest(request, cells), begins_anew=output.force)
+        result = replace(run_cells(request, cells, store, place, progress), budget=budget)
+        if folder is not None:
+            tell(progress, "drawing pictures")
+            written = write_sweep(result, folder)
+    show(output.json, sweep_document(result), lambda: sweep_report(result), STEP_WIDTH)
+    say_written(output, written)
+    return 0 if result.num_found else NOTHING_FITS
+
+
+def _place(options: SweepOptions) -> Place:
+    """Return who runs cells.
+
+    Raises:
+        PlanError: If both processes and Dask are asked for.
+    """
+    if options.dask is None:
+        return partial(local_processes, num_cores() if options.jobs is None else options.jobs)
+    if options.jobs is not None:
+        raise PlanError("--jobs and --dask contradict each other: the workers are Dask's")
+    scheduler = options.dask
+
+    def place(_count: int) -> AbstractContextManager[Executor]:
+        return dask_workers(scheduler)
+
+    return place

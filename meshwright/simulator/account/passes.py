@@ -1,0 +1,65 @@
+"""The passes of a rank as they ran, cut where they waited for parameters."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.simulator.engine import RankTimes, RankWork
+from meshwright.simulator.schedules import Action, Phase
+
+
+class Stretch(NamedTuple):
+    """A time from start to end."""
+
+    start_ps: int
+    end_ps: int
+
+
+class RankPass(NamedTuple):
+    """A pass from start to end, and when it computed; in between it waited or copied.
+
+    ``parts`` are those between whose computations it may wait, in order: units that gather their
+    parameters, or the whole pass.
+    """
+
+    action: Action
+    start_ps: int
+    end_ps: int
+    parts: tuple[Stretch, ...]
+
+    @property
+    def waits(self) -> tuple[Stretch, ...]:
+        """When it did not compute."""
+        edges = [self.start_ps, *(edge for part in self.parts for edge in part), self.end_ps]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return tuple(Stretch(*gap) for gap in gaps if gap[0] < gap[1])
+
+    @property
+    def computed(self) -> tuple[Stretch, ...]:
+        """When it computed: parts without a wait between them as one."""
+        edges = [self.start_ps, *(edge for wait in self.waits for edge in wait), self.end_ps]
+        rest = zip(edges[::2], edges[1::2], strict=True)
+        return tuple(Stretch(*each) for each in rest if each[0] < each[1])
+
+
+def rank_passes(work: RankWork, times: RankTimes) -> Iterator[RankPass]:
+    """Yield the passes of a rank in order."""
+    starts_ps = iter(times.part_starts_ps)
+    for action, start_ps, end_ps in times.passes():
+        pass_ps, parts_ps = _durations(work, action)
+        if not parts_ps:
+            yield RankPass(action, start_ps, end_ps, (Stretch(start_ps, start_ps + pass_ps),))
+            continue
+        begun = ((next(starts_ps), part_ps) for part_ps in parts_ps)
+        parts = tuple(Stretch(begin_ps, begin_ps + part_ps) for begin_ps, part_ps in begun)
+        yield RankPass(action, start_ps, end_ps, parts)
+
+
+def _durations(work: RankWork, action: Action) -> tuple[int, tuple[int, ...]]:
+    """Return how long a pass computes, and its parts where it gathers parameters for each."""
+    stage = work.virtual_stages[action.virtual_stage]
+    if action.phase is not Phase.FORWARD:
+        return stage.backward_ps, tuple(unit.compute_ps for unit in stage.backward_units)
+    units = tuple(unit.compute_ps for unit in stage.forward_units)
+    if units or action.microbatch:
+        return stage.forward_ps, units
+    return stage.forward_ps, tuple(segment.compute_ps for segment in stage.gathers)

@@ -1,0 +1,83 @@
+"""Results that tell themselves in Python: as a document, a table and a picture.
+
+How that is done lies in a package above this one, which a result asks when it is first told: who
+simulates waits neither for pandas nor for matplotlib.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+PRESENTATION = "meshwright.planner.presentation"
+
+
+class Presenter(Protocol):
+    """A result as its command shows it."""
+
+    @property
+    def document(self) -> Mapping[str, object]:
+        """What ``--json`` writes."""
+
+    @property
+    def rows(self) -> list[Mapping[str, object]]:
+        """What the CSV file holds."""
+
+    def picture(self, kind: str | None) -> "Figure":
+        """Return a picture; raises PlanError if there is none of that name."""
+
+
+class Shown:
+    """A result with the documents, tables and pictures that the commands make of it."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` writes, in base units: seconds, bytes, FLOP/s."""
+        return dict(self._document())
+
+    def to_frame(self) -> "DataFrame":
+        """Return the CSV file of ``--out`` as a table; every row has what tables are joined by.
+
+        That is ``model``, ``cluster``, ``stack``, ``num_gpus``, ``global_batch_size``, ``seq_len``
+        and ``precision``.
+        """
+        from pandas import DataFrame  # noqa: PLC0415 - half a second that only tables need
+
+        rows = self._rows()
+        frame = DataFrame(rows)
+        # Whole numbers of which some rows have none would be floats otherwise.
+        whole = [
+            str(name)
+            for name in frame
+            if frame[name].dtype == float
+            and all(isinstance(row.get(str(name)), int | None) for row in rows)
+        ]
+        return frame.astype(dict.fromkeys(whole, "Int64"))
+
+    def plot(self, kind: str | None = None) -> "Figure":
+        """Return a picture, which a notebook shows and whose ``savefig`` writes it.
+
+        Args:
+            kind: Which, by the name of its file in the folder of ``--out``; by default the first.
+
+        Raises:
+            PlanError: If the result has no such picture.
+        """
+        return self._picture(kind)
+
+    def _document(self) -> Mapping[str, object]:
+        return _presenter(self).document
+
+    def _rows(self) -> list[Mapping[str, object]]:
+        return _presenter(self).rows
+
+    def _picture(self, kind: str | None) -> "Figure":
+        return _presenter(self).picture(kind)
+
+
+def _presenter(result: Shown) -> Presenter:
+    return cast("Presenter", import_module(PRESENTATION).presenter_of(result))

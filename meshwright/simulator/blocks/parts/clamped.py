@@ -1,0 +1,60 @@
+"""The gated activation of gpt-oss: bounded, and opened by ``g sigmoid(1.702 g)``."""
+
+from meshwright.simulator.graph import (
+    Block,
+    Dim,
+    Gradient,
+    Reads,
+    Tensor,
+    Traffic,
+    activation,
+    cut,
+    pointwise,
+)
+
+
+def clamped(
+    block: Block, inner: Tensor, parts: tuple[Dim, Dim], last: Dim, *, by_slices: bool
+) -> Tensor:
+    """Return ``(value + 1) glu`` of a product's gate and value, bounded; glu is the opened gate.
+
+    Where each operator is a kernel, what is bounded and all factors have names until it returns
+    (`_apply_gate` of transformers' modeling_gpt_oss.py, 5.23; `glu` of megatron/core's
+    transformer/mlp.py, core 0.16).
+
+    Args:
+        block: Where it is written down.
+        inner: The product.
+        parts: Gate and value.
+        last: The last dim of what it makes.
+        by_slices: Gate and value take turns in the product, so that each is a slice of its own.
+    """
+    if not block.lowering.is_eager:
+        return activation(block, inner, parts=parts, last=last)
+    gate, up = bounded(block, inner, parts, by_slices=by_slices)
+    scaled = pointwise(block, "scaled gate", gate, reads=Reads.NOTHING)
+    opened = pointwise(block, "opened gate", scaled, reads=Reads.OUTPUT)
+    glu = pointwise(block, "glu", gate, opened)
+    shifted = up.like("value and one")
+    shifted = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
+    factors = (shifted, glu) if by_slices else (glu, shifted)
+    out = pointwise(block, "activation", *factors, last=last)
+    block.hold(gate, up, glu)
+    return out
+
+
+def bounded(
+    block: Block, inner: Tensor, parts: tuple[Dim, Dim], *, by_slices: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a product's gate, bounded from above, and its value, bounded on both sides."""
+    gate, up = cut(block, inner, *parts, by_slices=by_slices)
+    return _bounded(block, gate, num_bounds=1), _bounded(block, up, num_bounds=2)
+
+
+def _bounded(block: Block, x: Tensor, *, num_bounds: int) -> Tensor:
+    """Return *x* between bounds; backward masks where it was outside, a byte an element each."""
+    masks = tuple(x.like(f"{x.name} inside", width=1) for _ in range(num_bounds))
+    traffic = block.traffic(x, x)
+    compared = Traffic(block.traffic(x).nbytes + x.numel)
+    slope = Gradient(x, (x,), (*(compared for _ in masks), traffic))
+    return block.add([x], [x.like(f"bounded {x.name}")], [slope], traffic, scratch=((), masks))

@@ -1,0 +1,128 @@
+"""Families with routed experts whose layers attend in two ways: gpt-oss and Llama 4."""
+
+from meshwright.simulator.model.huggingface.llama import gated_decoder, windows
+from meshwright.simulator.model.huggingface.reader import Architecture, Reader, numbers, period
+
+# What the configuration classes assume where a file says nothing.
+GPT_OSS_HEAD_DIM, GPT_OSS_PATTERN = 64, "WF"
+LLAMA4_HEAD_DIM, LLAMA4_INTERVAL = 128, 4
+
+
+def _read_gpt_oss(reader: Reader) -> dict[str, object]:
+    """Return the fields of gpt-oss: sinks, and experts with biases in all layers."""
+    has_bias, width = (
+        reader.switch("attention_bias", default=True),
+        reader.size("intermediate_size"),
+    )
+    pattern = reader.layer_pattern(usual=GPT_OSS_PATTERN)
+    return {
+        **gated_decoder(reader),
+        **windows(reader.optional_size("sliding_window"), pattern),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or GPT_OSS_HEAD_DIM,
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "attention_sinks": True,
+        "spelling": "gpt_oss",
+        "experts": {
+            "num_experts": reader.size("num_local_experts", "num_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok", "experts_per_token"),
+            "hidden_size": width,
+            "scores": "softmax of chosen",
+            "bias": True,
+            "activation": "clamped",
+            "casts_shares": True,
+        },
+    }
+
+
+def _read_llama4_text(reader: Reader) -> dict[str, object]:
+    """Return the fields of Llama 4: chunks, layers without positions, one expert a token.
+
+    What scales queries of layers without positions is 1 as far as ``floor_scale`` tokens.
+    """
+    width, chunk = reader.size("intermediate_size"), reader.size("attention_chunk_size")
+    decoder = gated_decoder(reader)
+    pattern = _llama4_pattern(reader)
+    seq_len = reader.original_positions() or reader.size("max_position_embeddings")
+    has_bias = reader.switch("attention_bias", default=False)
+    return {
+        **decoder,
+        **windows(chunk, pattern),
+        "chunked_window": "W" in pattern,
+        "rotary_layers": "windowed" if "F" in pattern else "all",
+        "seq_len": min(chunk, seq_len),
+        "num_kv_heads": reader.size("num_key_value_heads"),
+        "head_dim": reader.optional_size("head_dim") or LLAMA4_HEAD_DIM,
+        "ffn_hidden_size": reader.size("intermediate_size_mlp"),
+        "attention_bias": has_bias,
+        "output_bias": has_bias,
+        "qk_norm": "unweighted" if reader.switch("use_qk_norm", default=True) else "none",
+        "spelling": "llama4",
+        "experts": {
+            "num_experts": reader.size("num_local_experts"),
+            "experts_per_token": reader.size("num_experts_per_tok"),
+            "hidden_size": width,
+            "shared_hidden_size": width,
+            "scores": "sigmoid",
+            "weighs_inputs": True,
+            "layer_step": _llama4_step(reader),
+        },
+    }
+
+
+def _llama4_pattern(reader: Reader) -> str:
+    """Return which layers attend in chunks, and have positions (W): three of four, if not told."""
+    interval = reader.optional_size("no_rope_layer_interval") or LLAMA4_INTERVAL
+    usual = "W" * (interval - 1) + "F"
+    turned = numbers(reader, "no_rope_layers")
+    if turned:
+        usual = period(reader, "no_rope_layers", ["FW"[each != 0] for each in turned])
+    pattern = reader.layer_pattern(usual=usual, windowed="chunked_attention")
+    if pattern != usual:
+        reader.refuse("layer_types", "is not supported; layers with positions attend in chunks")
+    return pattern
+
+
+def _llama4_step(reader: Reader) -> int:
+    """Return every how many layers one has experts."""
+    step, layers = (
+        reader.optional_size("interleave_moe_layer_step") or 1,
+        numbers(reader, "moe_layers"),
+    )
+    if layers:
+        step = layers[0] + 1
+        if layers != [*range(layers[0], reader.size("num_hidden_layers"), step)]:
+            reader.refuse("moe_layers", "is not supported; it must be every so many layers")
+    return step
+
+
+def _read_llama4(reader: Reader) -> dict[str, object]:
+    """Return the language model of one that also sees images, which are not modelled."""
+    return _read_llama4_text(reader.nested("text_config", MIXED_FAMILIES["llama4_text"]))
+
+
+_GPT_OSS_KEYS = """
+    attention_bias attention_dropout experts_per_token head_dim hidden_act hidden_size
+    initial_context_length intermediate_size layer_types max_position_embeddings
+    num_attention_heads num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
+    num_local_experts output_router_logits quantization_config rope_parameters rope_scaling
+    rope_theta router_aux_loss_coef sliding_window swiglu_alpha swiglu_limit tie_word_embeddings
+    vocab_size
+    """
+_LLAMA4_TEXT_KEYS = """
+    attention_bias attention_chunk_size attention_dropout attn_scale attn_temperature_tuning
+    floor_scale head_dim hidden_act hidden_size interleave_moe_layer_step intermediate_size
+    intermediate_size_mlp layer_types max_position_embeddings moe_layers no_rope_layer_interval
+    no_rope_layers num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads
+    num_local_experts output_router_logits rope_parameters rope_scaling rope_theta
+    router_aux_loss_coef router_jitter_noise tie_word_embeddings use_qk_norm vocab_size
+    """
+_LLAMA4_KEYS = """
+    boi_token_index eoi_token_index image_token_index text_config tie_word_embeddings vision_config
+    """
+MIXED_FAMILIES = {
+    "gpt_oss": Architecture(_read_gpt_oss, frozenset(_GPT_OSS_KEYS.split())),
+    "llama4": Architecture(_read_llama4, frozenset(_LLAMA4_KEYS.split())),
+    "llama4_text": Architecture(_read_llama4_text, frozenset(_LLAMA4_TEXT_KEYS.split())),
+}

@@ -1,0 +1,49 @@
+"""Who holds which tokens of a sequence that several ranks share."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.hwprofiles import ContextParallel
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The context-parallel ranks of a rank; ``group`` is None where there is only one.
+
+    A sequence is cut into two parts a rank, of which each has one from the front and the one as far
+    from the end: of causal attention all have the same work then.
+
+    Args:
+        group: All of them.
+        rank: Which is this one.
+        size: How many.
+        num_tokens: Of a whole sequence.
+        way: How they attend to each other's tokens.
+
+    >>> ContextGroup(None, 1, 2, num_tokens=8).starts
+    (2, 4)
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    num_tokens: int
+    way: ContextParallel | None = None
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first token of each of the rank's parts, which have the same number of tokens."""
+        if self.size == 1:
+            return (0,)
+        part = self.num_tokens // (2 * self.size)
+        return self.rank * part, (2 * self.size - 1 - self.rank) * part
+
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        """Return the rank's tokens of ``[batch, tokens]``."""
+        if self.size == 1:
+            return whole
+        part = self.num_tokens // (2 * self.size)
+        return torch.cat([whole[:, start : start + part] for start in self.starts], dim=1)

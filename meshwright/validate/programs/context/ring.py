@@ -1,0 +1,141 @@
+"""Attention to keys and values that go around a ring of ranks.
+
+Liu et al. 2023 (arXiv 2310.01889) with the parts of a sequence laid out so that every rank has the
+same work in each step; the messages are those of Transformer Engine 2
+(pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P).  Tensors are
+``[tokens, batch, heads, width]``, keys and values one with two of these.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.validate.programs.context.group import ContextGroup
+from meshwright.validate.programs.fused import (
+    AutogradFunction,
+    Context,
+    flash_attention,
+    flash_attention_backward,
+)
+
+
+class _Step(NamedTuple):
+    """Of what a rank attends to keys and values of another: half of its queries, or of theirs."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+    @classmethod
+    def of(cls, cp: ContextGroup, source: int) -> "_Step":
+        """Return the step with the tokens of the rank *source*.
+
+        Those of a rank ahead are early, and late ones that none of this rank's queries sees; those
+        of a rank behind lie between this rank's early and late ones.
+        """
+        half = cp.num_tokens // (2 * cp.size)
+        everything = slice(None)
+        if source == cp.rank:
+            return cls(everything, everything, causal=True)
+        if source < cp.rank:
+            return cls(everything, slice(half), causal=False)
+        return cls(slice(half, None), everything, causal=False)
+
+
+class _RingAttention(AutogradFunction):
+    """Attention of a rank's queries to all tokens; keeps the keys and values that came last."""
+
+    @staticmethod
+    def forward(ctx: Context, query: Tensor, pair: Tensor, cp: ContextGroup) -> Tensor:
+        pairs, found = [pair], []
+        for number in range(cp.size):
+            works = []
+            if number < cp.size - 1:
+                pairs.append(torch.empty_like(pair))
+                works = _exchange(pairs[-2], pairs[-1], 1, cp)
+            step = _Step.of(cp, (cp.rank - number) % cp.size)
+            keys, values = pairs[number][:, step.keys]
+            own = query[step.queries]
+            found.append((step, *flash_attention(own, keys, values, 0, causal=step.causal)))
+            _wait(works)
+        out, log_sum_exp = _put_together(query, found)
+        ctx.save_for_backward(query, pairs[-1], out, log_sum_exp)
+        ctx.cp = cp
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, last, out, log_sum_exp = ctx.saved_tensors
+        cp: ContextGroup = ctx.cp
+        gradient, of_query = gradient.contiguous(), torch.zeros_like(query)
+        held = last.unsqueeze(0)  # keys and values, and behind them what is summed of gradients
+        for number in range(1, cp.size + 1):
+            is_last = number == cp.size
+            arriving = last.new_empty((2, *last.shape))
+            if is_last:
+                works = _exchange(held[1], arriving[1], -1, cp)
+            else:
+                works = _exchange(held, arriving[: len(held)], -1, cp)
+            step = _Step.of(cp, (cp.rank + number) % cp.size)
+            part, pair = step.queries, held[0][:, step.keys]
+            saved = [query[part], *pair, out[part], log_sum_exp[..., part].contiguous()]
+            found = flash_attention_backward(gradient[part], saved, 0, causal=step.causal)
+            of_query[part] += found[0]
+            _wait(works)
+            if len(held) == 1:
+                arriving[1].zero_()
+            for whole, each in zip(arriving[1], found[1:], strict=True):
+                whole[step.keys] += each
+            held = arriving
+        return of_query, held[1].clone(), None
+
+
+def _exchange(
+    leaving: Tensor, arriving: Tensor, distance: int, cp: ContextGroup
+) -> list[dist.Work | None]:
+    """Send a message to the rank *distance* places on; receive one from that as far behind."""
+    assert cp.group is not None
+    receiver, sender = (
+        dist.get_global_rank(cp.group, (cp.rank + way) % cp.size) for way in (distance, -distance)
+    )
+    return [
+        dist.isend(leaving, dst=receiver, group=cp.group),
+        dist.irecv(arriving, src=sender, group=cp.group),
+    ]
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for each in works:
+        if each is not None:
+            each.wait()
+
+
+def _put_together(
+    query: Tensor, found: Sequence[tuple[_Step, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of all steps, each weighted by its part of the sum of exponents."""
+    total = found[0][2].clone()
+    for step, _, log_sum_exp in found[1:]:
+        part = total[..., step.queries]
+        total[..., step.queries] = torch.logaddexp(part, log_sum_exp)
+    whole = torch.zeros_like(query)
+    for step, out, log_sum_exp in found:
+        weights = (log_sum_exp - total[..., step.queries]).exp_()
+        whole[step.queries] += (out * weights.permute(2, 0, 1).unsqueeze(-1)).to(whole.dtype)
+    return whole, total
+
+
+class RingCore(nn.Module):
+    """Causal attention of a rank's tokens to those of all ranks."""
+
+    def __init__(self, cp: ContextGroup) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of the rank's tokens to all."""
+        out: Tensor = _RingAttention.apply(query, torch.stack((key, value)), self.cp)
+        return out

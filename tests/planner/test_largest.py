@@ -1,0 +1,260 @@
+"""The largest sequence, microbatch and batch that fit, against plain scans over all values."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.hwprofiles import GIBI, Attention, StageSplit, load_cluster, load_stack
+from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
+from meshwright.planner.largest.quantity import stretches
+from meshwright.planner.search import search
+from meshwright.planner.space import COLUMNS, ShapeTable, Space, SpaceLimits, enumerate_space
+from meshwright.simulator import (
+    ModelSpec,
+    ParallelPlan,
+    PlanError,
+    TrainingJob,
+    load_model,
+    simulate,
+)
+from meshwright.simulator.blocks import BlockTable
+from meshwright.simulator.layout import resolve_stages, with_stages
+from meshwright.simulator.model import Experts
+
+CLUSTER = load_cluster("dgx-a100")
+# Its head costs seven layers of short sequences, so that rules for stages go by their length.
+SMALL = ModelSpec(
+    name="small",
+    num_layers=5,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    vocab_size=32768,
+    seq_len=512,
+    gated_mlp=True,
+    ffn_hidden_size=1024,
+    tied_embeddings=False,
+    positions="rotary",
+    norm="rmsnorm",
+)
+ROUTED = SMALL.model_copy(
+    update={"experts": Experts(num_experts=8, experts_per_token=2, hidden_size=384)}
+)
+LIMIT = 4 * GIBI
+
+
+def job_of(model: ModelSpec = SMALL, batch: int = 8, seq_len: int = 512) -> TrainingJob:
+    return TrainingJob(model=model, global_batch_size=batch, seq_len=seq_len)
+
+
+def fits(job: TrainingJob, stack: str, limits: SpaceLimits, gpus: int = 4) -> bool:
+    """Return whether some layout of a plain search fits."""
+    found = search(
+        job, CLUSTER, load_stack(stack), gpus, limits=limits, memory_limit_bytes=LIMIT, top=1
+    )
+    return found.feasible > 0
+
+
+def largest(
+    job: TrainingJob, stack: str, quantity: Quantity, limits: SpaceLimits, gpus: int = 4
+) -> tuple[int | None, int | None]:
+    found, result = find_largest(
+        job,
+        CLUSTER,
+        load_stack(stack),
+        gpus,
+        quantity,
+        limits=limits,
+        memory_limit_bytes=LIMIT,
+        top=1,
+    )
+    at = {
+        Quantity.SEQ_LEN: result.job.seq_len,
+        Quantity.GLOBAL_BATCH: result.job.global_batch_size,
+        Quantity.MICRO_BATCH: result.plans[0].plan.microbatch_size,
+    }
+    assert (result.optimal, at[quantity]) == (True, found.value)
+    return found.value, found.next_value
+
+
+@pytest.mark.parametrize(
+    ("stack", "gpus", "pins"),
+    [
+        ("megatron-core", 4, {"recompute": ("none",), "microbatch_size": (8,), "tp": (1, 2)}),
+        (
+            "megatron-core",
+            6,
+            {"zero_stage": (1,), "microbatch_size": (8,), "attention": ("flash",)},
+        ),
+        ("torchtitan", 4, {"microbatch_size": (2,), "recompute": ("none",)}),
+    ],
+)
+def test_the_longest_sequence_is_that_of_a_scan_by_searches(
+    stack: str, gpus: int, pins: dict[str, tuple[object, ...]]
+) -> None:
+    job, limits = job_of(seq_len=1024), SpaceLimits(**pins)
+    value, following = largest(job, stack, Quantity.SEQ_LEN, limits, gpus)
+    assert value is not None
+    assert following == value + 1024
+    cut = limits.pinned(max_cp=gpus)
+    scanned = [
+        length
+        for length in range(1024, value * 5 // 4, 1024)
+        if fits(replace(job, seq_len=length), stack, cut, gpus)
+    ]
+    assert scanned[-1] == value
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "ddp"])
+def test_the_largest_microbatch_is_that_of_a_scan_by_searches(stack: str) -> None:
+    job, limits = job_of(batch=768), SpaceLimits(recompute=("none",), tp=(1,), pp=(1,))
+    value, following = largest(job, stack, Quantity.MICRO_BATCH, limits)
+    sizes = [size for size in range(1, 193) if 192 % size == 0]
+    scanned = [size for size in sizes if fits(job, stack, limits.pinned(microbatch_size=(size,)))]
+    assert value == scanned[-1]
+    assert following == sizes[sizes.index(value) + 1]
+
+
+def test_the_largest_batch_at_once_is_that_of_a_scan_by_searches() -> None:
+    limits = SpaceLimits(recompute=("none",), attention=("flash",), tp=(2,))
+    value, following = largest(job_of(seq_len=2048), "megatron-core", Quantity.GLOBAL_BATCH, limits)
+    assert value is not None
+    assert following == value + 1
+
+    def fits_at_once(batch: int) -> bool:
+        shares = [(dp, batch // dp) for dp in (1, 2, 4) if batch % dp == 0]
+        pins = [limits.pinned(dp=(dp,), microbatch_size=(size,)) for dp, size in shares]
+        return any(fits(job_of(batch=batch, seq_len=2048), "megatron-core", each) for each in pins)
+
+    assert [each for each in range(1, value * 3 // 2) if fits_at_once(each)][-1] == value
+
+
+PLAN = ParallelPlan(tp=2, pp=2, zero_stage=1, attention=Attention.FLASH)
+REPLICAS = ParallelPlan(dp=4, attention=Attention.FLASH)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "stack", "plan", "values"),
+    [
+        (Quantity.SEQ_LEN, "megatron-core", PLAN, range(256, 32768, 256)),
+        (Quantity.SEQ_LEN, "megatron-core", replace(PLAN, pp=1, cp=2), range(256, 32768, 256)),
+        (Quantity.MICRO_BATCH, "ddp", REPLICAS, (1, 2, 4, 8, 16, 32, 64)),
+        (Quantity.GLOBAL_BATCH, "fsdp", replace(REPLICAS, zero_stage=3), range(1024, 25600, 256)),
+    ],
+)
+def test_the_largest_of_a_plan_is_that_of_a_scan_by_simulations(
+    quantity: Quantity, stack: str, plan: ParallelPlan, values: range | tuple[int, ...]
+) -> None:
+    job, profile = job_of(batch=256, seq_len=256), load_stack(stack)
+
+    def plan_of(job: TrainingJob, size: int | None) -> ParallelPlan:
+        return with_stages(job, replace(plan, microbatch_size=size or 1), profile)
+
+    found, step = find_largest_of_plan(
+        job, CLUSTER, profile, plan_of, quantity, memory_limit_bytes=LIMIT
+    )
+
+    def fits_at(value: int) -> bool:
+        at, size = job, None
+        if quantity is Quantity.SEQ_LEN:
+            at = replace(job, seq_len=value)
+        elif quantity is Quantity.MICRO_BATCH:
+            size = value
+        else:
+            at, size = replace(job, global_batch_size=value), value // 256
+        result = simulate(at, plan_of(at, size), CLUSTER, profile, memory_limit_bytes=LIMIT)
+        return result.memory.fits
+
+    scanned = [value for value in values if fits_at(value)]
+    assert found.value == scanned[-1] < [*values][-1]
+    assert step.memory.fits
+
+
+def test_a_plan_that_never_fits_is_told_at_the_smallest_value() -> None:
+    stack = load_stack("ddp")
+    found, step = find_largest_of_plan(
+        job_of(),
+        CLUSTER,
+        stack,
+        lambda job, _: with_stages(job, ParallelPlan(dp=4), stack),
+        Quantity.SEQ_LEN,
+        memory_limit_bytes=GIBI // 2,
+    )
+    assert (found.value, found.next_value, step.job.seq_len) == (None, 512, 512)
+    assert str(found) == "no seq_len fits"
+
+
+def test_learned_positions_end_a_sequence() -> None:
+    model = load_model("gpt2")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=1024)
+    found, _ = find_largest(job, CLUSTER, load_stack("ddp"), 8, Quantity.SEQ_LEN, top=1)
+    assert (found.value, found.next_value) == (1024, None)
+    assert found.why == "gpt2 has 1,024 learned positions"
+
+
+def test_stages_are_the_same_along_a_stretch_of_lengths() -> None:
+    job = job_of()
+    ranges = stretches(job)
+    assert len(ranges) > 3
+    assert ranges[0][1] == 10**8
+
+    def split(length: int) -> list[tuple[int, ...]]:
+        rules = ("even", "balanced", "ends", "greedy")
+        sizes = range(1, SMALL.num_layers + 1)
+        return [resolve_stages(SMALL, length, n, StageSplit(rule)) for rule in rules for n in sizes]
+
+    for low, high in ranges:
+        assert all(split(low) == split(each) for each in {high, (low + high) // 2})
+    assert len({str(split(low)) for low, _ in ranges}) > 1
+
+
+def spaces() -> Iterator[tuple[Space, Callable[[Space, int], Space], tuple[int, ...]]]:
+    """Yield spaces, how they grow, and values within a stretch."""
+
+    def longer(space: Space, value: int) -> Space:
+        return replace(space, job=replace(space.job, seq_len=value))
+
+    def wider(space: Space, value: int) -> Space:
+        rows = space.rows.copy(order="F")
+        rows[:, COLUMNS.index("microbatch_size")] = value
+        batch = value * space.job.global_batch_size
+        return replace(space, rows=rows, job=replace(space.job, global_batch_size=batch))
+
+    low = stretches(job_of())[0][0]
+    lengths = tuple(48 * -(-low // 48) + 48 * each for each in (0, 1, 50))
+    for stack, model in (
+        ("megatron-core", ROUTED),
+        ("megatron-core", SMALL),
+        ("torchtitan", SMALL),
+    ):
+        job, profile = job_of(model), load_stack(stack)
+        at = replace(job, seq_len=lengths[0])
+        yield (
+            enumerate_space(at, profile, 4, SpaceLimits(max_cp=4, microbatch_size=(2,))),
+            longer,
+            lengths,
+        )
+        batch = replace(job, global_batch_size=4)
+        limits = SpaceLimits(microbatch_size=(1,), gradient_precision=(None,))
+        yield enumerate_space(batch, profile, 4, limits), wider, (2, 3, 9)
+
+
+def test_memory_of_every_layout_only_grows_along_a_stretch() -> None:
+    for space, at, values in spaces():
+        columns = []
+        for value in values:
+            grown = at(space, value)
+            peaks = peak_bytes(grown, ShapeTable.of(grown), BlockTable())
+            columns.append(device_bytes_column(grown, CLUSTER, peaks))
+        assert (np.diff(np.stack(columns), axis=0) >= 0).all()
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    job, limits = job_of(), SpaceLimits(microbatch_size=(2,))
+    with pytest.raises(PlanError, match="--max micro-batch and --micro-batch contradict"):
+        largest(job, "megatron-core", Quantity.MICRO_BATCH, limits)
+    with pytest.raises(PlanError, match="does not go with stack dataparallel"):
+        largest(job, "dataparallel", Quantity.SEQ_LEN, SpaceLimits())

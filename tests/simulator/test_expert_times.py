@@ -1,0 +1,247 @@
+"""What experts cost beside plain products: weights, starts, dispatch, and a hottest one."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from meshwright.hwprofiles import (
+    Attention,
+    Device,
+    Dispatcher,
+    Precision,
+    load_cluster,
+    load_device,
+    load_stack,
+)
+from meshwright.simulator import CostModel, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator.blocks import BlockShape, Gemm, walk
+from meshwright.simulator.blocks.fp8_casts import num_linear_weights
+from meshwright.simulator.blocks.parts import hottest_share
+from meshwright.simulator.costs import Category
+from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
+from meshwright.simulator.costs.compute import gemm_cost
+from meshwright.simulator.graph import Kind, Memory, Phase, Product, Transfer
+from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
+from meshwright.simulator.model import EXPERT_LAYER, Experts
+from meshwright.simulator.simulation import simulate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MIXTRAL = load_model("mixtral-8x7b")
+JOB = TrainingJob(model=MIXTRAL, global_batch_size=16, seq_len=4096)
+PLAN = ParallelPlan(dp=8, ep=8, zero_stage=1, attention=Attention.FLASH, stages=(32,))
+STACK = load_stack("megatron-core")
+
+
+def golden(name: str) -> list[dict[str, str]]:
+    with (GOLDEN / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def brute_force(experts: Experts, num_parts: int) -> Fraction:
+    """Count the parts of every choice of groups and of experts within them."""
+    size = experts.num_experts // experts.num_groups
+    part, found = experts.num_experts // num_parts, []
+    for groups in combinations(range(experts.num_groups), experts.groups_per_token):
+        known = [each for each in range(experts.num_experts) if each // size in groups]
+        found += [
+            len({each // part for each in chosen})
+            for chosen in combinations(known, experts.experts_per_token)
+        ]
+    return Fraction(sum(found), len(found))
+
+
+@pytest.mark.parametrize(("groups", "of_token"), [(1, 1), (4, 2), (4, 3), (2, 1)])
+@pytest.mark.parametrize("num_parts", [2, 4, 8, 16])
+def test_a_token_is_sent_to_as_many_parts_as_counted(
+    groups: int, of_token: int, num_parts: int
+) -> None:
+    experts = Experts(
+        num_experts=16,
+        experts_per_token=3,
+        hidden_size=8,
+        num_groups=groups,
+        groups_per_token=of_token,
+    )
+    assert sent_once(experts, num_parts) == pytest.approx(float(brute_force(experts, num_parts)))
+
+
+def test_dispatch_takes_as_long_as_published() -> None:
+    """Nothing is fitted to these times: links and cards are those of the all-to-all."""
+    model = load_model("deepseek-v3")
+    experts = model.experts  # type: ignore[union-attr]
+    errors = []
+    for row in golden("expert_dispatch.csv"):
+        cluster, ranks = load_cluster(row["cluster"]), int(row["ranks"])
+        mesh = Mesh(dp=ranks, experts=(1, ranks), node_size=cluster.devices_per_node)
+        span = mesh.span(ExpertAxis.EP)
+        size = 4096 * 8 * 7168 * 2
+        found = dispatch_cost(size, span, cluster, experts, Dispatcher.HYBRIDEP)
+        published = (float(row["dispatch_us"]) + float(row["combine_us"])) / 2
+        errors.append(found.time_ps / 1e6 / published - 1)
+        extrapolated = dispatch_cost(size, span, cluster, experts, Dispatcher.DEEPEP)
+        assert extrapolated.time_ps == found.time_ps
+    assert fmean(map(abs, errors)) < 0.09
+    assert max(map(abs, errors)) < 0.23
+
+
+def errors_of(rows: list[dict[str, str]], device: Device, launch_s: float) -> Iterator[float]:
+    for row in rows:
+        batch, m, n, k = (int(row[key]) for key in ("experts", "rows", "outputs", "inputs"))
+        weights = batch * n * k
+        gemm = {
+            "forward": Gemm("y", m, n, k, batch, rows="m", weight_bytes=2 * weights),
+            "input": Gemm("y", m, k, n, batch, rows="m", weight_bytes=2 * weights),
+            "weight": Gemm("y", n, k, m, batch, rows="k", weight_bytes=8 * weights),
+        }[row["product"]]
+        cost = gemm_cost(gemm, device, Precision.BF16, launch_s)
+        peak = device.peak_flops_per_s[Precision.BF16]
+        yield cost.time_ps / 1e12 * peak * float(row["peak_fraction"]) / gemm.flops - 1
+
+
+@pytest.mark.parametrize(
+    ("device", "with_it", "without"), [("b200", 0.11, 0.32), ("a100-pcie-80gb", 0.05, 0.07)]
+)
+def test_products_of_experts_take_as_long_as_timed(
+    device: str, with_it: float, without: float
+) -> None:
+    rows = [row for row in golden("grouped_products.csv") if row["device"] == device]
+    known = load_device(device)
+    assert fmean(map(abs, errors_of(rows, known, STACK.expert_launch_s))) < with_it
+    plain = known.model_copy(update={"gemm": known.gemm.model_copy(update={"grouped": None})})
+    assert fmean(map(abs, errors_of(rows, plain, 0.0))) > without
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 4.0])
+def test_the_hottest_rank_has_what_the_others_lack(ranks: int, imbalance: float) -> None:
+    experts = Experts(num_experts=8, experts_per_token=2, hidden_size=64)
+    share = hottest_share(experts, ranks, imbalance)
+    cold = Fraction(8 - Fraction(imbalance), 7)
+    loads = [Fraction(imbalance), *[cold] * 7]
+    assert share == sum(loads[: 8 // ranks]) / (8 // ranks)
+    assert sum(loads) == 8
+
+
+def walked(imbalance: float, plan: ParallelPlan = PLAN) -> tuple[int, set[int], set[int]]:
+    """Return what a layer keeps, its rows of an expert, and the bytes that it exchanges."""
+    shape = BlockShape.of(replace(JOB, imbalance=imbalance), plan, STACK)
+    found = walk(shape, EXPERT_LAYER)
+    steps = [step for step in found.tape.steps if step.phase is Phase.FORWARD]
+    works = [(step.operator.kind, step.work) for step in steps]
+    rows = {
+        int(work.m) for kind, work in works if kind is Kind.GROUPED and isinstance(work, Product)
+    }
+    sent = {
+        int(work.nbytes)
+        for _, work in works
+        if isinstance(work, Transfer) and work.axis is ExpertAxis.EP and work.nbytes > 10**6
+    }
+    return int(Memory.of(found).saved), rows, sent
+
+
+def test_rows_of_the_hottest_rank_are_computed_sent_and_kept() -> None:
+    even, hot = walked(1.0), walked(2.0)
+    assert (even[1], hot[1]) == ({8192}, {16384})
+    assert {2 * size for size in even[2]} == hot[2] == {2 * 8192 * 4096 * 2}
+    # Of an expert's row are kept: what arrived, both halves, what is made of them, its weight.
+    assert hot[0] - even[0] == 8192 * 2 * (4096 + 3 * 14336 + 1)
+    alone = ParallelPlan(dp=8, stages=(32,))
+    assert walked(2.0, alone) == walked(1.0, alone)
+
+
+def test_a_step_waits_for_the_hottest_rank() -> None:
+    times, peaks = [], []
+    for imbalance in (1.0, 2.0, 4.0):
+        job = replace(JOB, imbalance=imbalance)
+        result = simulate(job, PLAN, load_cluster("dgx-h100"), STACK)
+        times.append(result.step_ps)
+        peaks.append(result.memory.peak_bytes)
+    # Rows, and what is done with them, grow as the hottest load does: twice the step from 1 to 2.
+    assert (times[2] - times[1]) / (times[1] - times[0]) == pytest.approx(2, rel=0.02)
+    assert (peaks[2] - peaks[1]) / (peaks[1] - peaks[0]) == pytest.approx(2, rel=0.02)
+    assert times[2] > 2 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "imbalance", "message"),
+    [
+        ("mixtral-8x7b", 0.5, "imbalance=0.5 is out of range; allowed 1 to 4, where each"),
+        ("mixtral-8x7b", 5.0, "imbalance=5 is out of range; allowed 1 to 4, where each"),
+        ("llama3-8b", 2.0, "imbalance=2 does not go with llama3-8b, which has no experts"),
+    ],
+)
+def test_loads_that_cannot_be_are_refused(model: str, imbalance: float, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        TrainingJob(model=load_model(model), global_batch_size=8, seq_len=4096, imbalance=imbalance)
+
+
+def test_a_dispatcher_is_the_stack_s_or_a_plan_s() -> None:
+    cluster, times = load_cluster("dgx-h100"), {}
+    for each in Dispatcher:
+        shape = BlockShape.of(JOB, replace(PLAN, ep=4, dispatcher=each), STACK)
+        cost = CostModel(cluster, STACK, 8).block_cost(shape, EXPERT_LAYER)
+        times[each] = cost.forward.time_ps
+    habit = BlockShape.of(JOB, PLAN, STACK)
+    assert habit.dispatcher is Dispatcher.ALL_TO_ALL
+    assert times[Dispatcher.ALL_TO_ALL] > times[Dispatcher.DEEPEP] == times[Dispatcher.HYBRIDEP]
+    asked = ParallelPlan(dp=8, dispatcher=Dispatcher.HYBRIDEP, stages=(32,))
+    refusal = stack_refusal(JOB, asked, load_stack("torchtitan"))
+    assert refusal is not None
+    assert refusal.startswith("dispatcher=hybridep is not offered by stack torchtitan")
+
+
+@pytest.mark.parametrize(
+    "degrees", [{}, {"dp": 8, "ep": 8}, {"dp": 4, "tp": 2, "ep": 4, "etp": 1}, {"tp": 2}]
+)
+def test_experts_multiply_in_fp8_all_weights_but_the_router_s(degrees: dict[str, int]) -> None:
+    job = replace(JOB, precision=Precision.FP8)
+    has_tp = degrees.get("tp", 1) > 1
+    plan = ParallelPlan(**degrees, sequence_parallel=has_tp, stages=(32,))
+    assert stack_refusal(job, replace(plan, attention=Attention.FLASH), STACK) is None
+    shape = BlockShape.of(job, replace(plan, attention=Attention.FLASH), STACK)
+    found = walk(shape, EXPERT_LAYER)
+    weights = {
+        each
+        for op in found.tape.block.operators
+        if op.eight_bits and op.kind in {Kind.PRODUCT, Kind.GROUPED}
+        for each in op.inputs
+        if each.is_weight
+    }
+    assert sum(int(each.numel) for each in weights) == num_linear_weights(shape)
+    names = {each.name for each in found.tape.block.weights if len(each.dims) > 1} - {
+        each.name for each in weights
+    }
+    assert names == {"router.weight"}
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "glm4.5"])
+def test_fp8_is_refused_where_layers_are_not_alike(model: str) -> None:
+    job = TrainingJob(
+        model=load_model(model), global_batch_size=8, seq_len=4096, precision=Precision.FP8
+    )
+    plan = ParallelPlan(stages=(job.model.num_layers,), attention=Attention.FLASH)
+    refusal = stack_refusal(job, plan, STACK)
+    assert refusal == f"precision=fp8 is not offered for {model}; allowed: another one"
+
+
+@pytest.mark.parametrize(
+    ("stack", "waits_us"),
+    [
+        ("megatron-core", 300 + 2 * 40),
+        ("megatron-core-capacity", 300),
+        ("megatron-core-graphs", 0),
+        ("megatron-core-serial", 330 + 1400),
+    ],
+)
+def test_passes_wait_for_the_host_by_the_experts_of_a_rank(stack: str, waits_us: int) -> None:
+    known = load_stack(stack)
+    shape = BlockShape.of(JOB, replace(PLAN, ep=4), known)
+    cost = CostModel(load_cluster("dgx-h100"), known, 8).block_cost(shape, EXPERT_LAYER)
+    passes = [each.category_ps(Category.HOST) for each in (cost.forward, cost.backward)]
+    assert passes == [waits_us * 10**6, 2 * waits_us * 10**6]

@@ -1,0 +1,92 @@
+"""Parts of a layer that selective recomputation runs again."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
+from meshwright.planner.cli.request import read_modules
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator.blocks import BlockShape, walk
+from meshwright.simulator.graph import Memory, Phase, Product
+from meshwright.simulator.layout import stack_refusal
+from meshwright.simulator.model import TRANSFORMER_LAYER
+
+STACK = load_stack("megatron-core")
+LLAMA = load_model("llama3-8b")
+MLP, NORMS = RecomputeModule.MLP, RecomputeModule.LAYERNORM
+TOKENS = LLAMA.seq_len
+
+
+def job_of(model: object = LLAMA, precision: Precision = Precision.BF16) -> TrainingJob:
+    assert isinstance(model, ModelSpec)
+    return TrainingJob(model=model, global_batch_size=8, seq_len=model.seq_len, precision=precision)
+
+
+def plan_of(*modules: RecomputeModule) -> ParallelPlan:
+    recompute = Recompute.SELECTIVE if modules else Recompute.NONE
+    return ParallelPlan(
+        recompute=recompute, recompute_modules=modules, attention=Attention.FLASH, stages=(32,)
+    )
+
+
+def saved_bytes(*modules: RecomputeModule) -> int:
+    shape = BlockShape.of(job_of(), plan_of(*modules), STACK)
+    return int(Memory.of(walk(shape, TRANSFORMER_LAYER)).saved)
+
+
+def test_an_mlp_that_runs_again_keeps_its_input_alone() -> None:
+    # Beside it are gate and up, and what the last product reads, in 16 bits.
+    assert saved_bytes() - saved_bytes(MLP) == 2 * TOKENS * 3 * LLAMA.ffn_hidden_size
+
+
+def test_norms_that_are_made_again_keep_neither_output_nor_deviation() -> None:
+    each = 2 * TOKENS * LLAMA.hidden_size + 4 * TOKENS
+    assert saved_bytes() - saved_bytes(NORMS) == 2 * each
+
+
+def test_an_mlp_that_runs_again_makes_its_products_once_more() -> None:
+    shape = BlockShape.of(job_of(), plan_of(MLP), STACK)
+    steps = walk(shape, TRANSFORMER_LAYER).tape.steps
+    products = [
+        each.work
+        for each in steps
+        if each.phase is Phase.RECOMPUTE and isinstance(each.work, Product)
+    ]
+    flops = sum(2 * each.m * each.n * each.k * each.batch for each in products)
+    assert flops == 2 * TOKENS * 3 * LLAMA.hidden_size * LLAMA.ffn_hidden_size
+
+
+@pytest.mark.parametrize(
+    ("job", "module", "stack", "said"),
+    [
+        (job_of(), MLP, "torchtitan", "not offered by stack torchtitan; allowed: leave it out"),
+        (job_of(), RecomputeModule.MOE, "megatron-core", "llama3-8b, which has no experts"),
+        (
+            job_of(),
+            RecomputeModule.MLA_UP_PROJ,
+            "megatron-core",
+            "allowed: core_attn, mlp, moe, layernorm, shared_experts",
+        ),
+        (job_of(load_model("gpt2")), MLP, "megatron-core", "gpt2, which has biases in its MLP"),
+        (job_of(precision=Precision.FP8), NORMS, "megatron-core", "with precision=fp8"),
+    ],
+)
+def test_parts_that_cannot_run_again_are_refused_by_name(
+    job: TrainingJob, module: RecomputeModule, stack: str, said: str
+) -> None:
+    profile = load_stack(stack)
+    # Stacks without selective recomputation refuse that first.
+    if Recompute.SELECTIVE not in profile.recompute_modes:
+        profile = profile.model_copy(update={"recompute_modes": tuple(Recompute)})
+    refusal = stack_refusal(job, replace(plan_of(module), stages=()), profile)
+    assert refusal is not None
+    assert said in refusal
+
+
+def test_parts_go_with_a_selection_alone_and_are_read_in_one_order() -> None:
+    with pytest.raises(PlanError, match="mlp does not go with recompute=full; allowed: selective"):
+        replace(plan_of(MLP), recompute=Recompute.FULL)
+    assert read_modules("layernorm,mlp") == (MLP, NORMS)
+    with pytest.raises(PlanError, match="--recompute-modules 'mpl' is unknown; nearest: mlp"):
+        read_modules("mpl")
