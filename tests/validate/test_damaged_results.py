@@ -1,7 +1,6 @@
 """Results of a run that are damaged, forged or of another run are refused in one line."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -9,10 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from left_running import left_running
 
 from meshwright.hwprofiles import load_cluster, load_stack
 from meshwright.hwprofiles.kinds import Precision
@@ -147,8 +146,8 @@ def test_a_silent_listener_is_named_in_time_and_a_store_of_ours_is_for_this_mach
     from meshwright.validate.launch import process_group
     from meshwright.validate.launch.environment import WorkerEnvironment
 
-    def worker(rank: int, port: int) -> WorkerEnvironment:
-        facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    def worker(rank: int, port: int, **more: int) -> WorkerEnvironment:
+        facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port, **more}
         words = {name: str(value) for name, value in facts.items()}
         return WorkerEnvironment.of({**words, "MASTER_ADDR": "127.0.0.1"})
 
@@ -163,8 +162,12 @@ def test_a_silent_listener_is_named_in_time_and_a_store_of_ours_is_for_this_mach
         finally:
             process_group.CONNECT_S = usual
         assert time.monotonic() - began < 10
-        port = silent.getsockname()[1]
-    store = process_group._meeting_point(worker(0, port), timedelta(seconds=5))
+    # Its starter has taken the port for it: nobody else can, and it does not bind it again.
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    rank_0 = worker(0, port, MESHWRIGHT_STORE_SOCKET=bound.detach())
+    store = process_group._meeting_point(rank_0, timedelta(seconds=5))
     assert store.add("x", 1) == 1
     listening = [
         line.split()[1]
@@ -192,20 +195,8 @@ def test_ranks_of_a_calibration_end_with_their_parent_and_import_ours_alone(
         parent.send_signal(number)
         parent.wait(timeout=20)
     assert len(ranks) == 2
-    until = time.monotonic() + 5
-    while any(map(is_alive, ranks)) and time.monotonic() < until:
-        time.sleep(0.1)
-    left = [pid for pid in ranks if is_alive(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
+    assert left_running(lambda: ranks, 5) == []
     assert not (tmp_path / "sprung").exists()
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 PARENT = """

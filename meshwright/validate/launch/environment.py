@@ -14,6 +14,7 @@ _NAMES = {
     "local_rank": ("LOCAL_RANK", "SLURM_LOCALID"),
     "port": ("MASTER_PORT",),
 }
+STORE_SOCKET = "MESHWRIGHT_STORE_SOCKET"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class WorkerEnvironment:
         address: Machine that holds the store where all meet.
         port: Where the store listens.
         hosts_store: Whether this process holds the store; under torchrun its agent does.
+        store_socket: Descriptor of a socket that the starter has bound to *port* for the store.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class WorkerEnvironment:
     address: str
     port: int
     hosts_store: bool
+    store_socket: int | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
@@ -55,7 +58,9 @@ class WorkerEnvironment:
         if not address:
             raise PlanError("MASTER_ADDR is not set; it names the machine of rank 0")
         by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(address=address, hosts_store=numbers["rank"] == 0 and not by_agent, **numbers)
+        bound = _number(environment, (STORE_SOCKET,)) if STORE_SOCKET in environment else None
+        hosts_store = numbers["rank"] == 0 and not by_agent
+        return cls(address=address, hosts_store=hosts_store, store_socket=bound, **numbers)
 
 
 def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int:

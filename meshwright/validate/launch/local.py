@@ -15,9 +15,10 @@ from typing import Self, TypeAlias
 from meshwright.simulator import PlanError
 from meshwright.validate.launch.collect import RunOutcome, outcome, rank_state
 from meshwright.validate.launch.diagnosis import RankOutcome
+from meshwright.validate.launch.environment import STORE_SOCKET
 from meshwright.validate.launch.records import SPEC_NAME, rank_path, read_heartbeat
 from meshwright.validate.launch.spec import RunPhase, RunSpec, write_spec
-from meshwright.validate.processes import MODULES, module_path
+from meshwright.validate.processes import MODULES, STARTER_VARIABLE, module_path
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 POLL_S = 0.1
@@ -26,7 +27,7 @@ KILL_AFTER_S = 3.0  # from the polite signal to the other one
 STALL_MARGIN_S = 10.0  # beyond a phase's limit, at which ranks notice each other's silence
 TAIL_BYTES = 16_384
 # What belongs to a launcher around this process, not to the ranks it starts.
-_FOREIGN = ("TORCHELASTIC_", "SLURM_")
+_FOREIGN = ("TORCHELASTIC_", "SLURM_", STORE_SOCKET)
 
 
 def run_local(spec: RunSpec, num_ranks: int, *, progress: Progress | None = None) -> RunOutcome:
@@ -70,12 +71,15 @@ class _Ranks:
         self._stopped: set[int] = set()
 
     def __enter__(self) -> Self:
-        port = _free_port()
         command = [*MODULES, "meshwright.validate.launch.worker"]
         command.append(str(self._spec.results / SPEC_NAME))
         try:
-            for rank in range(self._num_ranks):
-                self._processes.append(self._start(command, rank, port))
+            # Bound from here on and handed to rank 0: a port only known to be free may be taken
+            # by another program before rank 0 binds it. Nobody listens before rank 0 does.
+            with socket.socket() as store:
+                store.bind(("127.0.0.1", 0))
+                for rank in range(self._num_ranks):
+                    self._processes.append(self._start(command, rank, store))
         except BaseException:
             self._stop()
             raise
@@ -126,7 +130,9 @@ class _Ranks:
             for rank, process in enumerate(self._processes)
         ]
 
-    def _start(self, command: list[str], rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _start(
+        self, command: list[str], rank: int, store: socket.socket
+    ) -> subprocess.Popen[bytes]:
         folder = self._spec.results
         with ExitStack() as files:
             out = files.enter_context(rank_path(folder, rank, "out").open("wb"))
@@ -137,19 +143,22 @@ class _Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=self._environment(rank, port),
+                env=self._environment(rank, store),
+                pass_fds=() if rank else (store.fileno(),),
                 start_new_session=True,
             )
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _environment(self, rank: int, store: socket.socket) -> dict[str, str]:
         own = {
+            **({} if rank else {STORE_SOCKET: str(store.fileno())}),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(store.getsockname()[1]),
             "OMP_NUM_THREADS": str(self._spec.threads_per_rank),
             "PYTHONPATH": module_path(),
+            STARTER_VARIABLE: str(os.getpid()),
         }
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         return {**_loopback(), **kept, **own}
@@ -186,13 +195,6 @@ class _Ranks:
             for rank in self._running():
                 self._processes[rank].send_signal(number)
             self._wait(KILL_AFTER_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _loopback() -> Mapping[str, str]:

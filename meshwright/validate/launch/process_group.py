@@ -18,6 +18,7 @@ _NAMED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 PROBE_S = 0.2
 CONNECT_S = 5.0
 LOOPBACK = "127.0.0.1"
+BACKLOG = 1024  # ranks that may ask at once
 
 
 class MissingRanksError(RuntimeError):
@@ -141,17 +142,25 @@ def _meeting_point(worker: WorkerEnvironment, timeout: timedelta) -> Store:
 
 def _store(worker: WorkerEnvironment, timeout: timedelta) -> Store:
     """Return the store, which is for this machine alone where its address is."""
-    listener = None
-    if worker.hosts_store and worker.address == LOOPBACK:
-        listener = socket.create_server((LOOPBACK, worker.port), backlog=1024).detach()
     return TCPStore(
         worker.address,
         worker.port,
         is_master=worker.hosts_store,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listener,
+        master_listen_fd=_listener(worker) if worker.hosts_store else None,
     )
+
+
+def _listener(worker: WorkerEnvironment) -> int | None:
+    if worker.store_socket is not None:
+        bound = socket.socket(fileno=worker.store_socket)
+    elif worker.address == LOOPBACK:
+        bound = socket.create_server((LOOPBACK, worker.port))
+    else:
+        return None
+    bound.listen(BACKLOG)
+    return bound.detach()
 
 
 def _wait_for_listener(worker: WorkerEnvironment, timeout_s: float) -> None:
