@@ -51,6 +51,9 @@ STEP_TIME_LIMITS = {
     "Megatron-LM tables": 0.06,
     "NVIDIA DeepLearningExamples": 0.05,
     "SimuMax": 0.05,
+    # A model of 15B whose runs reach more of the peak than any other on B200; one of three is faster
+    # than the other two by a quarter.
+    "Vultr": 0.37,
 }
 # The same for fp8: the constants of five sources left out one at a time give 2 to 9 %.
 FP8_LIMITS = {
@@ -60,6 +63,7 @@ FP8_LIMITS = {
     "NVIDIA Megatron-Bridge": 0.04,
     "torchtitan": 0.08,
     "MosaicML": 0.05,
+    "Vultr": 0.06,
 }
 # Runs with routed experts. Qwen3 on H100, where it waits for its host, is not predicted:
 # docs/accuracy.md says which terms are missing.
@@ -116,7 +120,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 35
+    assert len(errors) == 39
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 
@@ -139,7 +143,7 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
     # The others: 340B and 405B runs on few devices that print no recomputation, and three within
     # 2 % of what there is.
-    assert len(fits) == 462
+    assert len(fits) == 478
     assert sum(fits) / len(fits) >= 0.97
     # Of experts: nine whose recipes run parts of layers again, which is not offered, and two of
     # Qwen3 30B in fp8 with two sequences a microbatch.
@@ -175,7 +179,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (556, 10, 107)
+    assert (len(runs), len(layers), len(board.excluded)) == (573, 10, 107)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:
