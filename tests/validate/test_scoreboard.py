@@ -51,8 +51,8 @@ STEP_TIME_LIMITS = {
     "Megatron-LM tables": 0.06,
     "NVIDIA DeepLearningExamples": 0.05,
     "SimuMax": 0.05,
-    # A model of 15B whose runs reach more of the peak than any other on B200; one of three is faster
-    # than the other two by a quarter.
+    # A model of 15B whose runs reach more of the peak than any other on B200; one of three is
+    # faster than the other two by a quarter.
     "Vultr": 0.37,
 }
 # The same for fp8: the constants of five sources left out one at a time give 2 to 9 %.
