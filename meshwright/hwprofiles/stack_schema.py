@@ -28,6 +28,7 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
     Strategy,
@@ -87,7 +88,8 @@ class StackProfile(StackTraits):
     the stack's habit first; none where it does not divide sequences.
 
     ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
-    none where it runs the attention core alone.
+    none where it runs the attention core alone.  ``recompute_methods`` lists how full recomputation
+    may choose layers of a stage; none where it runs all of them again, one by one.
 
     ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
 
@@ -125,6 +127,7 @@ class StackProfile(StackTraits):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
+    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True
@@ -196,6 +199,7 @@ class StackProfile(StackTraits):
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
         _check_distinct("recompute_modules", self.recompute_modules)
+        _check_distinct("recompute_methods", self.recompute_methods)
         _check_distinct("context_parallel", self.context_parallel)
         _check_distinct("dispatchers", self.dispatchers)
         _check_recompute(self)

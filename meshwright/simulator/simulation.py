@@ -173,7 +173,9 @@ def largest_tensor(
     if action is None:
         return "optimizer states"
     again = action.phase is Phase.BACKWARD
-    kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage.layers)
+    kinds = dict.fromkeys(
+        kind for stage in stages for kind, _ in stage.checkpoints.passes(stage.layers)
+    )
     tensors = [
         each for kind in kinds for each in blocks.saved_tensors(shape, kind, repeats=not again)
     ]

@@ -258,9 +258,11 @@ def _stages(draft: Draft) -> tuple[int, ...]:
 
 
 def _recompute(draft: Draft) -> object:
-    """Return what backward computes again: parts that are named are a selection."""
+    """Return what backward computes again: named parts are a selection, layers are in full."""
     usual = Recompute.SELECTIVE if "recompute_modules" in draft.given else Recompute.NONE
-    named = usual is Recompute.SELECTIVE
+    if "recompute_layers" in draft.given:
+        usual = Recompute.FULL
+    named = usual is not Recompute.NONE
     return draft.given.get("recompute", usual) if named else draft.value("recompute", usual)
 
 
@@ -269,8 +271,22 @@ def _recompute_modules(draft: Draft) -> tuple[RecomputeModule, ...]:
     given = cast("str | tuple[RecomputeModule, ...] | None", draft.given.get("recompute_modules"))
     if given is not None:
         return read_modules(given) if isinstance(given, str) else given
-    is_kept = draft.saved is not None and draft.known["recompute"] is draft.saved.recompute
-    return draft.saved.recompute_modules if draft.saved and is_kept else ()
+    return draft.saved.recompute_modules if draft.saved and _keeps_recompute(draft) else ()
+
+
+def _keeps_recompute(draft: Draft) -> bool:
+    """Return whether what backward computes again is that of the plan file."""
+    return draft.saved is not None and draft.known["recompute"] is draft.saved.recompute
+
+
+def _of_layers(name: str) -> Callable[[Draft], object]:
+    """Return what gives a field that says which layers are recomputed."""
+
+    def value(draft: Draft) -> object:
+        kept = getattr(draft.saved, name) if _keeps_recompute(draft) else None
+        return draft.given.get(name, kept)
+
+    return value
 
 
 def read_modules(text: str) -> tuple[RecomputeModule, ...]:
@@ -303,6 +319,8 @@ RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "zero_stage": lambda draft: draft.value("zero_stage", draft.setting.stack.zero_stage),
     "recompute": _recompute,
     "recompute_modules": _recompute_modules,
+    "recompute_layers": _of_layers("recompute_layers"),
+    "recompute_method": _of_layers("recompute_method"),
     "attention": _attention,
     "schedule": _schedule,
     "stages": _stages,

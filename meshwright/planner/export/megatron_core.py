@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Offload,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
 )
@@ -99,6 +100,10 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
 
     def write(facts: Facts) -> Keys:
         theirs = RECOMPUTE[words.known("recompute", facts, RECOMPUTE)]
+        if facts.get("recompute_layers"):
+            method = facts.get("recompute_method") or RecomputeMethod.BLOCK
+            layers = {"method": str(method), "num_layers": facts.get("recompute_layers")}
+            theirs = {**theirs, **layers}
         modules = cast("tuple[RecomputeModule, ...]", facts.get("recompute_modules"))
         if modules:
             theirs = {**theirs, MODULES: [str(each) for each in modules]}
@@ -113,14 +118,28 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
         for ours, each in RECOMPUTE.items():
             if each == theirs:
                 return {"recompute": ours}
+        found_layers = _layers(theirs)
+        if found_layers is not None:
+            return found_layers
         given = ", ".join(f"{keys[name]}={value}" for name, value in theirs.items())
         raise PlanError(
             f"{given} of {words.framework} is in no plan; allowed: none, "
-            f"{keys['granularity']}=selective alone, or full with method uniform of 1 layer"
+            f"{keys['granularity']}=selective alone, or full with a method "
+            f"({', '.join(RecomputeMethod)}) and a number of layers"
         )
 
-    fields = ("recompute", "recompute_modules")
+    fields = ("recompute", "recompute_modules", "recompute_layers", "recompute_method")
     return Row(fields=fields, keys=tuple(keys.values()), write=write, read=read)
+
+
+def _layers(theirs: Keys) -> Keys | None:
+    """Return which layers are recomputed in full, None where the keys do not say it."""
+    method, number = theirs.get("method"), theirs.get("num_layers")
+    is_full = theirs.keys() == FULL.keys() and theirs["granularity"] == FULL["granularity"]
+    if not is_full or method not in list(RecomputeMethod) or not isinstance(number, int):
+        return None
+    said = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
+    return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
 
 
 def _modules(words: Words, key: str, found: object) -> tuple[RecomputeModule, ...]:

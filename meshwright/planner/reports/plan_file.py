@@ -129,11 +129,12 @@ class _PlanFile(_Entry):
 
 
 def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
-    """Return every field of a plan by name."""
+    """Return every field of a plan by name, rare ones that are not as usual."""
     values: dict[str, Json] = {
         name: list(value) if isinstance(value, tuple) else value
-        for name in PLAN_FIELDS
+        for name, each in PLAN_FIELDS.items()
         for value in [getattr(plan, name)]
+        if not (each.declaration.is_rare and value == each.default)
     }
     if plan.parameter_server is not None:
         values["parameter_server"] = asdict(plan.parameter_server)

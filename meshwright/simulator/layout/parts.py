@@ -2,9 +2,11 @@
 
 from meshwright.hwprofiles import (
     Attention,
+    Device,
     Kernels,
     LayerFact,
     Precision,
+    RecomputeMethod,
     RecomputeModule,
     StackProfile,
 )
@@ -55,6 +57,15 @@ def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, 
     return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 
+def default_attention(device: Device, stack: StackProfile) -> Attention:
+    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
+    flash, unfused = Attention.FLASH, Attention.UNFUSED
+    lacks_kernel = stack.flash_kernel not in device.flash
+    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
+        return unfused
+    return stack.attention
+
+
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
     """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
     if model.experts is None and model.latent is None:
@@ -84,6 +95,26 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
             return f"recompute_modules={each} does not go with {job.model.name}, which {lacking}"
     if RecomputeModule.LAYERNORM in plan.recompute_modules and job.precision is Precision.FP8:
         return "recompute_modules=layernorm is not offered with precision=fp8; allowed: other parts"
+    return None
+
+
+def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why the layers that *plan* counts cannot be recomputed, or None when they can.
+
+    Megatron-Core asks a stage for layers that it has not where checkpoints do not divide them.
+    """
+    number, method = plan.recompute_layers, plan.recompute_method or RecomputeMethod.BLOCK
+    if number is None:
+        return None
+    if method not in stack.recompute_methods:
+        known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
+        return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    uneven = [count for count in plan.stages if count % number]
+    if method is RecomputeMethod.UNIFORM and uneven:
+        return (
+            f"recompute_layers={number} of method {method} does not divide a stage of {uneven[0]} "
+            f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
+        )
     return None
 
 

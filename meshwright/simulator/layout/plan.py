@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from meshwright.hwprofiles import (
     Attention,
@@ -12,6 +12,7 @@ from meshwright.hwprofiles import (
     Offload,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
 )
@@ -20,39 +21,8 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.schedules import SCHEDULES
-
-MAX_SERVERS = 1024
-MAX_SLOWDOWN = 1000.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer:
-    """Where parameters live when workers pull them, and how workers keep step."""
-
-    servers: int | Literal["all"] = Declaration(
-        help="Parameter servers: own hosts, or all [1].", metavar="N|all", group="replication"
-    ).field(1)
-    """Hosts of their own over which parameters are spread, or all workers."""
-
-    asynchronous: bool = Declaration(
-        help="Workers loop on their own.", option="async", group="replication"
-    ).field(False)
-    """Each worker loops on its own; if not, all wait for the update."""
-
-    slow_worker: float = Declaration(
-        help="How much slower the last worker is [1].", metavar="FACTOR", group="replication"
-    ).field(1.0)
-    """How many times longer the last worker computes than the others."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that no run can have."""
-        if self.servers != "all" and not 1 <= self.servers <= MAX_SERVERS:
-            raise PlanError(f"servers={self.servers} is out of range; allowed 1 to {MAX_SERVERS}")
-        if not 1 <= self.slow_worker <= MAX_SLOWDOWN:
-            raise PlanError(
-                f"slow_worker={self.slow_worker:g} is out of range; allowed 1 to {MAX_SLOWDOWN:g}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +123,23 @@ class PlanFields(Degrees):
     ).field(())
     """Parts of a layer that backward computes again, with selective recomputation; none given is
     the attention core."""
+
+    recompute_layers: int | None = Declaration(
+        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+    ).field(None)
+    """With full recomputation, how many layers `recompute_method` speaks of; None is all of them,
+    each in a checkpoint of its own."""
+
+    recompute_method: RecomputeMethod | None = Declaration(
+        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        group="replication",
+        is_rare=True,
+        offered_by="recompute_methods",
+    ).field(None)
+    """Which layers a number of `recompute_layers` is of; None is `BLOCK`."""
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
@@ -268,6 +255,7 @@ class ParallelPlan(PlanFields):
                 f"recompute_modules={said} does not go with recompute={self.recompute}; "
                 f"allowed: {Recompute.SELECTIVE}"
             )
+        self._check_layers()
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -281,6 +269,21 @@ class ParallelPlan(PlanFields):
             raise PlanError(
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
+            )
+
+    def _check_layers(self) -> None:
+        """Refuse layers to recompute where they are not recomputed in full."""
+        number, method = self.recompute_layers, self.recompute_method
+        if method is not None and number is None:
+            raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
+        if number is None:
+            return
+        if number < 1:
+            raise PlanError(f"recompute_layers must be >= 1, got {number}")
+        if self.recompute is not Recompute.FULL:
+            raise PlanError(
+                f"recompute_layers={number} does not go with recompute={self.recompute}; "
+                f"allowed: {Recompute.FULL}"
             )
 
     def _check_experts(self) -> None:

@@ -23,7 +23,12 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.parts import layer_refusal, modules_refusal, parts_refusal
+from meshwright.simulator.layout.parts import (
+    layer_refusal,
+    methods_refusal,
+    modules_refusal,
+    parts_refusal,
+)
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
@@ -282,6 +287,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
     refusal = _job_refusal(job, plan, stack) or modules_refusal(job, plan, stack)
+    refusal = refusal or methods_refusal(plan, stack)
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):

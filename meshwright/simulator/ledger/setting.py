@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, TrainingJob, model_stages
+from meshwright.simulator.layout import (
+    Checkpoints,
+    Mesh,
+    ParallelPlan,
+    Stage,
+    TrainingJob,
+    model_stages,
+)
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
     Replication,
@@ -47,7 +54,7 @@ class StepSetting:
         """Return the setting of *plan* on nodes of so many devices."""
         mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)
         replication = replication_of(plan, stack, mesh)
-        stages = model_stages(job.model, plan.stages)
+        stages = model_stages(job.model, plan.stages, Checkpoints.of(plan))
         return cls(
             job=job,
             plan=plan,
