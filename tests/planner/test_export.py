@@ -19,6 +19,7 @@ from meshwright.validate.cli import plan_of_words
 WHERE = ["--cluster", "dgx-h100"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
+GROUPED = ["--microbatch-group-size", "12"]
 # Plans by framework: options of simulate, and what an import has to be told.
 CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
@@ -35,6 +36,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--recompute-layers", "3"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),

@@ -20,6 +20,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.simulator import PlanError
+from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
 MODULES = "modules"
@@ -182,6 +183,28 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
 
     fields = ("stages", "num_virtual_stages")
     return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
+
+
+def groups_row(key: str) -> Row:
+    """Return the row of microbatches in a row, where they are not as many as ranks.
+
+    The framework then takes that many, or refuses to run (core 0.16).
+    """
+
+    def smallest(facts: Facts) -> int | None:
+        if facts.number("num_virtual_stages") == 1:
+            return None
+        return core_group(facts.number("pp"), facts.num_microbatches)
+
+    def write(facts: Facts) -> Keys:
+        size = facts.get("microbatch_group_size") or smallest(facts)
+        return {} if size in {None, facts.number("pp")} else {key: size}
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        size = keys.get(key)
+        return {} if size in {None, smallest(facts)} else {"microbatch_group_size": size}
+
+    return Row(fields=("microbatch_group_size",), keys=(key,), write=write, read=read)
 
 
 def layout_text(stages: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload
+from meshwright.hwprofiles import Offload, PipelineRuntime
 from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
@@ -72,6 +72,8 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     stack = space.stack
     if field.name in OF_PARTS:
         return not getattr(stack, OF_PARTS[field.name])
+    if field.name == "microbatch_group_size":
+        return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
     if field.name == "recompute_method":  # it says what a number of layers is of
         return True
     if field.declaration.of_experts:
@@ -89,7 +91,7 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
-        elif name in OF_PARTS:
+        elif name in {*OF_PARTS, "microbatch_group_size"}:
             yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))

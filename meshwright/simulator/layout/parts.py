@@ -5,6 +5,7 @@ from meshwright.hwprofiles import (
     Device,
     Kernels,
     LayerFact,
+    PipelineRuntime,
     Precision,
     RecomputeMethod,
     RecomputeModule,
@@ -22,6 +23,7 @@ from meshwright.simulator.model import (
     Experts,
     ModelSpec,
 )
+from meshwright.simulator.schedules import SCHEDULES
 
 
 def layer_refusal(
@@ -115,6 +117,20 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
             f"recompute_layers={number} of method {method} does not divide a stage of {uneven[0]} "
             f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
         )
+    return None
+
+
+def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why microbatches cannot go in groups of the size of *plan*, or None when they can."""
+    size = plan.microbatch_group_size
+    if size is None:
+        return None
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        said = f"microbatch_group_size={size} is not offered by stack {stack.name}"
+        return f"{said}; allowed: leave it out"
+    if not SCHEDULES[plan.schedule].interleaves:
+        said = f"microbatch_group_size={size} does not go with schedule={plan.schedule}"
+        return f"{said}; allowed: interleaved"
     return None
 
 

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Dispatcher,
     Offload,
+    PipelineRuntime,
     Precision,
     Recompute,
     RecomputeMethod,
@@ -22,7 +23,7 @@ from meshwright.simulator.layout.fields import Declaration, degree, fields_of, w
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.servers import ParameterServer
-from meshwright.simulator.schedules import SCHEDULES
+from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +160,16 @@ class PlanFields(Degrees):
         offered_by="schedules",
         acts_on=Axis.PP,
     ).field("1f1b")
+
+    microbatch_group_size: int | None = Declaration(
+        help="Microbatches in a row through a virtual stage [the fewest].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+        acts_on=Axis.PP,
+    ).field(None)
+    """Microbatches that an interleaved schedule takes through a virtual stage in a row; None is as
+    few as the stack can."""
 
     stages: tuple[int, ...] = Declaration(
         help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
@@ -354,6 +365,10 @@ class ParallelPlan(PlanFields):
     def num_stages(self) -> int:
         """Virtual stages over all pipeline ranks."""
         return self.pp * self.num_virtual_stages
+
+    def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
+        """Return the schedule as *runtime* runs it."""
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""

@@ -26,7 +26,6 @@ from meshwright.simulator.schedules import (
     NO_REFETCHES,
     Refetches,
     count_refetches,
-    get_schedule,
 )
 
 
@@ -95,6 +94,6 @@ class StepSetting:
         plan, vpp = self.plan, self.plan.num_virtual_stages
         if not self.replication.keeps_units or vpp <= MOST_GATHERED:
             return [NO_REFETCHES] * vpp
-        schedule = get_schedule(plan.schedule, self.shape.stack.pipeline_runtime)
+        schedule = plan.schedule_of(self.shape.stack.pipeline_runtime)
         actions = schedule.rank_actions(pp_rank, plan.pp, self.num_microbatches, vpp)
         return count_refetches(actions, vpp)

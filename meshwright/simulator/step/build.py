@@ -123,7 +123,7 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
     setting, stack = context.setting, context.costs.stack
     plan, replication = setting.plan, setting.replication
-    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
+    schedule = plan.schedule_of(stack.pipeline_runtime)
     messages_cross = plan.pp > 1 and setting.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = (
         stack.overlap_gradient_reduce or stack.overlap_parameter_gather or replication.gathers_units
