@@ -36,6 +36,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--recompute-layers", "3"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "2", "--stages", "E|t*16|t*16|L"], CORE),
         ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),

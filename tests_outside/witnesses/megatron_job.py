@@ -260,6 +260,13 @@ def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
     }
 
 
+def layout_of(plan: ParallelPlan) -> str | None:
+    """Return what tells Megatron-Core of stages that are not equal."""
+    if len({*plan.stages}) <= 1:
+        return None
+    return "|".join("t" * count for count in plan.stages).join("EL")
+
+
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
     """Return what Megatron-Core's MLP of a model is given."""
     if model.activation == "squared relu":
@@ -296,6 +303,7 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         virtual_pipeline_model_parallel_size=(
             plan.num_virtual_stages if plan.num_virtual_stages > 1 else None
         ),
+        pipeline_model_parallel_layout=layout_of(plan),
         sequence_parallel=plan.sequence_parallel,
         perform_initialization=False,
         masked_softmax_fusion=True,

@@ -244,6 +244,16 @@ def _schedule(draft: Draft) -> str:
     return "interleaved" if interleaves else "1f1b"
 
 
+def _virtual_stages(draft: Draft) -> object:
+    """Return the virtual stages of a rank: those of listed stages where no number is given."""
+    listed = parse_stages(cast("str", draft.given["stages"])) if "stages" in draft.given else ()
+    pp = draft.number("pp")
+    is_listed = isinstance(listed, tuple) and len(listed) > pp and len(listed) % pp == 0
+    if "num_virtual_stages" not in draft.given and is_listed:
+        return len(listed) // pp
+    return draft.value("num_virtual_stages", 1)
+
+
 def _stages(draft: Draft) -> tuple[int, ...]:
     job, saved = draft.setting.job, draft.setting.saved
     given = cast("str | None", draft.given.get("stages"))
@@ -317,6 +327,7 @@ def _attention(draft: Draft) -> object:
 RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "dp": _dp,
     "zero_stage": lambda draft: draft.value("zero_stage", draft.setting.stack.zero_stage),
+    "num_virtual_stages": _virtual_stages,
     "recompute": _recompute,
     "recompute_modules": _recompute_modules,
     "recompute_layers": _of_layers("recompute_layers"),

@@ -20,6 +20,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.simulator import PlanError
+from meshwright.simulator.layout import read_layout
 from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
@@ -176,7 +177,7 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
         if text is None:
             count = cast("int", keys.get(virtual) or 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
-        stages = read_layout(words, layout, text)
+        stages = _stages_of(words, layout, text)
         if len(stages) % pp:
             raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
         return {"stages": stages, "num_virtual_stages": len(stages) // pp}
@@ -217,18 +218,9 @@ def layout_text(stages: tuple[int, ...]) -> str:
     return f"E{'|'.join(parts)}L"
 
 
-def read_layout(words: Words, key: str, text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of such a text.
-
-    Raises:
-        PlanError: If it has other layers, or embedding and loss elsewhere than at the ends.
-
-    >>> read_layout(Words("megatron-lm"), "layout", "Ettt|(tt|)*2,L")
-    (3, 2, 2, 0)
-    """
-    plain = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        plain = re.sub(pattern, lambda match: match[1] * int(match[2]), plain)
-    if not re.fullmatch(r"Et*(\|t*)*L", plain):
-        raise words.unknown(key, text, ("E, layers t and stages | between them, L",))
-    return tuple(part.count("t") for part in plain.split("|"))
+def _stages_of(words: Words, key: str, text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of such a text; raises PlanError, naming *key*."""
+    try:
+        return read_layout(text)
+    except PlanError as error:
+        raise PlanError(f"{key} of {words.framework}: {error}") from None

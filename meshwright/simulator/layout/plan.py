@@ -172,7 +172,7 @@ class PlanFields(Degrees):
     few as the stack can."""
 
     stages: tuple[int, ...] = Declaration(
-        help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
+        help="Layers of stages: even, ends, balanced, greedy, 3,2,2,1 or Et*3|tt|tL [the stack's].",
         metavar="RULE|LIST",
         heading="stages",
         choices=lambda: tuple(StageSplit),

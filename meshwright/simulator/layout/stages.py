@@ -1,12 +1,13 @@
 """Which layers each pipeline stage holds."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit
+from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit, shown
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
@@ -251,23 +252,63 @@ def _level(num_layers: int, counts: list[int], head_cost: float) -> tuple[int, .
 
 
 def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
-    """Read the value of ``--stages``: a rule's name or layer counts such as ``3,2,2,1``.
+    """Read the value of ``--stages``: a rule's name, layer counts such as ``3,2,2,1``, or a layout.
 
     Raises:
-        PlanError: If it is neither.
+        PlanError: If it is none of them.
 
-    >>> parse_stages("3,2,1")
-    (3, 2, 1)
+    >>> parse_stages("3,2,1"), parse_stages("Et*3|(tt|)*2,L")
+    ((3, 2, 1), (3, 2, 2, 0))
     """
     if text in list(StageSplit):
         return StageSplit(text)
+    if LAYOUT_TEXT.fullmatch(text):
+        return read_layout(text)
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         rules = ", ".join(StageSplit)
         raise PlanError(
-            f"stages={text!r} is neither a rule ({rules}) nor layer counts such as 3,2,2,1"
+            f"stages={shown(text)} is neither a rule ({rules}), nor layer counts such as 3,2,2,1, "
+            "nor a layout such as Et*2|(t*3|)*2L"
         ) from None
+
+
+# What a text begins with, and consists of, that is neither a rule nor numbers.
+LAYOUT_TEXT = re.compile(r"[E(][EtmL|()*,0-9]*")
+REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]{1,6})"), re.compile(r"([EtmL|])\*([0-9]{1,6})")
+MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
+
+
+def read_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each virtual stage of a layout, in model order.
+
+    It has a letter for the embedding (E), each layer (t) and the loss (L) with stages between
+    borders (|), and repeats letters and groups, as ``t*4`` and ``(t|)*4``; commas say nothing
+    (`PipelineParallelLayerLayout` of megatron/core/transformer, core 0.16).
+
+    Raises:
+        PlanError: If it is no such text, or has layers of multi-token prediction (m).
+
+    >>> read_layout("E|(t|)*2,t*3L")
+    (0, 1, 1, 3)
+    """
+    plain = text.replace(",", "")
+    for pattern in REPEATED:
+        size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
+        if size > MAX_LAYOUT:
+            raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")
+        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+    if "m" in plain:
+        raise PlanError(
+            f"stages={shown(text)} has multi-token prediction (m), which is not modelled; "
+            "allowed: E, t, L"
+        )
+    if not re.fullmatch(r"Et*(\|t*)*L", plain):
+        raise PlanError(
+            f"stages={shown(text)} is no layout; allowed: E, layers t and stages | between them, L"
+        )
+    return tuple(part.count("t") for part in plain.split("|"))
 
 
 def resolve_stages(
