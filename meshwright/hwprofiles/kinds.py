@@ -136,6 +136,17 @@ class RecomputeModule(StrEnum):
     SHARED_EXPERTS = "shared_experts"
 
 
+class RecomputeMethod(StrEnum):
+    """Which layers of a virtual stage full recomputation runs again, as Megatron-LM names it.
+
+    `BLOCK` checkpoints so many of its first layers, each by itself, and keeps all of the others;
+    `UNIFORM` checkpoints all, so many at a time.
+    """
+
+    BLOCK = "block"
+    UNIFORM = "uniform"
+
+
 class Kernels(StrEnum):
     """How element-wise work runs: operator by operator, compiled around products, or by hand.
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
 from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.megatron_core import BATCHES, shared_rows, stages_row
+from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 from meshwright.planner.export.texts import command_words, flags, read_flags
 from meshwright.simulator import ModelSpec, PlanError
@@ -40,6 +40,7 @@ def table() -> tuple[Row, ...]:
             "num-virtual-stages-per-pipeline-rank",
             says_both=False,
         ),
+        groups_row("microbatch-group-size-per-virtual-pipeline-stage"),
         _precision(),
         _gradients(),
         _overlap(),

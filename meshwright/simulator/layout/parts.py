@@ -2,8 +2,11 @@
 
 from meshwright.hwprofiles import (
     Attention,
+    Device,
     Kernels,
     LayerFact,
+    PipelineRuntime,
+    RecomputeMethod,
     RecomputeModule,
     StackProfile,
 )
@@ -19,6 +22,7 @@ from meshwright.simulator.model import (
     Experts,
     ModelSpec,
 )
+from meshwright.simulator.schedules import SCHEDULES
 
 
 def layer_refusal(
@@ -52,6 +56,15 @@ def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, 
     has_others = model.attention_sinks and not stack.megatron_layers
     left_out = {Attention.UNFUSED} if model.attention_softcap or has_others else set()
     return tuple(each for each in stack.attention_kernels if each not in left_out)
+
+
+def default_attention(device: Device, stack: StackProfile) -> Attention:
+    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
+    flash, unfused = Attention.FLASH, Attention.UNFUSED
+    lacks_kernel = stack.flash_kernel not in device.flash
+    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
+        return unfused
+    return stack.attention
 
 
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
@@ -104,6 +117,40 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
             f"recompute_modules=layernorm is not offered with precision={job.precision}; "
             "allowed: other parts"
         )
+    return None
+
+
+def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why the layers that *plan* counts cannot be recomputed, or None when they can.
+
+    Megatron-Core asks a stage for layers that it has not where checkpoints do not divide them.
+    """
+    number, method = plan.recompute_layers, plan.recompute_method or RecomputeMethod.BLOCK
+    if number is None:
+        return None
+    if method not in stack.recompute_methods:
+        known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
+        return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    uneven = [count for count in plan.stages if count % number]
+    if method is RecomputeMethod.UNIFORM and uneven:
+        return (
+            f"recompute_layers={number} of method {method} does not divide a stage of {uneven[0]} "
+            f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
+        )
+    return None
+
+
+def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why microbatches cannot go in groups of the size of *plan*, or None when they can."""
+    size = plan.microbatch_group_size
+    if size is None:
+        return None
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        said = f"microbatch_group_size={size} is not offered by stack {stack.name}"
+        return f"{said}; allowed: leave it out"
+    if not SCHEDULES[plan.schedule].interleaves:
+        said = f"microbatch_group_size={size} does not go with schedule={plan.schedule}"
+        return f"{said}; allowed: interleaved"
     return None
 
 

@@ -17,6 +17,8 @@ from meshwright.simulator.model.kinds import (
     WINDOWED_LAYERS,
     BlockKind,
     BlockRun,
+    KeptLayer,
+    LayerGroup,
     cut_runs,
     join_runs,
 )
@@ -59,7 +61,9 @@ __all__ = [
     "ChainModel",
     "Experts",
     "ImageModel",
+    "KeptLayer",
     "LatentAttention",
+    "LayerGroup",
     "LinearLayer",
     "ModelSpec",
     "ParameterTensor",

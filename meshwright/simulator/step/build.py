@@ -89,7 +89,9 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     host = HostSide(costs, setting.wire, setting.state, setting.replication)
     shape, table = setting.shape, costs.blocks
     late = LateGradients.of(table, shape, setting.state.gradient)
-    context = StepContext(setting, costs, block_bytes(table, shape), host, late)
+    kinds = (kind for stage in setting.parts for kind, _ in stage.passes)
+    blocks = block_bytes(table, shape, others=kinds)
+    context = StepContext(setting, costs, blocks, host, late)
     passes = {stage: virtual_stage_cost(costs, setting.shape, stage) for stage in setting.parts}
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
     memory = _memory(context, tuple(dict.fromkeys(by_rank)))
@@ -121,7 +123,7 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
     setting, stack = context.setting, context.costs.stack
     plan, replication = setting.plan, setting.replication
-    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
+    schedule = plan.schedule_of(stack.pipeline_runtime)
     messages_cross = plan.pp > 1 and setting.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = (
         stack.overlap_gradient_reduce or stack.overlap_parameter_gather or replication.gathers_units

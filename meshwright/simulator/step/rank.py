@@ -64,7 +64,7 @@ class PricedRank(NamedTuple):
 def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
     """Return the cost of a pass through *stage*."""
     forward = backward = PhaseCost()
-    for kind, count in stage.blocks:
+    for kind, count in stage.passes:
         block = costs.block_cost(shape, kind)
         forward, backward = forward + block.forward * count, backward + block.backward * count
     return VirtualStageCost(forward, backward)
