@@ -143,6 +143,7 @@ REFUSED = [
     ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
     ("accelerate", [*DDP, "--gpus", "8", "--sync-each-microbatch", "--micro-batch", "8"], ""),
     ("accelerate", [*LLAMA, "--gpus", "8", "--tp", "2", "--zero", "0"], "tp=2"),
+    ("accelerate", [*TITAN, "--gpus", "8", "--tp", "2"], "tp=2"),
 ]
 
 
@@ -162,6 +163,13 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
         assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
+TENSOR = """distributed_type: FSDP
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+parallelism_config:
+  parallelism_config_tp_size: 2
+"""
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
     ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
@@ -170,6 +178,7 @@ WRONG = [
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
+    ("a.yaml", TENSOR, "allowed: 1"),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
     ("a.sh", "torchrun x.py --recompute-granularity full", "method uniform"),
