@@ -87,7 +87,7 @@ def _script_rows() -> tuple[Row, ...]:
     words = WORDS
     return (
         words.only("sequence_parallel", False),  # noqa: FBT003  (the value that goes)
-        words.script("attention", deepspeed.ATTENTION),
+        deepspeed.attention_row(words),
         words.told(("seq_len", "model"), deepspeed.sample),
         words.told(
             ("microbatch_size",),
