@@ -21,7 +21,7 @@ from meshwright.planner.footprint.pass_table import (
 )
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
-from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
+from meshwright.simulator.blocks import BlockTable, beside_weights_bytes
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import layer_kinds
 from meshwright.simulator.replication import sum_layers
@@ -112,7 +112,8 @@ class UnitPeaks:
         for ending in ENDINGS[1:]:  # the first one is as usual
             blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
         self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
-        self._copies = np.array([weight_copy_bytes(shape, 1) for shape in table.shapes], np.int64)
+        beside = [beside_weights_bytes(shape, 1) for shape in table.shapes]
+        self._beside = np.array(beside, np.int64)
         by_tp = {shape.tp: shape for shape in table.shapes}
         self._shapes = [*by_tp.values()]
         self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
@@ -190,8 +191,8 @@ class UnitPeaks:
         weights, surplus, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
         held = RankStates.of(weights, sharding)
-        copies = self._copies[states.shapes[own]] * sum_layers(role.stages)
-        static = held.parameters + held.gradients + held.optimizer + surplus + copies
+        beside = self._beside[states.shapes[own]] * sum_layers(role.stages)
+        static = held.parameters + held.gradients + held.optimizer + surplus + beside
         microbatches = self._space.num_microbatches[group.indices]
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]

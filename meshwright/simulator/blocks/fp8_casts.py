@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.spelling import layer_table_bytes
 
 CAST_BYTES = 4
 
@@ -75,6 +76,12 @@ def weight_copy_bytes(shape: BlockShape, num_layers: int) -> int:
         return 0
     held = shape.fp8.holds_parameters * Precision.BF16.num_bytes
     return (shape.fp8.weight_copy_bytes - held) * num_linear_weights(shape) * num_layers
+
+
+def beside_weights_bytes(shape: BlockShape, num_layers: int) -> int:
+    """Return what *num_layers* layers hold beside their weights: fp8 copies, tables of angles."""
+    tables = layer_table_bytes(shape) * num_layers
+    return weight_copy_bytes(shape, num_layers) + tables
 
 
 def num_linear_weights(shape: BlockShape) -> int:
