@@ -94,13 +94,13 @@ class UnitStates(NamedTuple):
 
 
 class PartSizes(NamedTuple):
-    """Sizes of a part: parameters, surplus, buffers of messages, then `pass_sizes`, by state."""
+    """Sizes of a part by state: parameters, `StageUnits.surplus` to buffers, then `pass_sizes`."""
 
     row_of: Column
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 3, 6  # columns before those of passes; and that one of them
+NUM_STATIC, REDUCED = 4, 6  # columns before those of passes; and that one of them
 
 
 class UnitPeaks:
@@ -171,7 +171,8 @@ class UnitPeaks:
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            columns = (weights.total, found.surplus, found.buffers, *pass_sizes(found))
+            static = (weights.total, found.surplus, found.copied, found.buffers)
+            columns = (*static, *pass_sizes(found))
             if not rows.size:
                 rows = np.empty((len(used), len(columns)), np.int64)
             for number, column in enumerate(columns):
@@ -188,7 +189,7 @@ class UnitPeaks:
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
-        weights, surplus, buffers, *passes = np.asarray(total).T
+        weights, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
         held = RankStates.of(weights, sharding)
         beside = self._beside[states.shapes[own]] * sum_layers(role.stages)
@@ -197,7 +198,7 @@ class UnitPeaks:
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
-        updating = held.update_temporary - passes[REDUCED]
+        updating = held.update_temporary + copied - passes[REDUCED]
         return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
 
     def _most_moving(self, ranks: "_Ranks") -> Column:
