@@ -113,6 +113,11 @@ def plan_file(words: list[str], folder: Path) -> Path:
     return path
 
 
+def stack_of(version: str | None, word: str) -> str:
+    """Return a word of a plan with the stack of a framework's version, where that has its own."""
+    return "torchtitan-2026-08" if (version, word) == ("0.3", "torchtitan") else word
+
+
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
     lacking = {"0.3": "fp8", "fsdp1": "--dp-shard"}
@@ -123,8 +128,9 @@ def is_offered(words: list[str], version: str | None) -> bool:
 def test_a_plan_comes_back_from_a_framework_as_it_was(
     name: str, words: list[str], told: list[str], tmp_path: Path
 ) -> None:
-    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    out, again = tmp_path / "out", tmp_path / "again.json"
     for version in FRAMEWORKS[name].versions or (None,):
+        plan = plan_file([stack_of(version, word) for word in words], tmp_path)
         chosen = [] if version is None else ["--framework-version", version]
         status = main(["export", str(plan), "--to", name, *chosen, "--out", str(out)])
         assert status == (0 if is_offered(words, version) else 2)

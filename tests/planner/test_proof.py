@@ -187,6 +187,15 @@ CASES = {
         limits=SpaceLimits(max_microbatch_size=2, max_pp=4),
         changes=(("casts_shards_alone", False),),  # as above
     ),
+    "one rank is not wrapped": Case(
+        GROUPED,
+        "dgx-a100",
+        "torchtitan",
+        4,
+        8,
+        precision=Precision.FP32,
+        limits=SpaceLimits(max_microbatch_size=1, max_pp=2),
+    ),
     "whole gradients between microbatches": Case(
         GROUPED,
         "dgx-h100",

@@ -385,7 +385,7 @@ FRAMEWORK = Framework(
     command=_command,
     is_script=lambda version: version == COMMAND,
     read=_read,
-    stack=lambda _: "torchtitan",
+    stack=lambda keys: "torchtitan-2026-08" if "module" in keys else "torchtitan",
     suffixes=(".toml",),
     harmless=(
         *("job.*", "profiling.*", "metrics.*", "checkpoint.*", "optimizer.*", "lr_scheduler.*"),
