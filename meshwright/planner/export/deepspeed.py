@@ -5,7 +5,6 @@ zero/offload_config.py of 0.19.8). Pipelines of DeepSpeed are made in the script
 """
 
 from collections.abc import Mapping
-from typing import cast
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
 from meshwright.planner.export.framework import Export, Framework
@@ -90,7 +89,7 @@ def _reshards(facts: Facts) -> bool | None:
 
 def _tensor_parallel() -> Row:
     def read(keys: Keys, _: Facts) -> Keys:
-        return {"tp": keys.get(TENSOR, 0) or 1}
+        return {"tp": WORDS.whole(keys, TENSOR, 0, least=0) or 1}
 
     return Row(
         fields=("tp",),
@@ -111,7 +110,7 @@ def _batches() -> Row:
         }
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        given = {key: cast("int", keys[key]) for key in (BATCH, MICRO, STEPS) if key in keys}
+        given = {key: WORDS.whole(keys, key, 1) for key in (BATCH, MICRO, STEPS) if key in keys}
         found: Keys = {"microbatch_size": given[MICRO]} if MICRO in given else {}
         if BATCH in given:
             found["global_batch_size"] = given[BATCH]
@@ -156,10 +155,10 @@ def _format(field: str, key: str) -> Row:
         return {key: str(WORDS.known(field, facts, known.values()))}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        theirs = keys.get(key) or str(facts.get("precision"))
+        theirs = str(keys.get(key) or facts.get("precision"))
         if theirs not in known:
             raise WORDS.unknown(key, theirs, known)
-        return {field: known[str(theirs)]}
+        return {field: known[theirs]}
 
     return Row(fields=(field,), keys=(key,), write=write, read=read)
 

@@ -70,10 +70,10 @@ def _shards() -> Row:
         return dict.fromkeys(SHARDS, is_on)
 
     def read(keys: Keys, _: Facts) -> Keys:
-        theirs = {keys[key] for key in SHARDS if key in keys}
-        if len(theirs) > 1:
+        theirs = [keys[key] for key in SHARDS if key in keys]
+        if theirs[1:] not in ([], theirs[:1]):
             raise WORDS.unknown(SHARDS[0], keys[SHARDS[0]], (f"that of {SHARDS[1]}",))
-        return {"zero_stage": int(theirs.pop() is True)} if theirs else {}
+        return {"zero_stage": int(theirs[0] is True)} if theirs else {}
 
     return Row(fields=("zero_stage",), keys=SHARDS, write=write, read=read)
 
