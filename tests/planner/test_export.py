@@ -25,6 +25,7 @@ CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
 GPT = ["gpt2", "--global-batch", "64"]
 SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
+SMALL_CORE = [*GPT, "--gpus", "16"]
 FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
@@ -124,6 +125,17 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             source = ["--from", name, *WHERE, *told]
             assert main(["import", str(out), *source, "--out", str(again)]) == 0
             assert json.loads(again.read_text()) == json.loads(plan.read_text())
+
+
+def test_how_ranks_attend_is_not_read_where_there_is_one(tmp_path: Path) -> None:
+    plan, out, again = plan_file(SMALL_CORE, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
+    text = out.read_text()
+    out.write_text(text.replace("--bf16", "--cp-comm-type a2a+p2p --bf16"))
+    assert out.read_text() != text
+    source = ["--from", "megatron-lm", *WHERE, *GPT_CORE]
+    assert main(["import", str(out), *source, "--out", str(again)]) == 0
+    assert json.loads(again.read_text()) == json.loads(plan.read_text())
 
 
 def test_every_framework_is_tried_with_six_plans() -> None:
