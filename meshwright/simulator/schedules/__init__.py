@@ -4,7 +4,7 @@ from difflib import get_close_matches
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.schedules.actions import Action, ActionLists, Phase, Schedule
+from meshwright.simulator.schedules.actions import Action, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import interleaved
 from meshwright.simulator.schedules.lookahead import (
@@ -23,7 +23,6 @@ __all__ = [
     "RUNTIMES",
     "SCHEDULES",
     "Action",
-    "ActionLists",
     "Phase",
     "Refetches",
     "Schedule",
