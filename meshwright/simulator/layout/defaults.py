@@ -1,6 +1,6 @@
 """What a job and a plan have where nobody says: what device and stack both can do."""
 
-from meshwright.hwprofiles import Attention, Device, Precision, StackProfile
+from meshwright.hwprofiles import EIGHT_BITS, Attention, Device, Precision, StackProfile
 
 # Published 16-bit training runs used fp16 before this year, bf16 from it on.
 FIRST_BF16_DATE = "2022"
@@ -16,7 +16,7 @@ def default_precision(device: Device, stack: StackProfile | None = None) -> Prec
     >>> [default_precision(load_cluster(name).device, core) for name in ("dgx-a100", "dgx-1v")]
     [<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>]
     """
-    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, Precision.FP8]
+    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, *EIGHT_BITS]
     if stack is not None and stack.date < FIRST_BF16_DATE:
         usual = [*others, bf16]
     offered = [each for each in usual if stack is None or each in stack.precisions]
