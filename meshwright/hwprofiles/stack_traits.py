@@ -24,8 +24,6 @@ class StackTraits(Profile):
             beside them; else of PyTorch's own modules.
         fused_qkv: Queries, keys and values are one product; "model" says that each model has them
             as its own code in transformers does.
-        keeps_gathered_inputs: Sequence parallelism keeps the gathered input of a column layer for
-            backward, where others gather it again.
         sums_norms_each_microbatch: It then sums the gradients of norms over the tensor-parallel
             ranks one by one in every microbatch, where others sum all at once in the last.
         scatters_positions: It scatters the sum of looked-up tokens also where a learned position
@@ -65,7 +63,6 @@ class StackTraits(Profile):
     transformers_layers: Flag = False
     megatron_layers: Flag = True
     fused_qkv: FusedQkv = True
-    keeps_gathered_inputs: Flag = False
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
     recompute_stops_early: Flag = False
