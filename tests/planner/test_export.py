@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from meshwright import main
 from meshwright.hwprofiles import Offload
 from meshwright.planner.export import FRAMEWORKS, torchtitan
 from meshwright.planner.export.registry import facts_of
-from meshwright.planner.export.table import write_keys
+from meshwright.planner.export.table import Facts, read_keys, write_keys
 from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
@@ -25,6 +26,7 @@ CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
 GPT = ["gpt2", "--global-batch", "64"]
 SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
+SMALL_CORE = [*GPT, "--gpus", "16"]
 FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
@@ -105,12 +107,17 @@ ROUNDS = [
 ]
 
 
-def plan_file(words: list[str], folder: Path) -> Path:
+def plan_file(words: list[str], folder: Path, cluster: str = "dgx-b200") -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), "dgx-b200")
+    saved = plan_of_words(" ".join(words), cluster)
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
+
+
+def stack_of(version: str | None, word: str) -> str:
+    """Return a word of a plan with the stack of a framework's version, where that has its own."""
+    return "torchtitan-2026-08" if (version, word) == ("0.3", "torchtitan") else word
 
 
 def is_offered(words: list[str], version: str | None) -> bool:
@@ -123,8 +130,9 @@ def is_offered(words: list[str], version: str | None) -> bool:
 def test_a_plan_comes_back_from_a_framework_as_it_was(
     name: str, words: list[str], told: list[str], tmp_path: Path
 ) -> None:
-    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    out, again = tmp_path / "out", tmp_path / "again.json"
     for version in FRAMEWORKS[name].versions or (None,):
+        plan = plan_file([stack_of(version, word) for word in words], tmp_path)
         chosen = [] if version is None else ["--framework-version", version]
         status = main(["export", str(plan), "--to", name, *chosen, "--out", str(out)])
         assert status == (0 if is_offered(words, version) else 2)
@@ -132,6 +140,17 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             source = ["--from", name, *WHERE, *told]
             assert main(["import", str(out), *source, "--out", str(again)]) == 0
             assert json.loads(again.read_text()) == json.loads(plan.read_text())
+
+
+def test_how_ranks_attend_is_not_read_where_there_is_one(tmp_path: Path) -> None:
+    plan, out, again = plan_file(SMALL_CORE, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
+    text = out.read_text()
+    out.write_text(text.replace("--bf16", "--cp-comm-type a2a+p2p --bf16"))
+    assert out.read_text() != text
+    source = ["--from", "megatron-lm", *WHERE, *GPT_CORE]
+    assert main(["import", str(out), *source, "--out", str(again)]) == 0
+    assert json.loads(again.read_text()) == json.loads(plan.read_text())
 
 
 def test_every_framework_is_tried_with_six_plans() -> None:
@@ -220,6 +239,47 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
     assert not out.exists()
 
 
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    3,
+    10**40,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    [],
+    [1],
+    [[]],
+    [["x"]],
+    {},
+    {"x": 1},
+)
+
+
+@pytest.mark.parametrize("name", [each.name for each in FRAMEWORKS.values() if each.read])
+def test_whatever_a_file_says_is_read_or_refused(name: str) -> None:
+    """No fault of ours is told as one of the file: nothing else is caught where a row is read."""
+    framework, refused = FRAMEWORKS[name], 0
+    for words, _ in PLANS[name]:
+        saved = plan_of_words(" ".join(words), "dgx-h100")
+        version = framework.versions[0] if framework.versions else ""
+        facts = facts_of(saved)
+        keys = write_keys(framework.write_table(version, facts), facts, framework.name)
+        known = {key for row in framework.read_table(keys) for key in row.keys}
+        for beside in (Facts({}, saved.job.model), Facts({**facts.values}, saved.job.model)):
+            for key, odd in product(sorted(known), ODD):
+                file = {**keys, key: odd}
+                try:
+                    read_keys(framework.read_table(file), file, beside, framework=name, harmless=())
+                    framework.stack(file)
+                except PlanError:
+                    refused += 1
+    assert refused > 100
+
+
 def test_a_field_that_no_row_mentions_is_refused() -> None:
     saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-b200")
     rows = [row for row in torchtitan.table("0.2") if "offload" not in row.fields]
@@ -267,7 +327,8 @@ def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["gpt-oss-20b", "--stack", "fsdp", "--gpus", "32", "--global-batch", "32"]
-    plan = plan_file([*words, "--seq-len", "4096", "--attention", "flash"], tmp_path)
+    words += ["--seq-len", "4096", "--attention", "flash"]
+    plan = plan_file(words, tmp_path, "dgx-h100")
     assert main(["export", str(plan), "--to", "accelerate"]) == 0
     kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
     assert kernel in capsys.readouterr().err
@@ -292,9 +353,13 @@ def test_an_option_may_not_say_other_than_the_file(
         ("deepspeed", "[" * 100_000, "nested too deeply"),
         ("deepspeed", '{"a": 1, "a": 2}', "appears twice"),
         ("torchtitan", None, "no regular file"),
-        ("deepspeed", '{"train_batch_size": [6]}', "train_batch_size=[6] of deepspeed cannot"),
+        ("deepspeed", '{"train_batch_size": [6]}', "train_batch_size=[6] of deepspeed is in no"),
         ("torchtitan", '[training]\nlocal_batch_size = "x"', "training.local_batch_size='x' of "),
-        ("torchtitan", '[training]\nglobal_batch_size = "x"', "cannot be read as a number or word"),
+        (
+            "torchtitan",
+            '[training]\nglobal_batch_size = "x"',
+            "global_batch_size='x' of torchtitan is in",
+        ),
     ],
 )
 def test_what_can_be_no_configuration_is_refused_in_one_line(

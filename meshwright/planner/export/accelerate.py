@@ -204,11 +204,11 @@ def _parallelism() -> Row:
         return {REPLICAS: dp // shards, SHARDS: shards, TENSOR: 1}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        tp, replicas = keys.get(TENSOR, 1), cast("int", keys.get(REPLICAS, 1))
+        tp, replicas = (WORDS.whole(keys, key, 1) for key in (TENSOR, REPLICAS))
         if tp != 1:
             raise WORDS.unknown(TENSOR, tp, (1,))
         dp = facts.world_size
-        shards = cast("int", keys.get(SHARDS, dp // replicas))
+        shards = WORDS.whole(keys, SHARDS, dp // replicas, least=0)
         if shards * replicas != dp:
             raise WORDS.unknown(SHARDS, shards, (dp // replicas,))
         return {"dp": dp, "dp_shard": shards}
@@ -220,7 +220,7 @@ def _deepspeed_rows() -> tuple[Row, ...]:
     words = WORDS
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        steps = cast("int", keys.get(STEPS, 1))
+        steps = WORDS.whole(keys, STEPS, 1)
         batch = cast("int | None", facts.get("global_batch_size"))
         if batch is None:
             raise PlanError(f"--global-batch is missing; {STEPS} is {steps}")
@@ -254,10 +254,10 @@ def _deepspeed_rows() -> tuple[Row, ...]:
 
 
 def _read_kind(keys: Keys) -> Kind:
-    theirs = keys.get("distributed_type")
+    theirs = WORDS.word(keys, "distributed_type", "")
     if theirs not in set(Kind):
         raise WORDS.unknown("distributed_type", theirs, Kind)
-    return Kind(str(theirs))
+    return Kind(theirs)
 
 
 def _read_table(keys: Keys) -> tuple[Row, ...]:

@@ -102,7 +102,7 @@ def _reshards(facts: Facts) -> bool | None:
 
 def _tensor_parallel() -> Row:
     def read(keys: Keys, _: Facts) -> Keys:
-        return {"tp": keys.get(TENSOR, 0) or 1}
+        return {"tp": WORDS.whole(keys, TENSOR, 0, least=0) or 1}
 
     return Row(
         fields=("tp",),
@@ -123,7 +123,7 @@ def _batches() -> Row:
         }
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        given = {key: cast("int", keys[key]) for key in (BATCH, MICRO, STEPS) if key in keys}
+        given = {key: WORDS.whole(keys, key, 1) for key in (BATCH, MICRO, STEPS) if key in keys}
         if len(given) < 3:
             return _completed(given, facts)
         rank = given[MICRO] * given[STEPS]
@@ -186,10 +186,10 @@ def _format(field: str, key: str) -> Row:
         return {key: str(WORDS.known(field, facts, known.values()))}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        theirs = keys.get(key) or str(facts.get("precision"))
+        theirs = str(keys.get(key) or facts.get("precision"))
         if theirs not in known:
             raise WORDS.unknown(key, theirs, known)
-        return {field: known[str(theirs)]}
+        return {field: known[theirs]}
 
     return Row(fields=(field,), keys=(key,), write=write, read=read)
 

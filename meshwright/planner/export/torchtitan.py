@@ -184,7 +184,7 @@ def _compile() -> Row:
         return {enable: True, parts: ["model"]} if is_on else {enable: False}
 
     def read(keys: Keys, _: Facts) -> Keys:
-        parted = "model" in cast("list[str]", keys.get(parts, ["model"]))
+        parted = "model" in WORDS.names(keys, parts, ("model",))
         is_on = bool(keys.get(enable, False)) and parted
         return {"stack.kernels": Kernels.COMPILED if is_on else Kernels.EAGER}
 
@@ -240,7 +240,7 @@ def _replicas() -> Row:
         return {REPLICATE: facts.number("dp") // shards, SHARD: shards}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        replicas, shards = cast("int", keys.get(REPLICATE, 1)), cast("int", keys.get(SHARD, -1))
+        replicas, shards = WORDS.whole(keys, REPLICATE, 1), WORDS.whole(keys, SHARD, -1, least=-1)
         others = facts.number("tp") * facts.number("pp")
         if shards == -1:
             if facts.get("world_size") is None:
@@ -266,9 +266,9 @@ def _batch() -> Row:
         return {**found, LOCAL_BATCH: size * facts.num_microbatches, own: size}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        local = cast("int", keys.get(LOCAL_BATCH, 8))
+        local = WORDS.whole(keys, LOCAL_BATCH, 8)
         once = local * facts.number("dp")
-        batch = cast("int", keys.get(GLOBAL_BATCH, -1))
+        batch = WORDS.whole(keys, GLOBAL_BATCH, -1, least=-1)
         batch = once if batch < 0 else batch
         if facts.number("pp") == 1:
             return {"global_batch_size": batch, "microbatch_size": local}
@@ -298,12 +298,12 @@ def _stages(version: str) -> Row:
         return {PARTS: parts}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        pp, parts = facts.number("pp"), cast("list[list[str]] | None", keys.get(PARTS))
-        if pp == 1:
+        if facts.number("pp") == 1:
             return {}
-        if parts is None:  # generate_llm_fqn_per_model_part: two stages a rank, or one
+        if PARTS not in keys:  # generate_llm_fqn_per_model_part: two stages a rank, or one
             virtual = 2 if facts.get("schedule") == "interleaved" else 1
             return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
+        pp, parts = facts.number("pp"), WORDS.lists(keys, PARTS)
         stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
         again = write(Facts({"pp": pp, "stages": stages}))
         if again != {PARTS: parts} or len(parts) % pp:
@@ -385,7 +385,7 @@ FRAMEWORK = Framework(
     command=_command,
     is_script=lambda version: version == COMMAND,
     read=_read,
-    stack=lambda _: "torchtitan",
+    stack=lambda keys: "torchtitan-2026-08" if "module" in keys else "torchtitan",
     suffixes=(".toml",),
     harmless=(
         *("job.*", "profiling.*", "metrics.*", "checkpoint.*", "optimizer.*", "lr_scheduler.*"),
