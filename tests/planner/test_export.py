@@ -326,8 +326,9 @@ def test_sizes_that_a_deepspeed_file_leaves_out_are_filled_in_as_deepspeed_does(
 def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["gpt-oss-20b", "--stack", "fsdp", "--gpus", "64", "--global-batch", "64"]
-    plan = plan_file([*words, "--seq-len", "4096"], tmp_path, "dgx-h100")
+    words = ["gpt-oss-20b", "--stack", "fsdp", "--gpus", "32", "--global-batch", "32"]
+    words += ["--seq-len", "4096", "--attention", "flash"]
+    plan = plan_file(words, tmp_path, "dgx-h100")
     assert main(["export", str(plan), "--to", "accelerate"]) == 0
     kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
     assert kernel in capsys.readouterr().err
