@@ -28,7 +28,6 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
-    RecomputeMethod,
     RecomputeModule,
     StageSplit,
     Strategy,
@@ -88,8 +87,7 @@ class StackProfile(StackTraits):
     the stack's habit first; none where it does not divide sequences.
 
     ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
-    none where it runs the attention core alone.  ``recompute_methods`` lists how full recomputation
-    may choose layers of a stage; none where it runs all of them again, one by one.
+    none where it runs the attention core alone.
 
     ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
 
@@ -127,7 +125,6 @@ class StackProfile(StackTraits):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
-    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True
@@ -199,7 +196,6 @@ class StackProfile(StackTraits):
         _check_distinct("zero_stages", self.zero_stages)
         _check_distinct("recompute_modes", self.recompute_modes)
         _check_distinct("recompute_modules", self.recompute_modules)
-        _check_distinct("recompute_methods", self.recompute_methods)
         _check_distinct("context_parallel", self.context_parallel)
         _check_distinct("dispatchers", self.dispatchers)
         _check_recompute(self)
@@ -225,6 +221,7 @@ class StackProfile(StackTraits):
 
 def _check_recompute(stack: StackProfile) -> None:
     """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
+    _check_distinct("recompute_methods", stack.recompute_methods)
     is_fused = stack.megatron_layers or stack.fused_qkv is not False
     is_other = stack.strategy is not Strategy.MESH or is_fused or stack.autocast
     has_unfused = Attention.UNFUSED in stack.attention_kernels
