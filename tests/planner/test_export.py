@@ -16,7 +16,7 @@ from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
-WHERE = ["--cluster", "dgx-h100"]
+WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
 GROUPED = ["--microbatch-group-size", "12"]
@@ -42,6 +42,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
+        ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
@@ -106,7 +107,7 @@ ROUNDS = [
 
 def plan_file(words: list[str], folder: Path) -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), "dgx-h100")
+    saved = plan_of_words(" ".join(words), "dgx-b200")
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
@@ -200,7 +201,7 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
 
 
 def test_a_field_that_no_row_mentions_is_refused() -> None:
-    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-h100")
+    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-b200")
     rows = [row for row in torchtitan.table("0.2") if "offload" not in row.fields]
     facts = facts_of(saved)
     assert "parallelism.tensor_parallel_degree" in write_keys(rows, facts, "torchtitan")

@@ -27,6 +27,7 @@ PRECISIONS: Mapping[object, object] = {
     Precision.BF16: "bf16_mixed",
     Precision.FP16: "fp16_mixed",
     Precision.FP8: "bf16_with_fp8_delayed_scaling_mixed",
+    Precision.MXFP8: "bf16_with_mxfp8_mixed",
 }
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
 

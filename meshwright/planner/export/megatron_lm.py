@@ -83,8 +83,9 @@ def _precision() -> Row:
         Precision.FP16: {"fp16": True},
         Precision.FP32: {},
         Precision.FP8: {"bf16": True, "fp8-format": "hybrid"},
+        Precision.MXFP8: {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
     }
-    names = ("bf16", "fp16", "fp8-format")
+    names = ("bf16", "fp16", "fp8-format", "fp8-recipe")
 
     def read(keys: Keys, _: Facts) -> Keys:
         theirs = {name: keys[name] for name in names if name in keys}

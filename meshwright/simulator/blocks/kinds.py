@@ -153,12 +153,14 @@ def makes_gradients(shape: BlockShape) -> bool:
 
 
 def _eight_bits(shape: BlockShape) -> EightBits | None:
-    if shape.fp8 is None:
+    recipe = shape.recipe
+    if recipe is None:
         return None
     return EightBits(
-        keeps_copy=shape.keeps_fp8_inputs,
-        keeps_weights=shape.fp8.weight_copy_bytes > 0,
-        gathers=shape.fp8.tp_gathers_fp8,
+        keeps_copy=shape.keeps_narrow_inputs,
+        keeps_weights=recipe.weight_copy_bytes > 0,
+        gathers=recipe.tp_gathers_fp8,
+        scaled=recipe.scaled_elements,
     )
 
 

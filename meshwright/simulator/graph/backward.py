@@ -170,7 +170,9 @@ class Backward:
 
     def _token(self, of: Tensor, width: int | None = None) -> Tensor:
         # The gradient of an operand in fp8 is that of what it was cast from.
-        token = of.like(f"{of.name} gradient", width=width or max(of.width, self.tape.block.width))
+        scaled = self.tape.block.lowering.scaled if width else 0
+        width = width or max(of.width, self.tape.block.width)
+        token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
         self.tape.storages.hold(token)
         return token
 
@@ -179,8 +181,8 @@ def _placed_back(
     block: Block, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
 ) -> tuple[tuple[Work, ...], bool]:
     """Return the collectives that move a gradient back, and whether its storage stays."""
-    width = block.width if op.eight_bits else None
-    work = place_work(found, op.outputs[0], of, cast_from=width)
+    width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
+    work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled)
     is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
     return work, not found or (block.lowering.fuses_places and is_sum)
 

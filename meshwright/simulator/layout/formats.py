@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Device, Precision, StackProfile
+from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile
 
 FULL_BYTES = Precision.FP32.num_bytes
 HALF_BYTES = Precision.BF16.num_bytes
@@ -20,7 +20,7 @@ def default_precision(device: Device, stack: StackProfile | None = None) -> Prec
     >>> [default_precision(load_cluster(name).device, core) for name in ("dgx-a100", "dgx-1v")]
     [<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>]
     """
-    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, Precision.FP8]
+    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, *EIGHT_BITS]
     if stack is not None and stack.date < FIRST_BF16_DATE:
         usual = [*others, bf16]
     offered = [each for each in usual if stack is None or each in stack.precisions]

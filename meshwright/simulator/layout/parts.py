@@ -6,7 +6,6 @@ from meshwright.hwprofiles import (
     Kernels,
     LayerFact,
     PipelineRuntime,
-    Precision,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
@@ -75,16 +74,34 @@ def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> st
     """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
     if model.experts is None and model.latent is None:
         return None
-    is_alike = len({run.kind for run in model.layer_runs}) == 1
-    in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED and is_alike
-    if job.precision is Precision.FP8 and (model.latent is not None or not in_one_kernel):
-        return f"precision=fp8 is not offered for {model.name}; allowed: another one"
+    in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED
+    if job.precision.is_eight_bit and not in_one_kernel:
+        return f"precision={job.precision} is not offered for {model.name}; allowed: another one"
     if model.latent is not None and stack.fused_qkv and stack.kernels is Kernels.EAGER:
         return f"kernels=eager is not offered for {model.name}; allowed: {Kernels.FUSED}"
     kinds = _kinds(model)
     if stack.is_fully_sharded and len(kinds) > 1:
         return f"stack {stack.name} shards layers of one kind; {model.name} has {len(kinds)}"
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
+
+
+def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
+    """Return which size is no multiple of what shares a scale, or None when all are.
+
+    Both products of a layer's gradients sum over tokens, so that these are scaled in blocks, too.
+    """
+    recipe = stack.recipes.get(job.precision)
+    if recipe is None or not recipe.scaled_elements:
+        return None
+    linear = (each for each in job.model.product_sizes(1) if each.is_linear)
+    sizes = [(each.name.removesuffix(" / tp"), each.size) for each in linear]
+    for name, size in (*sizes, ("seq_len", job.seq_len)):
+        if size % recipe.scaled_elements:
+            return (
+                f"precision={job.precision} does not go with {name}={size}; "
+                f"allowed: multiples of {recipe.scaled_elements}, which share a scale"
+            )
+    return None
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -99,9 +116,9 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
         if lacking is not None:
             return f"recompute_modules={each} does not go with {job.model.name}, which {lacking}"
     given_up = [each for each in GIVEN_UP if each in plan.recompute_modules]
-    if given_up and job.precision is Precision.FP8:
+    if given_up and job.precision.is_eight_bit:
         said = f"recompute_modules={given_up[0]}"
-        return f"{said} is not offered with precision=fp8; allowed: other parts"
+        return f"{said} is not offered with precision={job.precision}; allowed: other parts"
     if RecomputeModule.MOE_ACT in given_up and RecomputeModule.MOE in plan.recompute_modules:
         return "recompute_modules=moe_act does not go with moe, of which it is a part; allowed: one"
     if RecomputeModule.MOE_ACT in given_up and stack.kernels is not Kernels.FUSED:

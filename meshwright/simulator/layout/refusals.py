@@ -29,6 +29,7 @@ from meshwright.simulator.layout.parts import (
     methods_refusal,
     modules_refusal,
     parts_refusal,
+    scales_refusal,
 )
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
@@ -309,8 +310,11 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
     if not isinstance(job.model, ModelSpec):
         if stack.is_fully_sharded:
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
-        if job.precision is Precision.FP8:
-            return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
+        if job.precision.is_eight_bit:
+            return (
+                f"precision={job.precision} is not offered for {job.model.name}; "
+                "allowed: another one"
+            )
     for field in PLAN_FIELDS.values():
         refusal = model_refusal(field, getattr(plan, field.name), job.model)
         if refusal is not None and known_values(field, job.model):
@@ -323,7 +327,7 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
-    return None
+    return scales_refusal(job, stack)
 
 
 def _not_offered(

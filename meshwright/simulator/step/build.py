@@ -26,9 +26,9 @@ from meshwright.simulator.memory import (
     with_workspace,
 )
 from meshwright.simulator.replication import (
+    blocks_of,
     bucket_cast_peak,
     held_parameters,
-    sum_layers,
     sum_parameters,
     unit_shards,
 )
@@ -172,7 +172,7 @@ def _memory_of_units(
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    return with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -199,7 +199,7 @@ def _memory_of_stages(
     for each in others:
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
-    memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    memory = with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
     if context.setting.parts[stages[0]]:
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
