@@ -104,6 +104,12 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     return None
 
 
+def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
+    of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
+    return of_layers or group_refusal(plan, stack)
+
+
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why parts of a layer that *plan* names cannot run again, or None when they can."""
     for each in plan.recompute_modules:
