@@ -28,7 +28,6 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
-    RecomputeMethod,
     RecomputeModule,
     StageSplit,
     Strategy,
@@ -104,8 +103,7 @@ class StackProfile(StackTraits):
     the stack's habit first; none where it does not divide sequences.
 
     ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
-    none where it runs the attention core alone.  ``recompute_methods`` lists how full recomputation
-    may choose layers of a stage; none where it runs all of them again, one by one.
+    none where it runs the attention core alone.
 
     ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
 
@@ -143,7 +141,6 @@ class StackProfile(StackTraits):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
-    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True

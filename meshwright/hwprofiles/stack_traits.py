@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.hwprofiles.base import Count, Flag, Profile
-from meshwright.hwprofiles.kinds import Kernels, LayerFact, Units
+from meshwright.hwprofiles.kinds import Kernels, LayerFact, RecomputeMethod, Units
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -28,6 +28,8 @@ class StackTraits(Profile):
             ranks one by one in every microbatch, where others sum all at once in the last.
         scatters_positions: It scatters the sum of looked-up tokens also where a learned position
             is added.
+        recompute_methods: How full recomputation may choose layers of a stage; none where it runs
+            all of them again, one by one.
         recompute_stops_early: Recomputation ends when the last kept tensor is there.
         autocast: 16-bit training casts fp32 weights in every pass and keeps the residual stream
             in fp32.
@@ -65,6 +67,7 @@ class StackTraits(Profile):
     fused_qkv: FusedQkv = True
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
+    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
     recompute_stops_early: Flag = False
     autocast: Flag = False
     casts_shards_alone: Flag = False

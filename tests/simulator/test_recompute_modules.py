@@ -10,10 +10,12 @@ from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.blocks import BlockShape, walk
 from meshwright.simulator.graph import Memory, Phase, Product
 from meshwright.simulator.layout import stack_refusal
-from meshwright.simulator.model import TRANSFORMER_LAYER
+from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER
 
 STACK = load_stack("megatron-core")
 LLAMA = load_model("llama3-8b")
+MIXTRAL = load_model("mixtral-8x7b")
+assert isinstance(MIXTRAL, ModelSpec)
 MLP, NORMS = RecomputeModule.MLP, RecomputeModule.LAYERNORM
 TOKENS = LLAMA.seq_len
 
@@ -45,6 +47,17 @@ def test_norms_that_are_made_again_keep_neither_output_nor_deviation() -> None:
     assert saved_bytes() - saved_bytes(NORMS) == 2 * each
 
 
+def test_an_activation_of_experts_that_is_made_again_is_not_kept() -> None:
+    job = job_of(MIXTRAL)
+    plans = plan_of(), plan_of(RecomputeModule.MOE_ACT)
+    shapes = [BlockShape.of(job, plan, STACK) for plan in plans]
+    kept, freed = (Memory.of(walk(shape, EXPERT_LAYER)) for shape in shapes)
+    experts = MIXTRAL.experts
+    assert experts is not None
+    rows = job.seq_len * experts.experts_per_token
+    assert kept.saved - freed.saved == 2 * rows * experts.hidden_size
+
+
 def test_an_mlp_that_runs_again_makes_its_products_once_more() -> None:
     shape = BlockShape.of(job_of(), plan_of(MLP), STACK)
     steps = walk(shape, TRANSFORMER_LAYER).tape.steps
@@ -62,11 +75,12 @@ def test_an_mlp_that_runs_again_makes_its_products_once_more() -> None:
     [
         (job_of(), MLP, "torchtitan", "not offered by stack torchtitan; allowed: leave it out"),
         (job_of(), RecomputeModule.MOE, "megatron-core", "llama3-8b, which has no experts"),
+        (job_of(load_model("gpt-oss-20b")), RecomputeModule.MOE_ACT, "megatron-core", "has biases"),
         (
             job_of(),
             RecomputeModule.MLA_UP_PROJ,
             "megatron-core",
-            "allowed: core_attn, mlp, moe, layernorm, shared_experts",
+            "allowed: core_attn, mlp, moe, moe_act, layernorm, shared_experts",
         ),
         (job_of(load_model("gpt2")), MLP, "megatron-core", "gpt2, which has biases in its MLP"),
         (job_of(precision=Precision.FP8), NORMS, "megatron-core", "with precision=fp8"),
@@ -90,3 +104,10 @@ def test_parts_go_with_a_selection_alone_and_are_read_in_one_order() -> None:
     assert read_modules("layernorm,mlp") == (MLP, NORMS)
     with pytest.raises(PlanError, match="--recompute-modules 'mpl' is unknown; nearest: mlp"):
         read_modules("mpl")
+
+
+def test_an_activation_is_no_part_beside_all_of_its_experts() -> None:
+    plan = plan_of(RecomputeModule.MOE, RecomputeModule.MOE_ACT)
+    refusal = stack_refusal(job_of(MIXTRAL), plan, STACK)
+    assert refusal is not None
+    assert "does not go with moe" in refusal

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.graph.block import GivenUp
+from meshwright.simulator.graph.block import Block, GivenUp
 from meshwright.simulator.graph.lowering import WeightGradients
 from meshwright.simulator.graph.operators import (
     FP8_BYTES,
@@ -107,22 +107,10 @@ class Backward:
         holds = bool(region) and region[-1] in tape.repetition.held
         if region and node[0].node not in tape.saved and (holds or any(op.reads for op in node)):
             if holds:
-                self._name_arrived(region)
+                output = tape.order.repeated[region][-1][-1].outputs[0]
+                self._named.add(_name(tape, region, self._arrived[output].token))
             _repeat(tape, region, holds_output=holds)
         return region
-
-    def _name_arrived(self, region: Region) -> None:
-        """Keep the gradient of what *region* gave out until all gradients of the region are there.
-
-        It is an argument of the checkpoint's backward pass, which runs autograd once more inside
-        (CheckpointFunction of megatron/core/tensor_parallel/random.py, core 0.16).
-        """
-        tape = self.tape
-        output = tape.order.repeated[region][-1][-1].outputs[0]
-        token = self._arrived[output].token
-        tape.storages.hold(token)
-        tape.order.inputs[region].append(token)
-        self._named.add(token)
 
     def _inputs(self, op: Operator, arrived: Arrived) -> list[tuple[Gradient, Operator]]:
         """Make the gradients of an operator's inputs; return what is left, those of its weights."""
@@ -138,7 +126,7 @@ class Backward:
         of, at = gradient.of, arrived.at if gradient.at is None else gradient.at
         work, hands_on = gradient.work, gradient.hands_on
         if op.kind is Kind.PLACE:
-            work, hands_on = self._placed_back(op, of, changes(arrived.at, at))
+            work, hands_on = _placed_back(self.tape.block, op, of, changes(arrived.at, at))
         elif gradient.at is None and of.at != op.outputs[0].at:
             at = of.at
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in work]
@@ -149,32 +137,8 @@ class Backward:
             width = FP8_BYTES if _is_gathered_in_fp8(op, work) else None
             token = self._token(of, width)
             self.tape.copy_tokens(arrived.token, token, work)
-            self._convert(op, gradient)
+            self._summed += _unconverted(self.tape, op, gradient)
         self._arrive(of, Arrived(token, at))
-
-    def _convert(self, op: Operator, gradient: Gradient) -> None:
-        """Hold what a gradient is made as, until autograd has converted it behind its node.
-
-        By then what was made again for the node is gone, as checkpoint hands it over once (`unpack`
-        of torch/utils/checkpoint.py, PyTorch 2.13): then at most the wider gradient is there.
-        """
-        if gradient.makes is None:
-            return
-        again = bool(self.tape.repetition.region(op))
-        width = gradient.makes.width - again * gradient.of.width
-        wider = gradient.makes.like("unconverted gradient", width=width)
-        self.tape.storages.hold(wider)
-        self._summed.append(wider)
-
-    def _placed_back(
-        self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
-    ) -> tuple[tuple[Work, ...], bool]:
-        """Return the collectives that move a gradient back, and whether its storage stays."""
-        block = self.tape.block
-        width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
-        work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled)
-        is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
-        return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
 
     def _arrive(self, of: Tensor, arrived: Arrived) -> None:
         """Take a gradient; a second one is added to the first, in place, once its node is done.
@@ -213,6 +177,31 @@ class Backward:
         return token
 
 
+def _placed_back(
+    block: Block, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
+) -> tuple[tuple[Work, ...], bool]:
+    """Return the collectives that move a gradient back, and whether its storage stays."""
+    width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
+    work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled)
+    is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
+    return work, not found or (block.lowering.fuses_places and is_sum)
+
+
+def _unconverted(tape: Tape, op: Operator, gradient: Gradient) -> list[Tensor]:
+    """Hold what a gradient is made as, until autograd has converted it behind its node.
+
+    By then what was made again for the node is gone, as checkpoint hands it over once (`unpack`
+    of torch/utils/checkpoint.py, PyTorch 2.13): then at most the wider gradient is there.
+    """
+    if gradient.makes is None:
+        return []
+    again = bool(tape.repetition.region(op))
+    width = gradient.makes.width - again * gradient.of.width
+    wider = gradient.makes.like("unconverted gradient", width=width)
+    tape.storages.hold(wider)
+    return [wider]
+
+
 def _is_gathered_in_fp8(op: Operator, work: tuple[Work, ...]) -> bool:
     gathers = any(
         isinstance(each, Transfer) and each.op is CollectiveOp.ALL_GATHER for each in work
@@ -222,6 +211,17 @@ def _is_gathered_in_fp8(op: Operator, work: tuple[Work, ...]) -> bool:
 
 def _is_product(gradient: Gradient) -> bool:
     return all(isinstance(each, Product) for each in gradient.work)
+
+
+def _name(tape: Tape, region: Region, token: Tensor) -> Tensor:
+    """Keep the gradient of what *region* gave out until all gradients of the region are there.
+
+    It is an argument of the checkpoint's backward pass, which runs autograd once more inside
+    (CheckpointFunction of megatron/core/tensor_parallel/random.py, core 0.16).
+    """
+    tape.storages.hold(token)
+    tape.order.inputs[region].append(token)
+    return token
 
 
 def _make_again(tape: Tape, given_up: GivenUp) -> None:

@@ -24,6 +24,9 @@ from meshwright.simulator.model import (
 )
 from meshwright.simulator.schedules import SCHEDULES
 
+# Parts whose output is freed behind the product that reads it, and made again ahead of backward.
+GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
+
 
 def layer_refusal(
     model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
@@ -101,6 +104,12 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     return None
 
 
+def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
+    of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
+    return of_layers or group_refusal(plan, stack)
+
+
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why parts of a layer that *plan* names cannot run again, or None when they can."""
     for each in plan.recompute_modules:
@@ -112,10 +121,16 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
         lacking = _lacking(job.model, each)
         if lacking is not None:
             return f"recompute_modules={each} does not go with {job.model.name}, which {lacking}"
-    if RecomputeModule.LAYERNORM in plan.recompute_modules and job.precision.is_eight_bit:
+    given_up = [each for each in GIVEN_UP if each in plan.recompute_modules]
+    if given_up and job.precision.is_eight_bit:
+        said = f"recompute_modules={given_up[0]}"
+        return f"{said} is not offered with precision={job.precision}; allowed: other parts"
+    if RecomputeModule.MOE_ACT in given_up and RecomputeModule.MOE in plan.recompute_modules:
+        return "recompute_modules=moe_act does not go with moe, of which it is a part; allowed: one"
+    if RecomputeModule.MOE_ACT in given_up and stack.kernels is not Kernels.FUSED:
         return (
-            f"recompute_modules=layernorm is not offered with precision={job.precision}; "
-            "allowed: other parts"
+            f"recompute_modules=moe_act is of grouped products, not of kernels={stack.kernels}; "
+            f"allowed: {Kernels.FUSED}"
         )
     return None
 
@@ -159,6 +174,8 @@ def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
     experts = model.experts if isinstance(model, ModelSpec) else None
     if module in {RecomputeModule.MOE, RecomputeModule.MOE_ACT} and experts is None:
         return "has no experts"
+    if module is RecomputeModule.MOE_ACT and experts is not None and experts.bias:
+        return "has biases of experts, of which no witness is known"
     if module is RecomputeModule.SHARED_EXPERTS and not (experts and experts.shared_hidden_size):
         return "has no shared experts"
     # Its checkpoint gives out the last bias, a parameter, as a result of its own, whose gradient

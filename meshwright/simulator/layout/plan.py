@@ -71,8 +71,8 @@ class Degrees:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanFields(Degrees):
-    """What a plan says: each field with its default and all that is known of it."""
+class Recomputation(Degrees):
+    """What a rank's passes are of, how states are shared, and what backward computes again."""
 
     num_virtual_stages: int = Declaration(
         help="Virtual stages of a pipeline rank.",
@@ -141,6 +141,11 @@ class PlanFields(Degrees):
         offered_by="recompute_methods",
     ).field(None)
     """Which layers a number of `recompute_layers` is of; None is `BLOCK`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFields(Recomputation):
+    """What a plan says: each field with its default and all that is known of it."""
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
@@ -238,6 +243,20 @@ class PlanFields(Degrees):
     otherwise wait for, and tell the other data-parallel ranks which they are."""
 
 
+def _check_layers(plan: PlanFields) -> None:
+    """Refuse layers to recompute where they are not recomputed in full."""
+    number, method = plan.recompute_layers, plan.recompute_method
+    if method is not None and number is None:
+        raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
+    if number is not None and number < 1:
+        raise PlanError(f"recompute_layers must be >= 1, got {number}")
+    if number is not None and plan.recompute is not Recompute.FULL:
+        raise PlanError(
+            f"recompute_layers={number} does not go with recompute={plan.recompute}; "
+            f"allowed: {Recompute.FULL}"
+        )
+
+
 def repeated_modules(
     recompute: Recompute, modules: tuple[RecomputeModule, ...]
 ) -> tuple[RecomputeModule, ...]:
@@ -266,7 +285,7 @@ class ParallelPlan(PlanFields):
                 f"recompute_modules={said} does not go with recompute={self.recompute}; "
                 f"allowed: {Recompute.SELECTIVE}"
             )
-        self._check_layers()
+        _check_layers(self)
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -280,21 +299,6 @@ class ParallelPlan(PlanFields):
             raise PlanError(
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
-            )
-
-    def _check_layers(self) -> None:
-        """Refuse layers to recompute where they are not recomputed in full."""
-        number, method = self.recompute_layers, self.recompute_method
-        if method is not None and number is None:
-            raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
-        if number is None:
-            return
-        if number < 1:
-            raise PlanError(f"recompute_layers must be >= 1, got {number}")
-        if self.recompute is not Recompute.FULL:
-            raise PlanError(
-                f"recompute_layers={number} does not go with recompute={self.recompute}; "
-                f"allowed: {Recompute.FULL}"
             )
 
     def _check_experts(self) -> None:

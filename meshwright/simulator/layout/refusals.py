@@ -24,11 +24,9 @@ from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import (
-    group_refusal,
     layer_refusal,
-    methods_refusal,
-    modules_refusal,
     parts_refusal,
+    passes_refusal,
     scales_refusal,
 )
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
@@ -288,8 +286,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
-    refusal = _job_refusal(job, plan, stack) or modules_refusal(job, plan, stack)
-    refusal = refusal or methods_refusal(plan, stack) or group_refusal(plan, stack)
+    refusal = _job_refusal(job, plan, stack) or passes_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):

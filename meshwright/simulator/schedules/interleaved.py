@@ -99,9 +99,6 @@ def interleaved(runtime: PipelineRuntime, group_size: int | None = None) -> Sche
     def rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
         return of_ranks([pp_rank], pp, num_microbatches, vpp)[0]
 
-    def actions(pp: int, num_microbatches: int, vpp: int) -> ActionLists:
-        return of_ranks(range(pp), pp, num_microbatches, vpp)
-
     def in_flight(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
         warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)
         return min(num_microbatches * vpp, warmup + 1)
@@ -116,7 +113,7 @@ def interleaved(runtime: PipelineRuntime, group_size: int | None = None) -> Sche
         name="interleaved",
         title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
         source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
-        actions=actions,
+        actions=lambda pp, *others: of_ranks(range(pp), pp, *others),
         rank_actions=rank_actions,
         in_flight=in_flight,
         around_last=around_last,

@@ -7,7 +7,7 @@ an expert gather each other's, and a rank with several experts sorts them once m
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import CollectiveOp
+from meshwright.hwprofiles import CollectiveOp, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
@@ -122,8 +122,8 @@ def _multiplied(
 ) -> Tensor:
     """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
 
-    What is bounded is a copy beside the product, which keeps it; a bias behind the last product is
-    weighed, and added to the rows of each expert by themselves, which are put together again.
+    A bias behind the last product is weighed, and added to the rows of each expert by themselves,
+    which are put together again.  The activation's output may be given up behind that product.
     """
     hidden, given = rows.dims[-1], rows
     both = Dim("expert gate and up", 2 * dims.gate.size)
@@ -133,19 +133,10 @@ def _multiplied(
     inner = grouped(block, rows, both, dims, split=both)
     if experts.bias:
         inner = _in_product(block, inner, dims)
-    if experts.activation == "clamped":
-        parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
-        joined, slopes = inner.like("bounded"), [Gradient(x, hands_on=True) for x in parts]
-        inner = block.add(parts, [joined], slopes, block.traffic(inner, inner))
-    out = last_dim(inner, "activation", dims.inner)
-    traffic = block.traffic(inner, out)
-    gradients = [
-        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at)
-    ]
-    if not experts.weighs_inputs:
-        gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
-    inner = block.add([inner, weights], [out], gradients, traffic)
-    made = grouped(block, inner, hidden, dims, split=dims.inner)
+    with block.part(RecomputeModule.MOE_ACT):
+        opened = _opened(block, inner, weights, dims, experts)
+    made = grouped(block, opened, hidden, dims, split=dims.inner)
+    block.give_up(RecomputeModule.MOE_ACT, opened)
     if not experts.bias:
         return made
     weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=_on_ranks(dims))
@@ -158,6 +149,30 @@ def _multiplied(
     ]
     block.add([made, weights, weight], [added], gradients, work)
     return block.add([added], [joined], [Gradient(added, hands_on=True)], work)
+
+
+def _opened(
+    block: Block, inner: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return the activation of what the first products made, weighed.
+
+    What is bounded is a copy beside the product, which keeps it.
+    """
+    if experts.activation == "clamped":
+        parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
+        joined, slopes = inner.like("bounded"), [Gradient(x, hands_on=True) for x in parts]
+        inner = block.add(parts, [joined], slopes, block.traffic(inner, inner))
+    out = last_dim(inner, "activation", dims.inner)
+    traffic = block.traffic(inner, out)
+    gradients = [
+        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at)
+    ]
+    unused: tuple[Tensor, ...] = ()
+    if experts.weighs_inputs:  # the kernel makes the gradient of ones, too
+        unused = (weights.like("gradient of ones"),)
+    else:
+        gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
+    return block.add([inner, weights], [out], gradients, traffic, scratch=((), unused))
 
 
 def _on_ranks(dims: RoutedDims) -> Placement:

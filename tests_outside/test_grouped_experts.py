@@ -1,0 +1,147 @@
+"""Experts in grouped products as Megatron-Core's own module runs them, against the graph's.
+
+Its products, and the kernel that its activation is compiled to, need a GPU: others stand for them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from block_graph import as_measured
+from block_witness import Given, Measured, count_pass
+from torch import Tensor, nn
+from witnesses import megatron_job
+from witnesses.boundary import modules_converted, values_answered
+from witnesses.expert_layers import LLAMA4, SPEC
+
+from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
+from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks.kinds import lowering_of
+from meshwright.simulator.blocks.parts.megatron_experts import _multiplied
+from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
+from meshwright.simulator.graph import Backward, Block, Dim, Repetition, Tape, WeightGradients
+from meshwright.simulator.model import Experts, ModelSpec
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.programs.fused import AutogradFunction, Context
+from meshwright.validate.programs.megatron import default_dtype
+
+from megatron.core.fusions import fused_bias_swiglu  # isort: skip  (after what stands for Apex)
+from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
+from megatron.core.transformer.moe.experts import TEGroupedMLP  # isort: skip
+
+NUM_ROWS = 4096
+
+
+class GroupedProduct(AutogradFunction):
+    """Rows of each expert times its own weight, in one kernel that keeps both."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.view(len(weight), -1, x.shape[-1])
+        return torch.bmm(rows, weight.transpose(1, 2)).view(len(x), -1)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows, given = (each.view(len(weight), -1, each.shape[-1]) for each in (x, gradient))
+        back = torch.bmm(given, weight).view_as(x)
+        return back, torch.bmm(given.transpose(1, 2), rows)
+
+
+class GroupedLinear(nn.Module):
+    """What Transformer Engine's module does without biases."""
+
+    def __init__(self, num: int, inputs: int, outputs: int, **_: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, outputs, inputs))
+
+    def forward(self, x: Tensor, _rows: object) -> tuple[Tensor, None]:
+        return GroupedProduct.apply(x, self.weight), None
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Let the compiled activation be one kernel each way, which makes what it returns."""
+
+    def forward(x: Tensor, weights: Tensor) -> Tensor:
+        return x.new_empty(len(x), x.shape[-1] // 2)
+
+    def backward(_gradient: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weights)
+
+    with (
+        patch.object(fused_bias_swiglu, "weighted_swiglu", forward),
+        patch.object(fused_bias_swiglu, "weighted_swiglu_back", backward),
+    ):
+        yield
+
+
+def plan_of(modules: tuple[RecomputeModule, ...]) -> ParallelPlan:
+    return ParallelPlan(
+        stages=(2,),
+        attention=Attention.FLASH,
+        recompute=Recompute.SELECTIVE if modules else Recompute.NONE,
+        recompute_modules=modules,
+    )
+
+
+JOB = TrainingJob(model=SPEC, global_batch_size=2, seq_len=1024, precision=Precision.BF16)
+
+
+def counted(experts: Experts, modules: tuple[RecomputeModule, ...]) -> Measured:
+    """Return what Megatron-Core's module does with rows that are sorted by expert."""
+    with fake_cluster(0, 1), values_answered(), modules_converted(), megatron_job.answers():
+        config = replace(
+            megatron_job.transformer_config(JOB, plan_of(())),
+            num_moe_experts=experts.num_experts,
+            moe_ffn_hidden_size=experts.hidden_size,
+            moe_router_topk=experts.experts_per_token,
+            moe_router_score_function=experts.scores,
+            moe_apply_probs_on_input=experts.weighs_inputs,
+            moe_grouped_gemm=True,
+            bias_activation_fusion=True,
+            **megatron_job.recompute_settings(plan_of(modules)),
+        )
+        own = SimpleNamespace(ep=None, expt_tp=None)
+        parts = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        with default_dtype(torch.bfloat16):
+            grouped = TEGroupedMLP(experts.num_experts, config, parts, own)
+        each = NUM_ROWS // experts.num_experts
+        sizes = SimpleNamespace(tolist=lambda: [each] * experts.num_experts)
+        given = [Given((NUM_ROWS, SPEC.hidden_size)), Given((NUM_ROWS,))]
+        with kernels():
+            return count_pass(lambda x, p: grouped(x, sizes, p)[0], given, RankOracle({}))
+
+
+def derived(experts: Experts, modules: tuple[RecomputeModule, ...]) -> Measured:
+    """Return what the graph says of them."""
+    shape = BlockShape.of(JOB, plan_of(modules), load_stack("megatron-core"))
+    block = Block({}, lowering_of(shape), shape.element_bytes)
+    rows, hidden = Dim("rows", NUM_ROWS), Dim("hidden", SPEC.hidden_size)
+    x, weights = block.tensor("rows", rows, hidden), block.tensor("weights", rows)
+    count = Dim("tokens", NUM_ROWS // experts.experts_per_token)
+    tokens = block.tensor("tokens", count, Dim("batch", 1), hidden)
+    mesh = ExpertMesh()
+    dims = RoutedDims.of(tokens, experts, mesh)
+    with block.module(x):
+        _multiplied(block, x, weights, dims, experts)
+    tape = Tape(block, Repetition(frozenset(modules), held=frozenset(modules)))
+    tape.run_forward(x, weights)
+    backward = Backward(tape, WeightGradients.KEPT)
+    backward.run()
+    return as_measured(backward)
+
+
+@pytest.mark.parametrize("model", [SPEC, LLAMA4], ids=["mixtral", "llama 4"])
+@pytest.mark.parametrize("modules", [(), (RecomputeModule.MOE_ACT,)], ids=["kept", "moe_act"])
+def test_experts_in_grouped_products_are_byte_exact(
+    model: ModelSpec, modules: tuple[RecomputeModule, ...]
+) -> None:
+    assert model.experts is not None
+    assert derived(model.experts, modules) == counted(model.experts, modules)
