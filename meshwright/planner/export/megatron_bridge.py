@@ -48,7 +48,7 @@ def table() -> tuple[Row, ...]:
             "model.virtual_pipeline_model_parallel_size",
             says_both=True,
         ),
-        groups_row("model.microbatch_group_size_per_vp_stage"),
+        groups_row(words, "model.microbatch_group_size_per_vp_stage"),
         words.choice("precision", "mixed_precision", PRECISIONS),
         # grad_reduce_in_fp32 of these recipes.
         words.rule("gradient_precision", _kept),
@@ -72,10 +72,10 @@ def _shards() -> Row:
         return dict.fromkeys(SHARDS, is_on)
 
     def read(keys: Keys, _: Facts) -> Keys:
-        theirs = {keys[key] for key in SHARDS if key in keys}
-        if len(theirs) > 1:
+        theirs = [keys[key] for key in SHARDS if key in keys]
+        if theirs[1:] not in ([], theirs[:1]):
             raise WORDS.unknown(SHARDS[0], keys[SHARDS[0]], (f"that of {SHARDS[1]}",))
-        return {"zero_stage": int(theirs.pop() is True)} if theirs else {}
+        return {"zero_stage": int(theirs[0] is True)} if theirs else {}
 
     return Row(fields=("zero_stage",), keys=SHARDS, write=write, read=read)
 

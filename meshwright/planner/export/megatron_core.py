@@ -5,7 +5,7 @@ core_v0.16.1).
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -114,7 +114,8 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
 
     def read(found: Keys, _: Facts) -> Keys:
         theirs = {name: found[each] for name, each in keys.items() if found.get(each) is not None}
-        named = _modules(words, keys[MODULES], theirs.pop(MODULES, ()))
+        named = _modules(words, keys[MODULES], found)
+        theirs.pop(MODULES, None)
         if named and theirs == RECOMPUTE[Recompute.SELECTIVE]:
             return {"recompute": Recompute.SELECTIVE, "recompute_modules": named}
         for ours, each in RECOMPUTE.items():
@@ -144,9 +145,12 @@ def _layers(theirs: Keys) -> Keys | None:
     return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
 
 
-def _modules(words: Words, key: str, found: object) -> tuple[RecomputeModule, ...]:
+def _modules(words: Words, key: str, keys: Keys) -> tuple[RecomputeModule, ...]:
     """Return the parts of a layer that a key names, in one text or as a list."""
-    said = re.findall(r"\w+", found) if isinstance(found, str) else cast("Sequence[str]", found)
+    found = keys.get(key)
+    if isinstance(found, str):
+        keys = {key: re.findall(r"\w+", found)}
+    said = () if found is None else words.names(keys, key, ())
     for each in said:
         if each not in list(RecomputeModule):
             raise words.unknown(key, each, tuple(RecomputeModule))
@@ -173,10 +177,12 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
         return {name: value for name, value in found.items() if says_both or value is not None}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        pp, text = facts.number("pp"), cast("str | None", keys.get(layout))
-        if text is None:
-            count = cast("int", keys.get(virtual) or 1)
+        pp = facts.number("pp")
+        if keys.get(layout) is None:
+            given = {virtual: keys.get(virtual) or 1}
+            count = words.whole(given, virtual, 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
+        text = words.word(keys, layout, "")
         stages = _stages_of(words, layout, text)
         if len(stages) % pp:
             raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
@@ -186,7 +192,7 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
     return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
 
 
-def groups_row(key: str) -> Row:
+def groups_row(words: Words, key: str) -> Row:
     """Return the row of microbatches in a row, where they are not as many as ranks.
 
     The framework then takes that many, or refuses to run (core 0.16).
@@ -202,7 +208,7 @@ def groups_row(key: str) -> Row:
         return {} if size in {None, facts.number("pp")} else {key: size}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        size = keys.get(key)
+        size = None if keys.get(key) is None else words.whole(keys, key, 1)
         return {} if size in {None, smallest(facts)} else {"microbatch_group_size": size}
 
     return Row(fields=("microbatch_group_size",), keys=(key,), write=write, read=read)

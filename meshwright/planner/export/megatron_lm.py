@@ -40,7 +40,7 @@ def table() -> tuple[Row, ...]:
             "num-virtual-stages-per-pipeline-rank",
             says_both=False,
         ),
-        groups_row("microbatch-group-size-per-virtual-pipeline-stage"),
+        groups_row(words, "microbatch-group-size-per-virtual-pipeline-stage"),
         _precision(),
         _gradients(),
         _overlap(),
@@ -68,8 +68,8 @@ def _launcher() -> Row:
     def read(keys: Keys, _: Facts) -> Keys:
         if ranks not in keys:
             return {}
-        world = cast("int", keys.get(nodes, 1)) * cast("int", keys[ranks])
-        others = prod(cast("int", keys.get(each, 1)) for each in OTHER_RANKS)
+        world = WORDS.whole(keys, nodes, 1) * WORDS.whole(keys, ranks, 1)
+        others = prod(WORDS.whole(keys, each, 1) for each in OTHER_RANKS)
         if world % others:
             raise WORDS.unknown(ranks, keys[ranks], (f"a multiple of {others} ranks in all",))
         return {"world_size": world, "dp": world // others}

@@ -21,7 +21,7 @@ from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.spelling import layer_table_bytes
-from meshwright.simulator.model import LAYERS, BlockKind, BlockRun, linear_weights
+from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_weights
 
 CAST_BYTES = 4
 
@@ -92,8 +92,8 @@ def weight_copy_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
 
 def beside_weights_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     """Return what *blocks* hold beside their weights: copies of 8 bits, tables of angles."""
-    runs = [*blocks]
-    num_layers = sum(count for kind, count in runs if kind in LAYERS)
+    runs = list(blocks)
+    num_layers = sum(count for kind, count in runs if kind not in ENDS)
     return weight_copy_bytes(shape, runs) + layer_table_bytes(shape) * num_layers
 
 

@@ -191,17 +191,20 @@ class StageWeights(NamedTuple):
             EndUnits.of(shape, stage, 1),
             shape.local_vocab_size * shape.model.hidden_size,
         )
-        is_output = stage.has_head and not is_tied(shape, stage)
-        in_root = shape.stack.units is Units.ROOT
+        last = matrix
+        if shape.stack.units is Units.ROOT:
+            last = matrix * (stage.has_head and not is_tied(shape, stage))
+        elif not is_tied(shape, stage):
+            last = sum(ends.root)  # of positions alone, however few words there are beside them
         return cls(
             total=stage_parameters(shape, stage),
             layer=shape.parameters[layer_kind(shape)],
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.tp,
-            roots=tuple(
-                EndUnit(size, matrix * is_output if in_root else min(size, matrix))
-                for size in ends.root
+            roots=(
+                *(EndUnit(size, size) for size in ends.root[:-1]),
+                *(EndUnit(size, last) for size in ends.root[-1:]),
             ),
             table=tuple(_matrix_units(ends.table, matrix)),
             head=tuple(_matrix_units(ends.head, matrix)),
