@@ -101,6 +101,21 @@ def test_torchtitan_sharded(tmp_path: Path) -> None:
     assert calls["reduce_scatter", 4 * 2048 * 256 + 4 * 256] == 1  # the head and its norm in fp32
 
 
+def test_torchtitan_hybrid(tmp_path: Path) -> None:
+    """The last stage agrees with the plan: norms of DTensors are one kernel, as on a GPU."""
+    files = dict(FILES.findall(PAGE))
+    files["titan.toml"] += '[activation_checkpoint]\nmode = "none"\n'
+    for name in ("assets.py", "debug.toml", "titan.toml"):
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
+    run(tmp_path, "assets.py")
+    options = "--gpus 16 --tp 2 --pp 2 --sequence-parallel --global-batch 16 --stack torchtitan"
+    simulate = f"simulate debug.toml {options} --set kernels=eager --cluster dgx-h100 --out plan"
+    run(tmp_path, "-m", "meshwright", *simulate.split())
+    script = "-- -m torchtitan.train --job.config_file titan.toml"
+    count = f"count --rank 15 --plan plan/plan.json {script}"
+    run(tmp_path, "-m", "meshwright", *count.split())  # status 0: all agrees
+
+
 def test_megatron_core(tmp_path: Path) -> None:
     count = counted(tmp_path, "pretrain.py")
     width, seq, sequences, layers, tp = 768, 1024, 2 * 4, 4 // 2, 2

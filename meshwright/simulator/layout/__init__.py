@@ -22,6 +22,7 @@ from meshwright.simulator.layout.formats import (
     chosen_formats,
     default_precision,
     gradient_bytes,
+    is_unwrapped,
     main_gradient_bytes,
     offered_formats,
 )
@@ -51,7 +52,6 @@ from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
     check_sharding,
     experts_refusal,
-    is_unwrapped,
     known_values,
     model_refusal,
     reduces_once,

@@ -1,9 +1,12 @@
 """Number formats: of training, and of gradients as they are kept and reduced, with their casts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile
 
+# The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
+# compare to combines with "&".  This package does without NumPy, so the type is open.
+Number: TypeAlias = Any
 FULL_BYTES = Precision.FP32.num_bytes
 HALF_BYTES = Precision.BF16.num_bytes
 # Published 16-bit training runs used fp16 before this year, bf16 from it on.
@@ -25,6 +28,14 @@ def default_precision(device: Device, stack: StackProfile | None = None) -> Prec
         usual = [*others, bf16]
     offered = [each for each in usual if stack is None or each in stack.precisions]
     return next((each for each in offered if each in device.peak_flops_per_s), offered[0])
+
+
+def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
+    """Return whether *stack* does not run fully_shard on so many data-parallel ranks.
+
+    `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
+    """
+    return (num_ranks == 1) & stack.casts_shards_alone
 
 
 class Formats(NamedTuple):

@@ -6,7 +6,7 @@ What a stack lacks is said once, in whole numbers, and read for one plan and for
 from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import and_, eq, gt
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from meshwright.hwprofiles import (
     Attention,
@@ -21,7 +21,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import PlanField
-from meshwright.simulator.layout.formats import formats_refusal
+from meshwright.simulator.layout.formats import Number, formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import (
     layer_refusal,
@@ -32,9 +32,6 @@ from meshwright.simulator.layout.parts import (
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
-# The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
-# compare to combines with "&".  This package does without NumPy, so the type is open.
-Number: TypeAlias = Any
 MAX_ZERO_STAGE = 3
 
 
@@ -360,14 +357,6 @@ def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) 
     So they are in a pipeline, however few its microbatches.
     """
     return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
-
-
-def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
-    """Return whether *stack* does not run fully_shard on so many data-parallel ranks.
-
-    `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
-    """
-    return (num_ranks == 1) & stack.casts_shards_alone
 
 
 def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
