@@ -245,13 +245,12 @@ def _check_recipes(stack: StackProfile) -> None:
 
 def _check_recompute(stack: StackProfile) -> None:
     """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
-    is_fused = stack.megatron_layers or stack.fused_qkv is not False
-    is_other = stack.strategy is not Strategy.MESH or is_fused or stack.autocast
+    is_other = stack.strategy is not Strategy.MESH or stack.megatron_layers or stack.autocast
     has_unfused = Attention.UNFUSED in stack.attention_kernels
     if Recompute.SELECTIVE_OP in stack.recompute_modes and (is_other or has_unfused):
         raise ProfileError(
             f"recompute_modes: {Recompute.SELECTIVE_OP} is of PyTorch's own layers; allowed: "
-            "with strategy mesh and attention_kernels flash, without megatron_layers, fused_qkv "
+            "with strategy mesh and attention_kernels flash, without megatron_layers "
             "and autocast"
         )
 

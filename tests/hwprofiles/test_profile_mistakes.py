@@ -519,7 +519,6 @@ def test_fp8_needs_bf16_beside_it(tmp_path: Path) -> None:
         ("megatron-core", '"selective", "full"', '"selective", "selective-op", "full"'),
         ("ddp", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
         ("parameter-server", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
-        ("torchtitan", "fused_qkv = false", "fused_qkv = true"),
         ("torchtitan", 'attention_kernels = ["flash"', 'attention_kernels = ["unfused", "flash"'),
     ],
 )

@@ -107,12 +107,17 @@ ROUNDS = [
 ]
 
 
-def plan_file(words: list[str], folder: Path) -> Path:
+def plan_file(words: list[str], folder: Path, cluster: str = "dgx-b200") -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), "dgx-b200")
+    saved = plan_of_words(" ".join(words), cluster)
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
+
+
+def stack_of(version: str | None, word: str) -> str:
+    """Return a word of a plan with the stack of a framework's version, where that has its own."""
+    return "torchtitan-2026-08" if (version, word) == ("0.3", "torchtitan") else word
 
 
 def is_offered(words: list[str], version: str | None) -> bool:
@@ -125,8 +130,9 @@ def is_offered(words: list[str], version: str | None) -> bool:
 def test_a_plan_comes_back_from_a_framework_as_it_was(
     name: str, words: list[str], told: list[str], tmp_path: Path
 ) -> None:
-    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    out, again = tmp_path / "out", tmp_path / "again.json"
     for version in FRAMEWORKS[name].versions or (None,):
+        plan = plan_file([stack_of(version, word) for word in words], tmp_path)
         chosen = [] if version is None else ["--framework-version", version]
         status = main(["export", str(plan), "--to", name, *chosen, "--out", str(out)])
         assert status == (0 if is_offered(words, version) else 2)
@@ -160,6 +166,8 @@ REFUSED = [
     ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
+    ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--precision", "fp8"], "precision=fp8"),
+    ("torchtitan 0.3", ["llama3-405b", *TITAN[1:], "--gpus", "8"], "model=llama3-405b"),
     ("deepspeed", [*LLAMA, "--gpus", "8", "--pp", "2"], "pp=2"),
     ("deepspeed", [*GPT, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
@@ -170,6 +178,7 @@ REFUSED = [
         [*DDP, "--gpus", "8", "--set", "gradient_bucket_parameters=1000000"],
         "stack.gradient_bucket_parameters=1000000",
     ),
+    ("accelerate", [*TITAN, "--gpus", "8", "--tp", "2"], "tp=2"),
 ]
 
 
@@ -178,7 +187,10 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
     name: str, words: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    status = main(["export", str(plan_file(words, tmp_path)), "--to", name, "--out", str(out)])
+    name, *version = name.split()
+    chosen = ["--framework-version", *version] if version else []
+    plan = str(plan_file(words, tmp_path))
+    status = main(["export", plan, "--to", name, *chosen, "--out", str(out)])
     assert status == (2 if field else 0)
     if field:
         line = capsys.readouterr().err
@@ -189,6 +201,13 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
         assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
+TENSOR = """distributed_type: FSDP
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+parallelism_config:
+  parallelism_config_tp_size: 2
+"""
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
     ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
@@ -197,6 +216,12 @@ WRONG = [
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
+    ("a.yaml", TENSOR, "allowed: 1"),
+    (
+        "titan.sh",
+        "-m torchtitan.train --module llama3 --config llama3_8b activation-checkpoint:full",
+        "disable_cuda_graphs=false",
+    ),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
     ("a.sh", "torchrun x.py --recompute-granularity full", "(block, uniform)"),
@@ -211,7 +236,8 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
     file, out = tmp_path / name, tmp_path / "plan.json"
     file.write_text(text)
     told = ["--model", "llama3-8b", "--gpus", "8", "--global-batch", "8"]
-    assert main(["import", str(file), *WHERE, *told, "--out", str(out)]) == 2
+    source = ["--from", "torchtitan"] if name == "titan.sh" else []
+    assert main(["import", str(file), *source, *WHERE, *told, "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert said in line
@@ -267,6 +293,49 @@ def test_a_field_that_no_row_mentions_is_refused() -> None:
     values = {**facts.values, "offload": Offload.PARAMETERS}
     with pytest.raises(PlanError, match="offload=parameters cannot be expressed"):
         write_keys(rows, replace(facts, values=values), "torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told", "found"),
+    [
+        ('"train_batch_size": 64', "--gpus 8", (64, 8)),
+        ('"train_batch_size": 64, "gradient_accumulation_steps": 4', "--gpus 8", (64, 2)),
+        ('"train_micro_batch_size_per_gpu": 4', "--gpus 8", (32, 4)),
+        ('"train_micro_batch_size_per_gpu": "auto"', "--gpus 8 --global-batch 16", (16, 2)),
+        ('"train_batch_size": 64', "--gpus 8 --micro-batch 2", (64, 2)),
+        ('"train_batch_size": 64', "", "--gpus is missing; the file leaves out one of "),
+        ('"seed": 1', "--gpus 8", "--micro-batch is missing; the file has neither "),
+        ('"train_batch_size": 60', "--gpus 8", "allowed: multiples of 8 on 8 ranks"),
+    ],
+)
+def test_sizes_that_a_deepspeed_file_leaves_out_are_filled_in_as_deepspeed_does(
+    sizes: str,
+    told: str,
+    found: tuple[int, int] | str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"zero_optimization": {{"stage": 2}}, {sizes}}}')
+    status = main(["import", str(file), *WHERE, "--model", "gpt2", *told.split()])
+    out, err = capsys.readouterr()
+    if isinstance(found, str):
+        assert (status, err.count("\n")) == (2, 1)
+        assert found in err
+        return
+    plan = json.loads(out)
+    assert (plan["job"]["global_batch_size"], plan["plan"]["microbatch_size"]) == found
+    assert plan["plan"]["dp"] == 8
+
+
+def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["gpt-oss-20b", "--stack", "fsdp", "--gpus", "64", "--global-batch", "64"]
+    plan = plan_file([*words, "--seq-len", "4096"], tmp_path, "dgx-h100")
+    assert main(["export", str(plan), "--to", "accelerate"]) == 0
+    kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
+    assert kernel in capsys.readouterr().err
 
 
 def test_an_option_may_not_say_other_than_the_file(

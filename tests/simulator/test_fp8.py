@@ -39,9 +39,8 @@ from meshwright.simulator.blocks import (
     Operator,
     step_cast_bytes,
     walk,
-    weight_copy_bytes,
 )
-from meshwright.simulator.blocks.fp8_casts import num_linear_weights
+from meshwright.simulator.blocks.fp8_casts import num_linear_weights, weight_copy_bytes
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
 from meshwright.simulator.graph import Transfer
@@ -61,6 +60,7 @@ DATED = (
     "megatron-core-capacity",
     "megatron-core-graphs",
     "megatron-core-serial",
+    "torchtitan-2026-08",
 )
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)

@@ -38,6 +38,11 @@ UNTOLD_BYTES = 8192
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "false"),
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "true"),
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "false"),
+        # One data-parallel rank is not wrapped in fully_shard: the whole gradient stays.
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "false"),
+        ("--gpus 2 --global-batch 1 --tp 2 --stack torchtitan --precision fp32", "false"),
+        ("--gpus 1 --global-batch 2 --stack torchtitan-2024-12 --precision fp32", "false"),
         # Of gradients that have been copied into the buffer only the last lives.
         ("--gpus 2 --global-batch 2 --stack fsdp --precision fp32", "false"),
         # A share comes out in the format of the wire, and is cast.

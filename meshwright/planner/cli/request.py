@@ -351,8 +351,12 @@ def _check_passes(job: TrainingJob, plan: ParallelPlan) -> None:
         )
 
 
-def read_budget(options: MoneyOptions, cluster: Cluster) -> Budget | None:
+def read_budget(options: MoneyOptions, cluster: Cluster | None = None) -> Budget | None:
     """Return the run to price, or None where ``--tokens`` is not given.
+
+    Args:
+        options: The run, and what a device costs.
+        cluster: Whose price is taken where none is given.
 
     Raises:
         PlanError: If tokens or price are not what they should be.
@@ -362,7 +366,6 @@ def read_budget(options: MoneyOptions, cluster: Cluster) -> Budget | None:
         if price is not None:
             raise PlanError("--price needs --tokens: the cost is that of a number of tokens")
         return None
-    return Budget(
-        tokens=tokens,
-        price_usd_per_gpu_hour=cluster.price_usd_per_gpu_hour if price is None else price,
-    )
+    if price is None and cluster is not None:
+        price = cluster.price_usd_per_gpu_hour
+    return Budget(tokens=tokens, price_usd_per_gpu_hour=price)

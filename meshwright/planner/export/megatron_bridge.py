@@ -48,7 +48,7 @@ def table() -> tuple[Row, ...]:
             "model.virtual_pipeline_model_parallel_size",
             says_both=True,
         ),
-        groups_row("model.microbatch_group_size_per_vp_stage"),
+        groups_row(words, "model.microbatch_group_size_per_vp_stage"),
         words.choice("precision", "mixed_precision", PRECISIONS),
         # grad_reduce_in_fp32 of these recipes.
         words.rule("gradient_precision", _kept),

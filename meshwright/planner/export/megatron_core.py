@@ -182,16 +182,17 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
             given = {virtual: keys.get(virtual) or 1}
             count = words.whole(given, virtual, 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
-        stages = _stages_of(words, layout, words.word(keys, layout, ""))
+        text = words.word(keys, layout, "")
+        stages = _stages_of(words, layout, text)
         if len(stages) % pp:
-            raise words.unknown(layout, keys[layout], (f"a multiple of {pp} stages",))
+            raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
         return {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
     fields = ("stages", "num_virtual_stages")
     return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
 
 
-def groups_row(key: str) -> Row:
+def groups_row(words: Words, key: str) -> Row:
     """Return the row of microbatches in a row, where they are not as many as ranks.
 
     The framework then takes that many, or refuses to run (core 0.16).
@@ -207,9 +208,8 @@ def groups_row(key: str) -> Row:
         return {} if size in {None, facts.number("pp")} else {key: size}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        size = keys.get(key)
-        is_usual = size is None or size == smallest(facts)
-        return {} if is_usual else {"microbatch_group_size": size}
+        size = None if keys.get(key) is None else words.whole(keys, key, 1)
+        return {} if size in {None, smallest(facts)} else {"microbatch_group_size": size}
 
     return Row(fields=("microbatch_group_size",), keys=(key,), write=write, read=read)
 

@@ -40,7 +40,7 @@ def table() -> tuple[Row, ...]:
             "num-virtual-stages-per-pipeline-rank",
             says_both=False,
         ),
-        groups_row("microbatch-group-size-per-virtual-pipeline-stage"),
+        groups_row(words, "microbatch-group-size-per-virtual-pipeline-stage"),
         _precision(),
         _gradients(),
         _overlap(),

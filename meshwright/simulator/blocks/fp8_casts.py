@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.model import BlockKind, BlockRun, linear_weights
+from meshwright.simulator.blocks.spelling import layer_table_bytes
+from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_weights
 
 CAST_BYTES = 4
 
@@ -87,6 +88,13 @@ def weight_copy_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
         scales = copies * weights // scaled if scaled else 0
         total += count * ((copies - held) * weights + scales)
     return total
+
+
+def beside_weights_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+    """Return what *blocks* hold beside their weights: copies of 8 bits, tables of angles."""
+    runs = list(blocks)
+    num_layers = sum(count for kind, count in runs if kind not in ENDS)
+    return weight_copy_bytes(shape, runs) + layer_table_bytes(shape) * num_layers
 
 
 def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:

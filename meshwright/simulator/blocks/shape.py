@@ -15,7 +15,13 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
 )
-from meshwright.simulator.layout import ParallelPlan, TrainingJob, reduces_once, repeated_modules
+from meshwright.simulator.layout import (
+    ParallelPlan,
+    TrainingJob,
+    is_unwrapped,
+    reduces_once,
+    repeated_modules,
+)
 from meshwright.simulator.model import (
     AnyModel,
     BlockKind,
@@ -92,6 +98,7 @@ class BlockShape(WeightShape):
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
+    ``is_unwrapped`` says that the stack does not run fully_shard.
     ``modules`` are the parts of a layer that selective recomputation runs again.
     ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``.
     ``accumulated_bytes`` is the traffic of adding a parameter's gradient to what is kept of it
@@ -107,6 +114,7 @@ class BlockShape(WeightShape):
     stack: StackProfile = field(hash=False)
     in_pipeline: bool = False
     defers_sums: bool = False
+    is_unwrapped: bool = False
     cp: int = 1
     cp_type: ContextParallel | None = None
     modules: tuple[RecomputeModule, ...] = ()
@@ -138,7 +146,9 @@ class BlockShape(WeightShape):
             or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple, plan.ep, plan.etp),
             expert_parameters=expert_parameters(job.model, plan.tp, plan.ep, plan.etp),
             in_pipeline=plan.pp > 1,
-            defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
+            defers_sums=stack.sums_norms_each_microbatch
+            and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
+            is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
             cp=plan.cp,
             cp_type=_cp_type(plan, stack),
             ep=plan.ep,

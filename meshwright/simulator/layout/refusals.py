@@ -365,6 +365,14 @@ def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) 
     return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
 
 
+def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
+    """Return whether *stack* does not run fully_shard on so many data-parallel ranks.
+
+    `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
+    """
+    return (num_ranks == 1) & stack.casts_shards_alone
+
+
 def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
     """Return whether *plan* sums gradients over microbatches before it reduces them."""
     each = plan.sync_each_microbatch

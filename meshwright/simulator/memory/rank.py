@@ -276,5 +276,5 @@ def rank_memory(
 
 
 def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
-    """Return *memory* with copies of weights in another format, which are never split or moved."""
+    """Return *memory* with what layers hold beside their weights, which is never split or moved."""
     return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)

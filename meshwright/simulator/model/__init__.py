@@ -1,6 +1,6 @@
 """What is trained: a model's sizes and weights, built in or read from a file."""
 
-from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
+from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.chain import ChainModel, LinearLayer
 from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
@@ -14,7 +14,6 @@ from meshwright.simulator.model.kinds import (
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
-    WINDOWED_LAYERS,
     BlockKind,
     BlockRun,
     KeptLayer,
@@ -52,7 +51,6 @@ __all__ = [
     "TRANSFORMER_LAYER",
     "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
-    "WINDOWED_LAYERS",
     "AnyModel",
     "BlockKind",
     "BlockRun",
@@ -79,7 +77,6 @@ __all__ = [
     "linear_weights",
     "list_models",
     "load_model",
-    "load_transformer",
     "local_shape",
     "padded_vocab_size",
     "parameter_tensors",

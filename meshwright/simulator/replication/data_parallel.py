@@ -19,6 +19,7 @@ from meshwright.simulator.layout import (
     Stage,
     casts_of,
     gradient_bytes,
+    is_unwrapped,
     main_gradient_bytes,
     reshards_units,
     syncs_by_default,
@@ -38,7 +39,8 @@ class Replication(NamedTuple):
     """The data-parallel side of a plan: sharding, groups and their collectives.
 
     ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
-    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched.
+    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched,
+    ``is_unwrapped`` that there are no units: one rank alone is not wrapped in fully_shard.
     ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
     ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
     """
@@ -54,6 +56,7 @@ class Replication(NamedTuple):
     offload: Offload = Offload.NONE
     keeps_units: bool = False
     finds_unused: bool = False
+    is_unwrapped: bool = False
     axis: MeshAxis = Axis.DP
     experts: "Replication | None" = None
     """That of routed experts, where other ranks than those of a replica hold the same ones."""
@@ -157,6 +160,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         offload=plan.offload,
         keeps_units=stack.is_fully_sharded and plan.pp > 1,
         finds_unused=plan.find_unused,
+        is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
     )
     if plan.ep == 1:
         return found

@@ -5,7 +5,7 @@ from functools import cache
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.schedules.actions import Action, ActionLists, Phase, Schedule
+from meshwright.simulator.schedules.actions import Action, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import core_group, interleaved
 from meshwright.simulator.schedules.lookahead import (
@@ -24,7 +24,6 @@ __all__ = [
     "RUNTIMES",
     "SCHEDULES",
     "Action",
-    "ActionLists",
     "Phase",
     "Refetches",
     "Schedule",

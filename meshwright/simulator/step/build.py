@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, Source, StackProfile
-from meshwright.simulator.blocks import weight_copy_bytes
+from meshwright.simulator.blocks import beside_weights_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
@@ -172,7 +172,7 @@ def _memory_of_units(
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
+    return with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -199,7 +199,7 @@ def _memory_of_stages(
     for each in others:
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
-    memory = with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
+    memory = with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
     if context.setting.parts[stages[0]]:
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
