@@ -109,7 +109,7 @@ class Copy:
 
     def _failure(self, files: Sequence[str], end_s: float) -> Found | None:
         """Return how the first test of *files* fails; None where all pass."""
-        words = [sys.executable, "-P", "-m", "pytest", "--import-mode=importlib", "-x", "-v"]
+        words = [sys.executable, "-P", "-m", "pytest", "--import-mode=importlib", "-x", "-vv"]
         words += ["--tb=no", "-p", "no:cacheprovider", *files]
         with subprocess.Popen(  # noqa: S603 - our own
             words,

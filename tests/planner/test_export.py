@@ -173,6 +173,11 @@ REFUSED = [
     ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
     ("accelerate", [*DDP, "--gpus", "8", "--sync-each-microbatch", "--micro-batch", "8"], ""),
     ("accelerate", [*LLAMA, "--gpus", "8", "--tp", "2", "--zero", "0"], "tp=2"),
+    (
+        "torchrun",
+        [*DDP, "--gpus", "8", "--set", "gradient_bucket_parameters=1000000"],
+        "stack.gradient_bucket_parameters=1000000",
+    ),
     ("accelerate", [*TITAN, "--gpus", "8", "--tp", "2"], "tp=2"),
 ]
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simpy import Environment
 
 from meshwright.simulator.engine import (
     Message,
@@ -21,7 +22,9 @@ from meshwright.simulator.engine import (
     simulate_unfolded,
     with_overhead,
 )
-from meshwright.simulator.engine.groups import busy_end_ps
+from meshwright.simulator.engine.groups import CollectiveStream, QueuedCollective, busy_end_ps
+from meshwright.simulator.engine.record import SpanKind
+from meshwright.simulator.engine.run import Submission, collective_meeting
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.layout.mesh import Mesh
@@ -498,3 +501,18 @@ def test_overhead_keeps_the_order_of_times(time_ps: int, more_ps: int, ppm: int)
     assert with_overhead(time_ps, 0) == time_ps
     assert with_overhead(time_ps, ppm) == time_ps * (1_000_000 + ppm) // 1_000_000
     assert with_overhead(time_ps, ppm) <= with_overhead(time_ps + more_ps, ppm)
+
+
+def test_a_collective_starts_when_its_last_member_is_ready() -> None:
+    """Ready at 5 and 9 it takes 3, until 12; the next waits for it, then for a message of 2."""
+    stream = CollectiveStream()
+    meeting = collective_meeting(Environment(), 2, stream, shared_port=True)
+    kind = SpanKind.GRADIENT_REDUCTION
+    ready = ((5, 6), (9, 10))
+    first, last = (
+        Submission([QueuedCollective(each, 3, kind) for each in times], messages)
+        for times, messages in zip(ready, ([], [(13, 15)]), strict=True)
+    )
+    assert not meeting.arrive(first).triggered
+    assert meeting.arrive(last).value == 17
+    assert [(each.start_ps, each.end_ps) for each in stream.record] == [(9, 12), (12, 17)]

@@ -170,6 +170,15 @@ def test_a_server_of_its_own_moves_two_buffers_a_worker(dp: int) -> None:
     assert moved == server_link_bytes(weight_bytes(result), dp)
 
 
+@pytest.mark.parametrize(
+    ("servers", "says"), [("all", []), (1, ["1 server has a host"]), (2, ["2 servers have own"])]
+)
+def test_hosts_beside_the_devices_are_told_of(servers: int | str, says: list[str]) -> None:
+    result = run(SERVER, 4, model="gpt2", servers=ParameterServer(servers=servers))
+    told = [each for each in result.warnings if "server" in each]
+    assert [each[: len(said)] for each, said in zip(told, says, strict=True)] == says
+
+
 @pytest.mark.parametrize("dp", [1, 2, 4, 16, 32])
 def test_servers_on_all_workers_move_the_bytes_of_a_ring_all_reduce(dp: int) -> None:
     servers = ParameterServer(servers="all")

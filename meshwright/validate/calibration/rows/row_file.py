@@ -68,6 +68,7 @@ class RowFile:
             table = csv.DictReader(line for line in lines if not line.startswith("#"))
             file.rows = [_read(cells) for cells in table]
         except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
+            # A cell that is missing is None, an extra one a list: either is the file's fault.
             raise PlanError(f"{shown} has a row that is none: {_one_line(error)}") from None
         return file
 
