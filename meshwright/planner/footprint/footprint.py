@@ -295,7 +295,7 @@ def device_bytes_column(
         indices: Whose they are; by default of all.
     """
     chosen = slice(None) if indices is None else indices
-    names = (*Axis, "ep", "etp")
+    names = (*Axis, "ep", "etp", "cp_inner")
     axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
     is_tied = space.job.model.tied_embeddings
@@ -315,5 +315,6 @@ def device_bytes_column(
 
 def _mesh(numbers: dict[str, int]) -> Mesh:
     """Return the mesh of the numbers of its fields; nodes do not matter."""
-    ep, etp = numbers.pop("ep"), numbers.pop("etp")
-    return Mesh(node_size=1, experts=(etp or numbers["tp"], ep), **numbers)
+    ep, etp, inner = (numbers.pop(name) for name in ("ep", "etp", "cp_inner"))
+    experts = etp or numbers["tp"], ep
+    return Mesh(node_size=1, experts=experts, cp_inner=inner or 1, **numbers)

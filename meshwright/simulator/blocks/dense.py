@@ -239,7 +239,7 @@ def _attention(
         heads = _heads(shape, dims, kind)
         with block.part(RecomputeModule.CORE_ATTN):
             if shape.cp_type is not None:
-                over = heads._replace(ranks=dims.cp)
+                over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
                 context = context_parallel(block, query, key, value, over, shape.cp_type)
             else:
                 attend = scored if is_unfused else flash

@@ -8,12 +8,18 @@ from meshwright.simulator.layout.axes import (
     REPLICATED,
     TP_CP,
     Axis,
+    ContextAxis,
     ExpertAxis,
     MeshAxis,
     divides,
     near_multiples,
 )
-from meshwright.simulator.layout.defaults import default_attention, default_precision
+from meshwright.simulator.layout.defaults import (
+    context_way,
+    default_attention,
+    default_precision,
+    usual_inner,
+)
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
@@ -88,6 +94,7 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
+    "ContextAxis",
     "ExpertAxis",
     "Formats",
     "GroupSpan",
@@ -109,6 +116,7 @@ __all__ = [
     "casts_of",
     "check_sharding",
     "chosen_formats",
+    "context_way",
     "default_attention",
     "default_precision",
     "divides",
@@ -139,6 +147,7 @@ __all__ = [
     "strided_span",
     "sums_microbatches",
     "syncs_by_default",
+    "usual_inner",
     "whole_model",
     "with_stages",
     "zero_communication",

@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis, inner_refusal
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
@@ -71,6 +71,15 @@ class Degrees:
         acts_on=Axis.CP,
     ).field(None)
     """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
+
+    cp_inner: int | None = Declaration(
+        help="Ranks of a ring+all-to-all that swap tokens for heads [those of a node].",
+        metavar="N",
+        heading="cp inner",
+        acts_on=Axis.CP,
+    ).field(None)
+    """Neighbours that swap tokens for heads where others are a ring of such groups; of no other
+    ``cp_type``."""
 
     ep: int = Declaration(
         help="Expert-parallel degree.",
@@ -261,6 +270,9 @@ class ParallelPlan(PlanFields):
         for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+        refusal = inner_refusal(self.cp, self.cp_type, self.cp_inner)
+        if refusal is not None:
+            raise PlanError(refusal)
         self._check_experts()
         if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
             said = ",".join(self.recompute_modules)
@@ -344,7 +356,7 @@ class ParallelPlan(PlanFields):
     def number(self, name: str) -> int:
         """Return a field as the whole number of a column, or the ranks over several axes."""
         if name in JOINT_AXES:
-            return prod(self.degree(axis) for axis in JOINT_AXES[name])
+            return prod(map(self.number, JOINT_AXES[name]))
         return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property

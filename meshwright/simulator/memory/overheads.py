@@ -8,6 +8,7 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     REPLICATED,
     Axis,
+    ContextAxis,
     ExpertAxis,
     Mesh,
     ParallelPlan,
@@ -83,7 +84,8 @@ def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     One along each axis that is split, replicas' over context- and data-parallel ranks; where there
     are several, one over all ranks (for the norm of the gradients and the loss); and one between
     both ends of a pipeline that share a table.  Where experts are divided among ranks, each axis of
-    theirs has one more, and all ranks that have all experts between them another.
+    theirs has one more, and all ranks that have all experts between them another.  In the place of
+    all context-parallel ranks' a ring of swaps has that of either group.
 
     >>> num_communicators(Mesh(tp=8, node_size=8), is_tied=True)
     1
@@ -98,7 +100,8 @@ def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     has_world, has_ends = num_split > 1, is_tied and mesh.degree(Axis.PP) > 1
     divides_experts = mesh.degree(ExpertAxis.EP) > 1
     num_experts = divides_experts * sum(mesh.degree(axis) > 1 for axis in ExpertAxis)
-    return num_split + int(has_world) + int(has_ends) + num_experts
+    is_nested = all(mesh.degree(axis) > 1 for axis in ContextAxis)
+    return num_split + int(has_world) + int(has_ends) + num_experts + int(is_nested)
 
 
 def usable_bytes(cluster: Cluster, limit_bytes: int | None) -> int:

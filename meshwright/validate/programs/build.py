@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from meshwright.hwprofiles import ContextParallel, Kernels, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator.layout import context_way
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -59,7 +60,7 @@ def _check_context(stack: StackProfile, plan: ParallelPlan) -> None:
     """Raise PlanError if no program cuts sequences as *plan* does."""
     if PROGRAMS[stack.name] is not MegatronProgram:
         raise PlanError(f"cp={plan.cp} has no PyTorch program on stack {stack.name}; allowed: 1")
-    way = plan.cp_type or stack.context_parallel[0]
+    way = context_way(plan, stack)
     if way is ContextParallel.ALL_GATHER:
         allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
         raise PlanError(f"cp_type={way} has no PyTorch program; allowed: {allowed}")

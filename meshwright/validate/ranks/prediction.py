@@ -19,7 +19,7 @@ from meshwright.simulator.account import (
     rank_flops,
     rank_traffic,
 )
-from meshwright.simulator.layout import Axis, MeshAxis
+from meshwright.simulator.layout import Axis, MeshAxis, context_way
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -130,7 +130,7 @@ def _check_context(saved: SavedPlan) -> None:
         raise PlanError(
             f"cp={plan.cp} of stack {stack.name} is not compared with counts; allowed: 1"
         )
-    way = plan.cp_type or next(iter(stack.context_parallel), None)
+    way = context_way(plan, stack)
     if way is ContextParallel.ALL_GATHER:
         allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
         raise PlanError(f"cp_type={way} is not compared with counts; allowed: {allowed}")

@@ -22,6 +22,7 @@ class ContextGroup:
         size: How many.
         num_tokens: Of a whole sequence.
         way: How they attend to each other's tokens.
+        levels: Of a ring of swaps, those that swap with this rank, and those of its ring.
 
     >>> ContextGroup(None, 1, 2, num_tokens=8).starts
     (2, 4)
@@ -32,6 +33,7 @@ class ContextGroup:
     size: int
     num_tokens: int
     way: ContextParallel | None = None
+    levels: tuple["ContextGroup", ...] = ()
 
     @property
     def starts(self) -> tuple[int, ...]:

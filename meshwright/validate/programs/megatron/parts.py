@@ -188,6 +188,9 @@ class MegatronParts:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:
             return SwappedCore(core, self.cp)
+        if self.cp.way is ContextParallel.RING_OF_SWAPS:
+            inner, outer = self.cp.levels
+            return SwappedCore(RingCore(outer), inner)
         assert self.cp.way is ContextParallel.RING
         return RingCore(self.cp)
 
