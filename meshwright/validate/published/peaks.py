@@ -8,11 +8,13 @@ matrix products work in, of which the deterministic mode sets one (cuBLAS:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from meshwright.hwprofiles import (
     GIBI,
     MEBI,
     Attention,
+    ContextParallel,
     Device,
     LossKernel,
     Precision,
@@ -206,7 +208,23 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
         recompute=Recompute.FULL if "recompute" in switches else Recompute.NONE,
         attention=_attention(row),
         stages=_stages(row, model),
+        **_context(row),
     )
+
+
+class Swaps(TypedDict, total=False):
+    """What a plan says of a ring of swaps."""
+
+    cp_type: ContextParallel
+    cp_inner: int
+
+
+def _context(row: PublishedPeak) -> Swaps:
+    """Return what a ring of swaps is said to have: its inner ranks are the first size."""
+    sizes = row.switches.get("hierarchical-context-parallel-sizes")
+    if sizes is None:
+        return {}
+    return {"cp_type": ContextParallel.RING_OF_SWAPS, "cp_inner": int(sizes.split("/")[0])}
 
 
 def _attention(row: PublishedPeak) -> Attention:
