@@ -249,4 +249,6 @@ class LayerFact(StrEnum):
     ATTENTION_SINKS = "attention_sinks"
     EXPERT_BIAS = "experts.bias"
     EXPERT_ACTIVATION = "experts.activation"
+    EXPERT_GELU = "experts.activation=gelu"
+    EXPERT_SQUARED_RELU = "experts.activation=squared relu"
     WEIGHED_INPUTS = "experts.weighs_inputs"

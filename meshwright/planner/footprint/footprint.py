@@ -303,12 +303,13 @@ def device_bytes_column(
         Overheads.of(
             cluster.device,
             space.stack,
+            space.job.model,
             num_communicators(_mesh(dict(zip(names, row, strict=True))), is_tied=is_tied),
         )
         for row in np.stack(axes, axis=1)[first].tolist()
     ]
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
-    allocated = live + workspace_bytes(cluster.device, space.stack)
+    allocated = live + workspace_bytes(cluster.device, space.stack, space.job.model)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
     return np.asarray(allocated + rounding + outside[member], np.int64)
 

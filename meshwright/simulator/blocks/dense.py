@@ -333,10 +333,11 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
     experts = shape.model.experts
     assert experts is not None
     width = experts.shared_hidden_size
-    parts = Dim("shared gate", width), Dim("shared up", width)
+    parts = (Dim("shared gate", width), Dim("shared up", width))[-experts.num_parts :]
+    kind = Activation(shape.model.activation)
 
     def shared(block: Block, x: Tensor) -> Tensor:
-        widths = Widths(parts, Dim("shared inner", width))
+        widths = Widths(parts, Dim("shared inner", width), kind)
         with block.part(RecomputeModule.SHARED_EXPERTS):
             return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
