@@ -27,9 +27,11 @@ from meshwright.simulator.blocks import (
     Gemm,
     Operator,
     RingMessages,
+    walk,
 )
 from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
+from meshwright.simulator.graph import Kind
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
 from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.step import build_step
@@ -160,6 +162,17 @@ def test_a_ring_of_swaps_ends_in_a_ring_and_in_a_swap(inner: int, way: ContextPa
     )
     assert nested.step_ps == plain.step_ps
     assert nested.memory == plain.memory
+
+
+@given(cp=st.sampled_from([2, 4, 8]), microbatch=st.sampled_from([1, 2]))
+def test_gathered_keys_live_in_order_beside_those_that_are_not(cp: int, microbatch: int) -> None:
+    """Backward has keys and values, their gradients, and those of a part of the rows twice."""
+    shape = shape_of(cp, GATHER, microbatch_size=microbatch)
+    found = walk(shape, TRANSFORMER_LAYER).tape.block.operators
+    (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
+    whole, rows = 2 * TOKENS * microbatch * KEYS, 2 * TOKENS // cp * microbatch * WIDTH
+    assert sum(each.nbytes for each in {*attention.scratch}) == 3 * whole
+    assert sum(each.nbytes for each in {*attention.backward_scratch}) == 6 * whole + rows
 
 
 @pytest.mark.parametrize("inner", [2, 4])

@@ -133,6 +133,11 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         replace(HYBRID, tp=1, cp=2, sequence_parallel=False, cp_type=ContextParallel.ALL_TO_ALL),
         "megatron-core",
     ),
+    "cp2 tp2 gathered": (
+        "llama",
+        replace(HYBRID, pp=1, cp=2, stages=(4,), cp_type=ContextParallel.ALL_GATHER),
+        "megatron-core",
+    ),
     "cp4 ring of swaps": (
         "gpt",
         ParallelPlan(

@@ -372,7 +372,6 @@ def test_plans_without_a_program_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--cp-type all-gather", "cp_type=all-gather is not compared with counts; allowed: ring"),
         ("--stack torchtitan", "cp=2 of stack torchtitan is not compared with counts; allowed: 1"),
     ],
 )

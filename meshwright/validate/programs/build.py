@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import ContextParallel, Kernels, StackProfile, suggestion
+from meshwright.hwprofiles import Kernels, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
-from meshwright.simulator.layout import context_way
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -44,7 +43,7 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
     if plan is not None and plan.cp > 1:
-        _check_context(stack, plan)
+        _check_context(stack, plan.cp)
     if plan is not None and plan.recompute_modules:
         said = ",".join(plan.recompute_modules)
         raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
@@ -56,14 +55,10 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
         )
 
 
-def _check_context(stack: StackProfile, plan: ParallelPlan) -> None:
-    """Raise PlanError if no program cuts sequences as *plan* does."""
+def _check_context(stack: StackProfile, cp: int) -> None:
+    """Raise PlanError if no program of *stack* cuts sequences."""
     if PROGRAMS[stack.name] is not MegatronProgram:
-        raise PlanError(f"cp={plan.cp} has no PyTorch program on stack {stack.name}; allowed: 1")
-    way = context_way(plan, stack)
-    if way is ContextParallel.ALL_GATHER:
-        allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
-        raise PlanError(f"cp_type={way} has no PyTorch program; allowed: {allowed}")
+        raise PlanError(f"cp={cp} has no PyTorch program on stack {stack.name}; allowed: 1")
 
 
 def check_layers(job: TrainingJob) -> None:

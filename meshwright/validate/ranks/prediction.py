@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel
+from meshwright.hwprofiles import PS_PER_S, CollectiveOp
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError, StepResult, get_schedule, simulate
 from meshwright.simulator.account import (
@@ -19,7 +19,7 @@ from meshwright.simulator.account import (
     rank_flops,
     rank_traffic,
 )
-from meshwright.simulator.layout import Axis, MeshAxis, context_way
+from meshwright.simulator.layout import Axis, MeshAxis
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -130,10 +130,6 @@ def _check_context(saved: SavedPlan) -> None:
         raise PlanError(
             f"cp={plan.cp} of stack {stack.name} is not compared with counts; allowed: 1"
         )
-    way = context_way(plan, stack)
-    if way is ContextParallel.ALL_GATHER:
-        allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
-        raise PlanError(f"cp_type={way} is not compared with counts; allowed: {allowed}")
 
 
 def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:

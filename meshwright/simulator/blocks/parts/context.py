@@ -102,7 +102,9 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     )
     # Gradients of all tokens are added up of two parts, and put in the order of the ranks.
     back = Traffic(4 * moved.nbytes)
-    lives = ([*gathered, gathered[0]], [*gathered, *gathered, *gathered, query.like("parts")])
+    others = [[each.like(name) for each in gathered] for name in ("gradients", "of a part")]
+    unordered = gathered[0].like("not in order yet")
+    lives = ([*gathered, unordered], [*gathered, *others[0], *others[1], query.like("parts")])
     beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
 
