@@ -244,8 +244,11 @@ def _attention(
             else:
                 attend = scored if is_unfused else flash
                 context = attend(block, query, key, value, heads)
-        if has_positions and spelling.rotary in PUT_TOGETHER:
-            # What puts a head together lays all out head by head, and so does attention.
+        # What puts a head together lays all out head by head, and so does attention; PyTorch's ring
+        # puts halves of rows together so, on all ranks but the last.
+        if (has_positions and spelling.rotary in PUT_TOGETHER) or (
+            shape.cp_type is not None and not block.lowering.copies_operands
+        ):
             context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)

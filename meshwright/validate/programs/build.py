@@ -42,8 +42,6 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if stack.name not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
-    if plan is not None and plan.cp > 1:
-        _check_context(stack, plan.cp)
     if plan is not None and plan.recompute_modules:
         said = ",".join(plan.recompute_modules)
         raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
@@ -53,12 +51,6 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
             f"kernels = {stack.kernels} has no PyTorch program on stack {stack.name}; "
             f"allowed: {Kernels.FUSED}"
         )
-
-
-def _check_context(stack: StackProfile, cp: int) -> None:
-    """Raise PlanError if no program of *stack* cuts sequences."""
-    if PROGRAMS[stack.name] is not MegatronProgram:
-        raise PlanError(f"cp={cp} has no PyTorch program on stack {stack.name}; allowed: 1")
 
 
 def check_layers(job: TrainingJob) -> None:
