@@ -2,7 +2,9 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Imports make many objects and hardly any garbage: a quarter of the time to collect all tests.
@@ -19,3 +21,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def no_pictures() -> Iterator[None]:
+    """Let ``--out`` leave empty pictures; those of pages, and test_plots.py, are drawn."""
+    from documents.terminal import without_pictures
+
+    with without_pictures():
+        yield

@@ -190,6 +190,7 @@ def test_search_json_has_the_promised_keys(run: Runner) -> None:
     )
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_best_plan_of_a_search_simulates_to_the_same_document(run: Runner, tmp_path: Path) -> None:
     first, second, *_ = run.document(*SEARCH, "--out", str(tmp_path / "out"))["plans"]
     for name, step in (("plan.json", first), ("plan-2.json", second)):
@@ -344,6 +345,7 @@ def test_out_writes_plan_result_tables_and_pictures(run: Runner, tmp_path: Path)
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_out_of_a_search_has_every_plan(run: Runner, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     run(*SEARCH, "--top", "3", "--out", str(folder))
@@ -351,6 +353,7 @@ def test_out_of_a_search_has_every_plan(run: Runner, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == expected
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_out_refuses_a_folder_in_use_unless_forced(run: Runner, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     run(*SEARCH, "--top", "3", "--out", str(folder))

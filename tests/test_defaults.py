@@ -26,10 +26,14 @@ def defaults(cluster: str, stack: str) -> tuple[str, str] | str:
     return step["job"]["precision"], step["plan"]["attention"]
 
 
+# Of clusters with the same device the last: docs/clusters.md shows the first.
+CLUSTERS = {load_cluster(name).device.name: name for name in list_clusters()}
+
+
 @pytest.mark.parametrize("stack", list_stacks())
 def test_a_stack_runs_on_a_cluster_unless_its_device_lacks_what_it_needs(stack: str) -> None:
     software = load_stack(stack)
-    for cluster in list_clusters():
+    for cluster in CLUSTERS.values():
         device = load_cluster(cluster).device
         found = defaults(cluster, stack)
         has_rate = bool(device.peak_flops_per_s.keys() & set(software.precisions))
@@ -47,6 +51,12 @@ def test_a_stack_runs_on_a_cluster_unless_its_device_lacks_what_it_needs(stack: 
             assert device.name in found
             lacking = software.flash_kernel if has_rate else "precision="
             assert lacking in found
+
+
+@pytest.mark.parametrize("cluster", sorted({*list_clusters()} - {*CLUSTERS.values()}))
+def test_clusters_with_the_same_device_have_the_same_defaults(cluster: str) -> None:
+    other = CLUSTERS[load_cluster(cluster).device.name]
+    assert defaults(cluster, "megatron-core") == defaults(other, "megatron-core")
 
 
 def test_there_are_stacks_that_run_everywhere_and_some_that_do_not() -> None:

@@ -4,7 +4,9 @@ import ast
 from pathlib import Path
 
 from mutating.faults import Fault, chosen_faults, faults_of
-from mutating.run import Verdict, report, stages
+from mutating.order import NEAR, called_at, named_tests, other_tests
+from mutating.outputs import observed, place
+from mutating.report import Verdict, report
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = "meshwright/simulator/costs"
@@ -30,14 +32,30 @@ def test_types_and_texts_are_left_alone() -> None:
     }
 
 
-def test_tests_that_name_the_folder_run_first_and_each_once() -> None:
-    fault = Fault(f"{COSTS}/links.py", 1, 0, 0, "")
-    near, *others = stages(ROOT, fault)
-    assert near[0] == fault.path
-    assert "tests/simulator/test_compute_costs.py" in near[:3]
-    everything = [each for files in (near, *others) for each in files]
+def test_tests_that_name_what_is_at_fault_run_first_and_each_once() -> None:
+    path = f"{COSTS}/compute.py"
+    text = (ROOT / path).read_text(encoding="utf-8")
+    fault = Fault(path, len(text.splitlines()), 0, 0, "")
+    named = named_tests(ROOT, fault, text)
+    assert named[0] == "tests/simulator/test_compute_costs.py"
+    others = [each for files in other_tests(ROOT, fault, named) for each in files]
+    everything = [*named[:NEAR], *others]
     assert len(everything) == len(set(everything))
     assert {"tests/test_bad_input.py", "tests/planner/test_proof.py"} <= set(everything)
+
+
+def test_commands_are_known_by_the_functions_that_they_call(tmp_path: Path) -> None:
+    called = observed(["schedules"], tmp_path).calls
+    for name, function, is_called in (
+        ("__init__", "main", True),
+        ("planner/search/search", "search", False),
+    ):
+        path = ROOT / "meshwright" / f"{name}.py"
+        text = path.read_text(encoding="utf-8")
+        line = text[: text.index(f"def {function}(")].count("\n") + 1
+        assert (place(str(path), line) in called) == is_called
+        assert called_at(text, line + 20) == line
+        assert called_at(text, 1) is None
 
 
 def test_survivors_are_told_with_their_lines() -> None:
@@ -47,7 +65,8 @@ def test_survivors_are_told_with_their_lines() -> None:
             Verdict(fault, "killed", "tests/x.py", ""),
             Verdict(fault, "survived", "", "  - 1\n  + 2"),
             Verdict(fault, "no change", "", ""),
+            Verdict(fault, "timed out", "", ""),
         ]
     )
     assert "meshwright/a/b.py:3 survived\n  - 1\n  + 2\n" in said
-    assert said.endswith("50% of 2 faults that change an output\n")
+    assert said.endswith("killed: 50% of 2 faults that a test or an output shows\n")

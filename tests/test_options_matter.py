@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ STEP = ["simulate", *BASE, "--tp", "2", "--pp", "2"]
 SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
 DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
-SEARCH = ["search", *BASE, "--max-tp", "4", "--max-pp", "4", "--max-micro-batch", "2"]
+SEARCH = ["search", *BASE, "--max-tp", "2", "--max-pp", "2", "--max-micro-batch", "2"]
 ROUTED = ["mixtral-8x7b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16"]
 ROUTED += ["--seq-len", "2048", "--pp", "4"]
 EXPERTS = ["simulate", *ROUTED]
@@ -170,18 +171,24 @@ def test_an_option_of_search_changes_the_result(option: str) -> None:
     assert before != after
 
 
-def validation(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> object:
-    """Return status, output and files of a validation of a tiny plan."""
-    model = folder / "tiny.toml"
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the plan of a tiny model."""
+    folder = tmp_path_factory.mktemp("plan")
+    model, out = folder / "tiny.toml", folder / "out"
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 512, "seq_len": 64}
     lines = ['name = "tiny"', *(f"{key} = {value}" for key, value in sizes.items())]
     model.write_text("\n".join(lines), encoding="utf-8")
-    plan = folder / "plan" / "plan.json"
     base = ["simulate", str(model), "--cluster", "localhost-cpu", "--gpus", "2", "--pp", "2"]
-    written = ["--global-batch", "4", "--out", str(plan.parent), "--force"]
-    assert meshwright.main([*base, *written]) == 0
+    assert meshwright.main([*base, "--global-batch", "4", "--out", str(out)]) == 0
+    return out / "plan.json"
+
+
+def validation(
+    words: list[str], plan: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> object:
+    """Return status, output and files of a validation of a plan."""
     capsys.readouterr()
-    out = folder / "out"
     real = {"PLAN": str(plan), "OUT": str(out)}
     status = meshwright.main(["validate", *(real.get(word, word) for word in words)])
     files = {path.name: path.read_bytes() for path in out.glob("*") if path.is_file()}
@@ -190,14 +197,13 @@ def validation(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("option", VALIDATE_CHANGES)
 def test_an_option_of_validate_changes_the_outcome(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    outcomes = []
-    for number, words in enumerate(VALIDATE_CHANGES[option]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        outcomes.append(validation(words, folder, capsys))
+    outcomes, out = [], tmp_path / "out"  # one folder: its name is printed
+    for words in VALIDATE_CHANGES[option]:
+        outcomes.append(validation(words, plan, out, capsys))
+        shutil.rmtree(out, ignore_errors=True)
     assert outcomes[0] != outcomes[1]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright import main
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 STEP = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--global-batch", "32"]
 LAYOUT = ["--tp", "2", "--pp", "2", "--recompute", "full"]
 

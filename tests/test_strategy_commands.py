@@ -9,6 +9,7 @@ from words_said import said_once
 from meshwright import main
 from meshwright.hwprofiles import ProfileError, load_stack
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 JOB = ["gpt2", "--cluster", "dgx-a100", "--gpus", "4", "--global-batch", "16"]
 MODULE = ["simulate", *JOB, "--stack", "dataparallel"]
 SERVER = ["simulate", *JOB, "--stack", "parameter-server"]

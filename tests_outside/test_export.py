@@ -3,7 +3,8 @@
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
@@ -15,12 +16,21 @@ from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_multi_gpu_env
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+from torch.distributed.run import get_args_parser
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 from witnesses import megatron_job, torchtitan_job
 
-from meshwright.planner.export import export_plan, get_framework
+from meshwright.planner.export import deepspeed, export_plan, get_framework
 from meshwright.planner.export.registry import facts_of
 from meshwright.planner.export.table import Keys, write_keys
+from meshwright.planner.export.texts import command_words
 from meshwright.planner.reports import SavedPlan
 from meshwright.validate.cli import plan_of_words
 
@@ -32,7 +42,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (  # isort:
 )
 from torchtitan.config import ConfigManager  # isort: skip  (after its witness)
 
-OPTIONS = Path(__file__).parent / "data" / "megatron_lm_options.txt"
+RECORDED = Path(__file__).parent / "data"
 LLAMA = "llama3-8b --global-batch 64 --seq-len 4096"
 TITAN = f"{LLAMA} --stack torchtitan --set kernels=eager --gpus"
 TITAN_PLANS = (
@@ -62,6 +72,14 @@ SPEED_PLANS = (
     f"{SPEED} --zero 1 --precision bf16 --reduce-precision fp32",
 )
 FSDP = f"{LLAMA} --stack fsdp --gpus 16"
+RUN_PLANS = (
+    "gpt2 --global-batch 64 --stack ddp --gpus 8",
+    "gpt2 --global-batch 64 --stack ddp --gpus 4 --find-unused",
+    "gpt2 --global-batch 64 --stack ddp --gpus 2 --recompute full --micro-batch 4",
+    "gpt2 --global-batch 64 --stack fsdp --gpus 8 --precision fp16",
+    "gpt2 --global-batch 64 --stack fsdp --gpus 16 --dp-shard 8",
+    f"{FSDP} --recompute full",
+)
 ACCELERATE_PLANS = (
     "gpt2 --global-batch 64 --stack ddp --gpus 8",
     f"{FSDP} --recompute full",
@@ -97,7 +115,7 @@ def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
     assert read.training.enable_cpu_offload is read.compile.enable is False
 
 
-def test_torchtitan_knows_every_key_and_no_misspelt_one(tmp_path: Path) -> None:
+def test_torchtitan_refuses_a_misspelt_key(tmp_path: Path) -> None:
     saved = plan_of_words(TITAN_PLANS[5], "dgx-h100")
     text = export_plan(saved, get_framework("torchtitan")).files["train.toml"]
     file = tmp_path / "train.toml"
@@ -117,9 +135,6 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
         name: {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(name)}
         for name in ("model.", "ddp.", "optimizer.")
     }
-    kinds = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    for part, kind in zip(parts.values(), kinds, strict=True):
-        assert {*part} <= {each.name for each in fields(kind)}
     own = {**parts["model."]}
     layout = own.pop("pipeline_model_parallel_layout")
     own.pop("attention_backend")
@@ -140,14 +155,6 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
     assert tuple(layers) == plan.stages
 
 
-@pytest.mark.parametrize("words", CORE_PLANS)
-def test_megatron_lm_has_every_option(words: str) -> None:
-    known = {line for line in OPTIONS.read_text().splitlines() if not line.startswith("#")}
-    keys = keys_of(plan_of_words(words, "dgx-h100"), "megatron-lm")
-    assert {*keys} <= known
-    assert "tensor-model-parallel-sizes" not in known
-
-
 @pytest.mark.parametrize("words", SPEED_PLANS)
 def test_deepspeed_reads_the_plan(words: str) -> None:
     saved = plan_of_words(words, "dgx-h100")
@@ -157,12 +164,6 @@ def test_deepspeed_reads_the_plan(words: str) -> None:
     ranks = {"get_rank": lambda: 0, "get_world_size": lambda *_: plan.dp}
     with patch.multiple("deepspeed.runtime.config.dist", **ranks):
         read = DeepSpeedConfig(document)
-    zero = {*DeepSpeedZeroConfig.model_fields} | {
-        each.alias for each in DeepSpeedZeroConfig.model_fields.values()
-    }
-    assert {*document["zero_optimization"]} <= zero
-    words_of_deepspeed = {each for each in vars(constants).values() if isinstance(each, str)}
-    assert {*document} <= words_of_deepspeed | {"zero_optimization"}
     assert read.zero_config.stage == plan.zero_stage
     sizes = read.train_batch_size, read.train_micro_batch_size_per_gpu
     assert sizes == (job.global_batch_size, plan.microbatch_size)
@@ -217,6 +218,116 @@ def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
         options = vars(launch_command_parser().parse_args(["train.py"]))
         assert {*config.deepspeed_config} <= {*options}
         assert config.deepspeed_config["zero_stage"] == plan.zero_stage
+
+
+@pytest.mark.parametrize("words", RUN_PLANS)
+def test_torchrun_reads_the_plan(words: str) -> None:
+    plan = plan_of_words(words, "dgx-h100").plan
+    read = launched(words)
+    num_nodes = max(1, plan.world_size // 8)
+    assert read.nnodes == ("1:1" if num_nodes == 1 else f"{num_nodes}")
+    assert int(read.nproc_per_node) * num_nodes == plan.world_size
+    assert (read.training_script, read.training_script_args) == ("train.py", [])
+    assert read.standalone is (num_nodes == 1)
+
+
+def launched(words: str, misspelt: str = "") -> Namespace:
+    """Return what torchrun's own parser makes of the script that starts a plan."""
+    files = export_plan(plan_of_words(words, "dgx-h100"), get_framework("torchrun")).files
+    said = files["run.sh"].replace("$NODE_RANK", "0").replace("${MASTER_PORT:-29500}", "29500")
+    options = command_words(said)
+    options = options[options.index("torchrun") + 1 :]
+    return get_args_parser().parse_args(
+        [each.replace(f"{misspelt}=", f"{misspelt}x=") if misspelt else each for each in options]
+    )
+
+
+@pytest.mark.parametrize("option", ["--nproc-per-node", "--nnodes", "--master-addr"])
+def test_torchrun_refuses_a_misspelt_option(option: str) -> None:
+    with pytest.raises(SystemExit):
+        launched(RUN_PLANS[-1], option)
+
+
+def recorded(name: str) -> set[str]:
+    lines = (RECORDED / f"{name}_options.txt").read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def names_of(prefix: str, kind: type) -> set[str]:
+    """Return the fields of a dataclass or of a pydantic model, and those of models in it."""
+    found = getattr(kind, "model_fields", {})
+    names = {*found} if found else {each.name for each in fields(kind)}
+    names |= {each.alias for each in found.values() if each.alias}
+    return {f"{prefix}.{name}" for name in names}
+
+
+def bridge_keys() -> set[str]:
+    kinds = {
+        "model": TransformerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+    }
+    known = recorded("megatron_bridge") | {"recipe"}
+    return known.union(*(names_of(name, kind) for name, kind in kinds.items()))
+
+
+def deepspeed_keys() -> set[str]:
+    zero = "zero_optimization"
+    kinds = {
+        zero: DeepSpeedZeroConfig,
+        f"{zero}.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        f"{zero}.offload_param": DeepSpeedZeroOffloadParamConfig,
+        constants.BFLOAT16: DeepSpeedBF16Config,
+        constants.FP16: DeepSpeedFP16Config,
+        "tensor_parallel": TPTrainingConfig,
+    }
+    plain = "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS"
+    known = {getattr(constants, name) for name in f"{plain} COMMUNICATION_DATA_TYPE".split()}
+    known.add(f"{constants.DATA_TYPES}.{constants.GRAD_ACCUM_DTYPE}")
+    return known.union(*(names_of(name, kind) for name, kind in kinds.items()))
+
+
+def accelerate_keys() -> set[str]:
+    options = vars(launch_command_parser().parse_args(["train.py"]))
+    sections = ("fsdp_config", "deepspeed_config", "parallelism_config")
+    known = {f"{section}.{option}" for section in sections for option in options}
+    return known | {each.name for each in fields(ClusterConfig)}
+
+
+# What each framework knows, and the plans that are tried; torchtitan's own parser refuses, and
+# the constants of the script for torchrun are its own.
+KNOWN: Mapping[str, tuple[Callable[[], set[str]], tuple[str, ...], str]] = {
+    "megatron-lm": (lambda: recorded("megatron_lm"), CORE_PLANS, ""),
+    "megatron-bridge": (bridge_keys, CORE_PLANS, ""),
+    "torchtitan": (
+        lambda: recorded("torchtitan_0_3") | {"activation-checkpoint"},
+        TITAN_PLANS,
+        "0.3",
+    ),
+    "deepspeed": (deepspeed_keys, SPEED_PLANS, ""),
+    "accelerate": (accelerate_keys, ACCELERATE_PLANS, "fsdp2"),
+}
+TRIED = [(name, words) for name, (_, plans, _) in KNOWN.items() for words in plans]
+
+
+@pytest.mark.parametrize(("name", "words"), TRIED)
+def test_every_key_is_one_of_the_frameworks_own_and_a_misspelt_one_is_not(
+    name: str, words: str
+) -> None:
+    known, _, version = KNOWN[name]
+    keys = keys_of(plan_of_words(words, "dgx-h100"), name, version)
+    own = known()
+    assert {*keys} <= own
+    assert not {f"{key}x" for key in keys} & own
+    choices = {"recipe": "=", "mixed_precision": "=", "activation-checkpoint": ":"}
+    for key in {*choices} & {*keys} if name != "accelerate" else ():
+        assert f"{key}{choices[key]}{keys[key]}" in own
+        assert f"{key}{choices[key]}{keys[key]}x" not in own
+
+
+def test_attention_with_sinks_is_advised_as_transformers_has_it() -> None:
+    assert deepspeed.SINKS in GptOssPreTrainedModel._compatible_flash_implementations
+    assert not GptOssPreTrainedModel._supports_sdpa
 
 
 def test_accelerate_refuses_a_misspelt_key(tmp_path: Path) -> None:

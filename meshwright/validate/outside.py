@@ -59,7 +59,7 @@ class OutsidePlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    framework: Literal["torchtitan", "megatron-core", "transformers"]
+    framework: Literal["torchtitan", "torchtitan 0.3", "megatron-core", "transformers"]
     size: Literal["live", "recorded"]
     options: str
     ranks: Annotated[tuple[int, ...], BeforeValidator(_words)]

@@ -14,9 +14,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import meshwright
-from documents.pages import DocumentError, commands_of, fences, read_page
+from documents.pages import PICTURE, DocumentError, commands_of, fences, read_page
 
 PROGRAM = "meshwright "  # how a line begins that is run
 COLUMNS = "118"  # wide enough that no report of the pages is folded
@@ -76,6 +77,7 @@ class Terminal:
 
     def __init__(self, page: str) -> None:
         self._commands = commands_of(page)
+        self._has_pictures = PICTURE.search(page) is not None
         self._outputs: dict[str, str] = {}
         self.folder = scratch_folder()
         for text in (*fences(page, "toml"), *fences(page, "python")):
@@ -88,7 +90,9 @@ class Terminal:
             for earlier in self._needed(command):
                 self.output(earlier)
             words = shlex.split(command)[1:]
-            self._outputs[command] = run(words, self.folder)
+            is_drawn = self._has_pictures or not out_folder(command)
+            with contextlib.nullcontext() if is_drawn else without_pictures():
+                self._outputs[command] = run(words, self.folder)
         return self._outputs[command]
 
     def _needed(self, command: str) -> Iterator[str]:
@@ -107,6 +111,13 @@ def scratch_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="meshwright-pages-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def without_pictures() -> Iterator[None]:
+    """Let ``--out`` leave empty pictures: to draw them takes longer than all else it does."""
+    with patch("meshwright.planner.plots.save_figure", lambda _, path: path.touch()):
+        yield
 
 
 def reason_not_to_run(command: str) -> str:

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import load_cluster, load_stack, profile_toml
 from meshwright.planner.options import LAYOUT, LIMITS, REPLICATION
 
 JOB = ["gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "16"]
+EXPERTS = ["mixtral-8x7b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16"]
 SEEDS = (
     ["simulate", *JOB],
     ["simulate", *JOB, "--tp", "2", "--pp", "2"],
@@ -19,13 +20,22 @@ SEEDS = (
     ["simulate", *JOB, "--stack", "fsdp", "--precision", "bf16"],
     ["search", *JOB, "--max-pp", "1", "--top", "2"],
     ["search", *JOB, "--tp", "2", "--pp", "2", "--micro-batch", "1"],
+    ["simulate", *JOB, "--max", "micro-batch"],
+    ["search", *JOB, "--tp", "2", "--pp", "1", "--max", "seq-len"],
+    ["simulate", *EXPERTS, "--ep", "8", "--imbalance", "1.5", "--dispatcher", "deepep"],
+    ["simulate", *EXPERTS, "--tp", "2", "--recompute", "selective", "--recompute-modules", "moe"],
+    ["simulate", *JOB, "--cp", "2", "--cp-type", "ring"],
+    ["explain", "plan.json"],
+    ["explain", *JOB, "--tp", "2"],
     ["sweep", *JOB, "--simulate", "--jobs", "1", "--vary", "tp=1,2", "--vary", "loss=fused"],
     ["matmul", "4x5", "5x8", "--devices", "2"],
     *(["models", "gpt2"], ["clusters", "dgx-a100"], ["stacks", "fsdp", "--toml"], ["schedules"]),
     ["validate", "plan.json", "--rank", "0", "--collect", "results"],
     ["calibrate", "--trace", "trace.json"],
     ["compare", "plan.json", "plan.json"],
-    ["export", "plan.json", "--to", "megatron-lm"],
+    ["compare", *JOB, "--tp", "1", "--pp", "1", "--stack", "megatron-core,deepspeed"],
+    *(["export", "plan.json", "--to", name] for name in ("megatron-lm", "megatron-bridge")),
+    ["export", "plan.json", "--to", "torchtitan", "--framework-version", "0.3", "--slurm"],
     ["import", "plan.json", "--from", "deepspeed", "--model", "gpt2", *JOB[1:]],
     ["count", "--world", "2", "--", "no-such.py"],
     *(["--version"], ["--help"], []),
@@ -35,6 +45,7 @@ GARBAGE = (
     *("", " ", "-", "--", "--tp", "-1", "0", "1", "2", "3", "12", "1.5", "1e9", "nan", "inf"),
     *("None", "{}", "9" * 40, "9" * 5000, "\udcff", "\0", "a" * 300, "8 GPUs", "80 GiB", "../.."),
     *("\u2028", "none", "all", "full", "1,2", "a=b", "=", "name=x", "nodes=-1", "x" * 5000, "4x5"),
+    *("seq-len", "global-batch", "core_attn,mlp", "hybridep", "all-to-all", "torchtitan", "0.3"),
     *("10000000", "99999999", "1e18", "2.5 USD/GPU-hour", "-inf", "1e-400", "gpt2", "fp32", "."),
 )
 # Options that may write or start something stay out of it.
@@ -43,7 +54,7 @@ OPTIONS = sorted(
      for each in group.options}
     | {"--gpus", "--global-batch", "--seq-len", "--precision", "--stack", "--cluster", "--set"}
     | {"--memory-limit", "--tokens", "--price", "--top", "--json=-", "--plan", "--devices"}
-    | {"--vary", "--weak"}
+    | {"--vary", "--weak", "--max", "--imbalance", "--to", "--from", "--framework-version"}
 )  # fmt: skip
 PLAN = {
     "format": "meshwright-plan-1",
@@ -82,6 +93,11 @@ SPEED = {
     "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000000, "overlap_comm": True},
     "data_types": {"grad_accum_dtype": "bf16"},
 }
+MEGATRON = """torchrun --nproc-per-node 8 pretrain_gpt.py \\
+  --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 \\
+  --global-batch-size 16 --bf16 --use-flash-attn --seq-length 1024 --recompute-granularity full \\
+  --recompute-method uniform --recompute-num-layers 1 --overlap-grad-reduce
+"""
 OF_TITAN = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8"]
 TRACE = {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2.0}]}
 VALUES = (
@@ -154,6 +170,16 @@ def _toml(random: Random, text: str) -> bytes:
     return _struck(random, "\n".join(lines).encode())
 
 
+def _words(random: Random, text: str) -> bytes:
+    """Return *text* with one word replaced, left out or twice, or cut or struck."""
+    words = text.split(" ")
+    place = random.randrange(len(words))
+    words[place : place + 1] = random.choice(
+        ([], [words[place]] * 2, [str(random.choice(GARBAGE))], [str(random.choice(VALUES))])
+    )
+    return _struck(random, " ".join(words).encode("utf-8", "replace"))
+
+
 def _struck(random: Random, content: bytes) -> bytes:
     """Return *content* as it is; or, one time in five, cut or with a byte put in."""
     place = random.randrange(len(content) + 1)
@@ -207,6 +233,19 @@ def file_case(random: Random, *, with_runs: bool) -> Case:
         lambda: Case(
             ["import", "s.json", "--from", "deepspeed", "--model", *JOB[:5]],
             {"s.json": _json(random, SPEED)},
+        ),
+        lambda: Case(
+            ["import", "m.sh", "--from", "megatron-lm", "--model", *JOB[:3]],
+            {"m.sh": _words(random, MEGATRON)},
+        ),
+        *(
+            lambda words=words: Case(words, {"p.json": _json(random, PLAN)})  # type: ignore[misc]
+            for words in (
+                ["explain", "p.json"],
+                ["compare", "p.json", "p.json"],
+                ["export", "p.json", "--to", "deepspeed"],
+                ["simulate", "--plan", "p.json", "--max", "micro-batch"],
+            )
         ),
         lambda: Case(["calibrate", "--trace", "t.json"], {"t.json": _json(random, TRACE)}),
     ]

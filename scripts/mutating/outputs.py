@@ -1,6 +1,8 @@
-"""What commands of ``same_parts`` print in the checkout that is imported: a digest of each.
+"""What commands of ``same_parts`` print in the checkout that is imported, and what they call.
 
-``python -P outputs.py COMMANDS INPUTS`` runs them in one process and prints a list as JSON.
+``python -P outputs.py COMMANDS INPUTS`` runs all of them in one process, twice, and prints as JSON
+what each one printed, how long it took and which functions it called.  With ``FILE NUMBERS...`` it
+runs those of FILE's commands until one prints something else, and prints the number of that one.
 """
 
 import contextlib
@@ -10,23 +12,50 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 from same_parts.blocks import read_blocks
 
-STEP = 3
-LEFT_OUT = ("--out", "validate", "calibrate", "--help", "gpt3-175b", "megatron-1t")
+LEFT_OUT = ("--help", "--rank 8", "no-such.json")  # text of others, and a fake run of seconds
+MOST_S = 1.5  # the few that take longer call nothing that no other calls
 
 
-def chosen_lines(text: str) -> list[list[str]]:
-    """Return every third command that draws nothing and needs no PyTorch."""
+class Output(NamedTuple):
+    """What came of a command without a fault.
+
+    Args:
+        words: Of the command.
+        digest: Of its status, output and files.
+        seconds: It took, of the processor.
+        calls: Of the project's functions, as `place` writes them.
+    """
+
+    words: list[str]
+    digest: str
+    seconds: float
+    calls: list[str]
+
+
+def place(path: str, line: int) -> str:
+    """Return a function by its file below the project's package and its first line.
+
+    >>> place("/x/meshwright/simulator/a.py", 3)
+    'meshwright/simulator/a.py:3'
+    """
+    return f"meshwright{path.rpartition('/meshwright')[2]}:{line}"
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """Return the commands that stand alone in their folders."""
     blocks = [block for block in read_blocks(text) if len(block.lines) == 1]
-    lines = [
+    return [
         block.commands[0]
         for block in blocks
-        if not any(word in block.commands[0] for word in LEFT_OUT)
+        if not any(left_out in block.lines[0] for left_out in LEFT_OUT)
     ]
-    return lines[::STEP]
 
 
 def digest(words: list[str], inputs: Path) -> str:
@@ -48,7 +77,55 @@ def digest(words: list[str], inputs: Path) -> str:
     return hashlib.sha256(repr((content, shown)).encode()).hexdigest()[:16]
 
 
+def observed(words: list[str], inputs: Path) -> Output:
+    """Return what a command prints, and what it calls."""
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    begin_s = time.process_time()
+    sys.setprofile(note)
+    try:
+        found = digest(words, inputs)
+    finally:
+        sys.setprofile(None)
+    seconds = time.process_time() - begin_s
+    calls = {
+        place(code.co_filename, code.co_firstlineno)
+        for code in called
+        if "/meshwright/" in code.co_filename
+    }
+    return Output(words, found, seconds, sorted(calls))
+
+
+def usual(text: str, inputs: Path) -> list[Output]:
+    """Return the outputs of commands that print the same when they run again, the fastest first."""
+    outputs = [observed(words, inputs) for words in command_lines(text)]
+    return sorted(
+        (
+            each
+            for each in outputs
+            if each.seconds < MOST_S and digest(each.words, inputs) == each.digest
+        ),
+        key=lambda each: each.seconds,
+    )
+
+
+def first_changed(outputs: list[Output], numbers: list[int], inputs: Path) -> int | None:
+    """Return the first of *numbers* whose command prints something else; None where none does."""
+    for number in numbers:
+        if digest(outputs[number].words, inputs) != outputs[number].digest:
+            return number
+    return None
+
+
 if __name__ == "__main__":
-    commands, inputs = map(Path, sys.argv[1:])
-    lines = chosen_lines(commands.read_text(encoding="utf-8"))
-    sys.stdout.write(json.dumps([digest(words, inputs.resolve()) for words in lines]))
+    commands, inputs = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
+    if len(sys.argv) == 3:
+        found: object = usual(commands.read_text(encoding="utf-8"), inputs)
+    else:
+        known = json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
+        found = first_changed([Output(*each) for each in known], [*map(int, sys.argv[4:])], inputs)
+    sys.stdout.write(json.dumps(found))

@@ -9,7 +9,14 @@ from meshwright.hwprofiles import Recompute, load_cluster, load_stack
 from meshwright.planner import SearchResult, SpaceLimits, enumerate_space
 from meshwright.planner.search import search
 from meshwright.planner.search.alike import LARGER_FRACTION, LONGER_FRACTION, complexity
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, load_model, simulate
+from meshwright.simulator import (
+    CostModel,
+    ParallelPlan,
+    StepResult,
+    TrainingJob,
+    load_model,
+    simulate,
+)
 
 CLUSTER, STACK = load_cluster("dgx-a100"), load_stack("megatron-core")
 MODEL = load_model("gpt2-xl")
@@ -40,7 +47,9 @@ def found() -> SearchResult:
 def every() -> dict[ParallelPlan, StepResult]:
     """Return every layout that fits, simulated."""
     space = enumerate_space(JOB, STACK, 16, LIMITS)
-    steps = [simulate(JOB, space.plan(index), CLUSTER, STACK) for index in range(len(space))]
+    costs = CostModel(CLUSTER, STACK, 16)
+    plans = map(space.plan, range(len(space)))
+    steps = [simulate(JOB, plan, CLUSTER, STACK, costs=costs) for plan in plans]
     return {step.plan: step for step in steps if step.memory.fits}
 
 

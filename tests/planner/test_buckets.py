@@ -20,6 +20,7 @@ def step_time_s(folder: Path, *options: str) -> float:
     return float(json.loads(document.read_text(encoding="utf-8"))["step_time_s"])
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_bucket_sizes_have_an_interior_minimum_and_the_plan_file_keeps_them(tmp_path: Path) -> None:
     """One bucket hides nothing; many small ones hide all but the last."""
     times = [step_time_s(tmp_path, "--bucket-size", f"{size} MB") for size in SIZES_MB]

@@ -12,6 +12,7 @@ from meshwright.hwprofiles import Attention, Recompute, load_cluster, load_stack
 from meshwright.planner import Change, SpaceLimits, cheapest_changes, enumerate_space
 from meshwright.planner.search import search
 from meshwright.simulator import (
+    CostModel,
     ParallelPlan,
     StepResult,
     TrainingJob,
@@ -76,7 +77,7 @@ def test_no_layout_one_switch_away_is_faster_than_what_is_named() -> None:
     plan = ParallelPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH)
     step = too_large(plan)
     space = enumerate_space(JOB, STACK, 64, SpaceLimits(stages=(STACK.stage_split,)))
-    near = []
+    near, costs = [], CostModel(CLUSTER, STACK, plan.world_size)
     for index in range(len(space)):
         layout = space.plan(index)
         names = {each.name for each in SEARCHED_FIELDS} - {"stages"}  # all have the stack's rule
@@ -84,7 +85,7 @@ def test_no_layout_one_switch_away_is_faster_than_what_is_named() -> None:
         # Twice the ranks of an axis is a switch, too; vpp and a schedule for it would be two.
         doubled = all(getattr(layout, axis) <= 2 * getattr(plan, axis) for axis in ("tp", "pp"))
         if len(differing - {"dp"}) == 1 and doubled:
-            near.append(simulate(JOB, layout, CLUSTER, STACK))
+            near.append(simulate(JOB, layout, CLUSTER, STACK, costs=costs))
     fitting = sorted(each.step_ps for each in near if each.memory.fits)
     assert fitting
     changes = cheapest_changes(step)

@@ -24,6 +24,7 @@ from meshwright.simulator.account import critical_path
 from meshwright.simulator.layout import with_stages
 
 JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=64, seq_len=1024)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 CLUSTER = load_cluster("dgx-a100")
 WORDS = ["gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--global-batch", "64"]
 LAYOUT = ["--tp", "2", "--pp", "2"]

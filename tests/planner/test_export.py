@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,21 @@ from meshwright import main
 from meshwright.hwprofiles import Offload
 from meshwright.planner.export import FRAMEWORKS, torchtitan
 from meshwright.planner.export.registry import facts_of
-from meshwright.planner.export.table import write_keys
+from meshwright.planner.export.table import Facts, read_keys, write_keys
 from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
-WHERE = ["--cluster", "dgx-h100"]
+WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
+GROUPED = ["--microbatch-group-size", "12"]
 # Plans by framework: options of simulate, and what an import has to be told.
 CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
 GPT = ["gpt2", "--global-batch", "64"]
 SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
+SMALL_CORE = [*GPT, "--gpus", "16"]
 FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
@@ -35,11 +38,15 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel", "--recompute", "full"], CORE),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
+        ([*LLAMA, "--gpus", "16", "--pp", "2", "--recompute-layers", "3"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "2", "--stages", "E|t*16|t*16|L"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
         ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
+        ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
@@ -49,6 +56,10 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--stages", "15,17"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--recompute", "full", "--micro-batch", "2"], ["--gpus", "16"]),
+        (
+            [*LLAMA, "--gpus", "8", "--recompute-layers", "4", "--recompute-method", "uniform"],
+            ["--gpus", "8"],
+        ),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
@@ -99,12 +110,17 @@ ROUNDS = [
 ]
 
 
-def plan_file(words: list[str], folder: Path) -> Path:
+def plan_file(words: list[str], folder: Path, cluster: str = "dgx-b200") -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), "dgx-h100")
+    saved = plan_of_words(" ".join(words), cluster)
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
+
+
+def stack_of(version: str | None, word: str) -> str:
+    """Return a word of a plan with the stack of a framework's version, where that has its own."""
+    return "torchtitan-2026-08" if (version, word) == ("0.3", "torchtitan") else word
 
 
 def is_offered(words: list[str], version: str | None) -> bool:
@@ -117,8 +133,9 @@ def is_offered(words: list[str], version: str | None) -> bool:
 def test_a_plan_comes_back_from_a_framework_as_it_was(
     name: str, words: list[str], told: list[str], tmp_path: Path
 ) -> None:
-    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    out, again = tmp_path / "out", tmp_path / "again.json"
     for version in FRAMEWORKS[name].versions or (None,):
+        plan = plan_file([stack_of(version, word) for word in words], tmp_path)
         chosen = [] if version is None else ["--framework-version", version]
         status = main(["export", str(plan), "--to", name, *chosen, "--out", str(out)])
         assert status == (0 if is_offered(words, version) else 2)
@@ -126,6 +143,17 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             source = ["--from", name, *WHERE, *told]
             assert main(["import", str(out), *source, "--out", str(again)]) == 0
             assert json.loads(again.read_text()) == json.loads(plan.read_text())
+
+
+def test_how_ranks_attend_is_not_read_where_there_is_one(tmp_path: Path) -> None:
+    plan, out, again = plan_file(SMALL_CORE, tmp_path), tmp_path / "out", tmp_path / "again.json"
+    assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
+    text = out.read_text()
+    out.write_text(text.replace("--bf16", "--cp-comm-type a2a+p2p --bf16"))
+    assert out.read_text() != text
+    source = ["--from", "megatron-lm", *WHERE, *GPT_CORE]
+    assert main(["import", str(out), *source, "--out", str(again)]) == 0
+    assert json.loads(again.read_text()) == json.loads(plan.read_text())
 
 
 def test_every_framework_is_tried_with_six_plans() -> None:
@@ -141,11 +169,14 @@ REFUSED = [
     ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
+    ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--precision", "fp8"], "precision=fp8"),
+    ("torchtitan 0.3", ["llama3-405b", *TITAN[1:], "--gpus", "8"], "model=llama3-405b"),
     ("deepspeed", [*LLAMA, "--gpus", "8", "--pp", "2"], "pp=2"),
     ("deepspeed", [*GPT, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
     ("accelerate", [*DDP, "--gpus", "8", "--sync-each-microbatch", "--micro-batch", "8"], ""),
     ("accelerate", [*LLAMA, "--gpus", "8", "--tp", "2", "--zero", "0"], "tp=2"),
+    ("accelerate", [*TITAN, "--gpus", "8", "--tp", "2"], "tp=2"),
 ]
 
 
@@ -154,7 +185,10 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
     name: str, words: list[str], field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    status = main(["export", str(plan_file(words, tmp_path)), "--to", name, "--out", str(out)])
+    name, *version = name.split()
+    chosen = ["--framework-version", *version] if version else []
+    plan = str(plan_file(words, tmp_path))
+    status = main(["export", plan, "--to", name, *chosen, "--out", str(out)])
     assert status == (2 if field else 0)
     if field:
         line = capsys.readouterr().err
@@ -166,6 +200,13 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
 
 
 SWAPS = "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
+TENSOR = """distributed_type: FSDP
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+parallelism_config:
+  parallelism_config_tp_size: 2
+"""
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
     ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
@@ -174,10 +215,16 @@ WRONG = [
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
+    ("a.yaml", TENSOR, "allowed: 1"),
+    (
+        "titan.sh",
+        "-m torchtitan.train --module llama3 --config llama3_8b activation-checkpoint:full",
+        "disable_cuda_graphs=false",
+    ),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
-    ("a.sh", "torchrun x.py --recompute-granularity full", "method uniform"),
     ("a.sh", f"torchrun x.py {SWAPS} 2 2", "2 sizes whose product is context-parallel-size=8"),
+    ("a.sh", "torchrun x.py --recompute-granularity full", "(block, uniform)"),
     ("a.txt", "", "--from is missing"),
 ]
 
@@ -189,21 +236,106 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
     file, out = tmp_path / name, tmp_path / "plan.json"
     file.write_text(text)
     told = ["--model", "llama3-8b", "--gpus", "8", "--global-batch", "8"]
-    assert main(["import", str(file), *WHERE, *told, "--out", str(out)]) == 2
+    source = ["--from", "torchtitan"] if name == "titan.sh" else []
+    assert main(["import", str(file), *source, *WHERE, *told, "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert said in line
     assert not out.exists()
 
 
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    3,
+    10**40,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    [],
+    [1],
+    [[]],
+    [["x"]],
+    {},
+    {"x": 1},
+)
+
+
+@pytest.mark.parametrize("name", [each.name for each in FRAMEWORKS.values() if each.read])
+def test_whatever_a_file_says_is_read_or_refused(name: str) -> None:
+    """No fault of ours is told as one of the file: nothing else is caught where a row is read."""
+    framework, refused = FRAMEWORKS[name], 0
+    for words, _ in PLANS[name]:
+        saved = plan_of_words(" ".join(words), "dgx-h100")
+        version = framework.versions[0] if framework.versions else ""
+        facts = facts_of(saved)
+        keys = write_keys(framework.write_table(version, facts), facts, framework.name)
+        known = {key for row in framework.read_table(keys) for key in row.keys}
+        for beside in (Facts({}, saved.job.model), Facts({**facts.values}, saved.job.model)):
+            for key, odd in product(sorted(known), ODD):
+                file = {**keys, key: odd}
+                try:
+                    read_keys(framework.read_table(file), file, beside, framework=name, harmless=())
+                    framework.stack(file)
+                except PlanError:
+                    refused += 1
+    assert refused > 100
+
+
 def test_a_field_that_no_row_mentions_is_refused() -> None:
-    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-h100")
+    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-b200")
     rows = [row for row in torchtitan.table("0.2") if "offload" not in row.fields]
     facts = facts_of(saved)
     assert "parallelism.tensor_parallel_degree" in write_keys(rows, facts, "torchtitan")
     values = {**facts.values, "offload": Offload.PARAMETERS}
     with pytest.raises(PlanError, match="offload=parameters cannot be expressed"):
         write_keys(rows, replace(facts, values=values), "torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told", "found"),
+    [
+        ('"train_batch_size": 64', "--gpus 8", (64, 8)),
+        ('"train_batch_size": 64, "gradient_accumulation_steps": 4', "--gpus 8", (64, 2)),
+        ('"train_micro_batch_size_per_gpu": 4', "--gpus 8", (32, 4)),
+        ('"train_micro_batch_size_per_gpu": "auto"', "--gpus 8 --global-batch 16", (16, 2)),
+        ('"train_batch_size": 64', "--gpus 8 --micro-batch 2", (64, 2)),
+        ('"train_batch_size": 64', "", "--gpus is missing; the file leaves out one of "),
+        ('"seed": 1', "--gpus 8", "--micro-batch is missing; the file has neither "),
+        ('"train_batch_size": 60', "--gpus 8", "allowed: multiples of 8 on 8 ranks"),
+    ],
+)
+def test_sizes_that_a_deepspeed_file_leaves_out_are_filled_in_as_deepspeed_does(
+    sizes: str,
+    told: str,
+    found: tuple[int, int] | str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"zero_optimization": {{"stage": 2}}, {sizes}}}')
+    status = main(["import", str(file), *WHERE, "--model", "gpt2", *told.split()])
+    out, err = capsys.readouterr()
+    if isinstance(found, str):
+        assert (status, err.count("\n")) == (2, 1)
+        assert found in err
+        return
+    plan = json.loads(out)
+    assert (plan["job"]["global_batch_size"], plan["plan"]["microbatch_size"]) == found
+    assert plan["plan"]["dp"] == 8
+
+
+def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["gpt-oss-20b", "--stack", "fsdp", "--gpus", "64", "--global-batch", "64"]
+    plan = plan_file([*words, "--seq-len", "4096"], tmp_path, "dgx-h100")
+    assert main(["export", str(plan), "--to", "accelerate"]) == 0
+    kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
+    assert kernel in capsys.readouterr().err
 
 
 def test_an_option_may_not_say_other_than_the_file(
@@ -227,7 +359,11 @@ def test_an_option_may_not_say_other_than_the_file(
         ("torchtitan", None, "no regular file"),
         ("deepspeed", '{"train_batch_size": [6]}', "train_batch_size=[6] of deepspeed is in no"),
         ("torchtitan", '[training]\nlocal_batch_size = "x"', "training.local_batch_size='x' of "),
-        ("torchtitan", '[training]\nglobal_batch_size = "x"', "cannot be read as a number or word"),
+        (
+            "torchtitan",
+            '[training]\nglobal_batch_size = "x"',
+            "global_batch_size='x' of torchtitan is in",
+        ),
     ],
 )
 def test_what_can_be_no_configuration_is_refused_in_one_line(

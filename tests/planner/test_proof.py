@@ -145,11 +145,12 @@ SWITCHED = {
 CASES = {
     **SWITCHED,
     "gpt2 on one node": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 8, 16),
-    "gpt2 on a partial node": Case(load_model("gpt2"), "dgx-a100", "megatron-lm-2022", 6, 12),
+    "gpt2 on a partial node": Case(
+        load_model("gpt2"), "dgx-a100", "megatron-lm-2022", 6, 12, limits=TWO_SIZES
+    ),
     "shares that are no whole numbers": Case(UNEVEN, "dgx-a100", "megatron-core", 6, 12),
     "uneven layers, blocking messages": Case(UNEVEN, "dgx-a100-40", "megatron-lm-2021", 16, 32),
     "greedy stages, host cost": Case(UNEVEN, "jean-zay-a100", "megatron-deepspeed-2022", 16, 32),
-    "grouped queries on H100": Case(GROUPED, "dgx-h100", "megatron-core", 16, 16, limits=TWO_SIZES),
     "shared network cards": Case(
         GROUPED, "a100-4xhdr200", "megatron-core", 16, 16, limits=TWO_SIZES
     ),
@@ -159,8 +160,8 @@ CASES = {
     "fp32": Case(
         UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32, limits=TWO_SIZES
     ),
-    "fp8 copies of weights": Case(
-        GROUPED, "dgx-h100", "megatron-core", 16, 16, precision=Precision.FP8, limits=TWO_SIZES
+    "copies of weights with scales": Case(
+        GROUPED, "dgx-b300", "megatron-core", 16, 16, precision=Precision.MXFP8, limits=TWO_SIZES
     ),
     "fp8 with sharded parameters": Case(
         GROUPED,
@@ -176,7 +177,12 @@ CASES = {
     ),
     "tight memory, no sharding": Case(WIDE, "dgx-a100-40", "megatron-lm-2021", 8, 16, 30 * GIBI),
     "embedding and head count as layers": Case(
-        BETWEEN, "dgx-h100", "megatron-core", 12, 24, limits=TWO_SIZES
+        BETWEEN,
+        "dgx-h100",
+        "megatron-core",
+        12,
+        24,
+        limits=SpaceLimits(max_tp=2, max_microbatch_size=2),
     ),
     "sharded parameters in a pipeline": Case(
         GROUPED,
@@ -187,8 +193,18 @@ CASES = {
         limits=SpaceLimits(max_microbatch_size=2, max_pp=4),
         changes=(("casts_shards_alone", False),),  # as above
     ),
-    "whole gradients between microbatches": Case(
+    "one rank is not wrapped": Case(
         GROUPED,
+        "dgx-a100",
+        "torchtitan",
+        4,
+        8,
+        precision=Precision.FP32,
+        limits=SpaceLimits(max_microbatch_size=1, max_pp=2),
+    ),
+    "whole gradients between microbatches": Case(
+        # With few words gradients decide the peak, not logits.
+        GROUPED.model_copy(update={"vocab_size": 512}),
         "dgx-h100",
         "torchtitan",
         8,
@@ -224,7 +240,13 @@ CASES = {
     ),
     "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
     "experts in some layers": Case(
-        PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        precision=Precision.FP8,
+        limits=SpaceLimits(max_microbatch_size=2),
     ),
     "experts divided among nodes": Case(
         ROUTED,

@@ -40,9 +40,15 @@ def test_a_search_is_told_as_its_command_writes_it(tmp_path: Path) -> None:
     assert list(frame) == list(rows[0])
     assert list(frame["step_time_s"]) == [float(row["step_time_s"]) for row in rows]
     assert found.plot()._repr_png_() == (folder / "memory_time.png").read_bytes()
-    assert found.plans[0].plot("timeline")._repr_png_() == (folder / "timeline.png").read_bytes()
-    with pytest.raises(PlanError, match="no picture 'timline' of it; nearest: timeline"):
+    for kind in ("timeline", "breakdown", "stage_memory"):
+        drawn = found.plot(kind)._repr_png_()
+        assert drawn == (folder / f"{kind}.png").read_bytes()
+    assert found.plans[0].plot()._repr_png_() == (folder / "timeline.png").read_bytes()
+    kinds = "timeline, breakdown, stage_memory"
+    with pytest.raises(PlanError, match=f"no picture 'timline' of it; allowed: {kinds}$"):
         found.plans[0].plot("timline")
+    with pytest.raises(PlanError, match=f"no picture 'x' of it; allowed: memory_time, {kinds}$"):
+        found.plot("x")
 
 
 def test_every_table_has_what_tables_are_joined_by(tmp_path: Path) -> None:
@@ -60,7 +66,10 @@ def test_every_table_has_what_tables_are_joined_by(tmp_path: Path) -> None:
 def test_terms_of_a_comparison_add_up_in_its_frame() -> None:
     plans = [ParallelPlan(tp=tp, dp=8 // tp, zero_stage=1, stages=(12,)) for tp in (1, 2)]
     steps = tuple(simulate(JOB, plan, *PLACE) for plan in plans)
-    frame = Comparison(names=("one", "two"), steps=steps).to_frame()
+    comparison = Comparison(names=("one", "two"), steps=steps)
+    with pytest.raises(PlanError, match="no picture 'timeline' of it; allowed: breakdown"):
+        comparison.plot("timeline")
+    frame = comparison.to_frame()
     sums = frame.groupby(["plan", "unit"])["value"].sum()
     for name, step in zip(("one", "two"), steps, strict=True):
         assert sums[name, "s"] == pytest.approx(step.step_time_s, rel=1e-12)

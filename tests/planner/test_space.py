@@ -10,6 +10,7 @@ from meshwright.hwprofiles import (
     GIBI,
     Attention,
     ContextParallel,
+    Precision,
     Recompute,
     StackProfile,
     StageSplit,
@@ -17,8 +18,10 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner import SpaceLimits, enumerate_space
+from meshwright.planner.search.varied import Varied
 from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
+from meshwright.planner.space.switches import Place, settings
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model
 from meshwright.simulator.layout import Axis, divides
 
@@ -190,3 +193,24 @@ def test_no_layout_is_in_a_space_twice(model: str, stack: str, num_gpus: int, ba
     )
     space = enumerate_space(job, profile, num_gpus, SpaceLimits())
     assert len({space.plan(index) for index in range(len(space))}) == len(space) > 0
+
+
+def test_free_switches_take_every_value_that_has_an_effect() -> None:
+    """Of 4 ranks: shards over 4, 2 or 1, freed or not, reduced in one of two formats and times."""
+    job = TrainingJob(model=model_of(), global_batch_size=32, seq_len=16, precision=Precision.BF16)
+    place = Place(pp=1, cp=1, dp=4, zero_stage=3, has_several=1, is_lacking=0)
+    found = settings(job, load_stack("fsdp"), place, {})
+    assert len(found) == len({tuple(each.items()) for each in found}) == 3 * 2 * 2 * 2
+    assert {each["sync_each_microbatch"] for each in found} == {None, False}
+    alone = settings(job, load_stack("fsdp"), place._replace(has_several=0), {})
+    assert {each["sync_each_microbatch"] for each in alone} == {None}
+
+
+@pytest.mark.parametrize(("stack", "is_told"), [("megatron-core", True), ("ddp", False)])
+def test_an_axis_that_a_stack_lacks_is_not_told_of(stack: str, *, is_told: bool) -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=8, seq_len=16)
+    space = enumerate_space(job, load_stack(stack), 4, SpaceLimits())
+    varied = Varied.of(space, SpaceLimits(), np.ones(len(space), np.bool_))
+    told = {*varied.searched, *(each.name for each in varied.held)}
+    assert ("cp" in told) == is_told
+    assert "micro_batch" in told or "microbatch_size" in told

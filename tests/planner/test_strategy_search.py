@@ -184,6 +184,7 @@ def test_one_process_drives_no_more_than_a_node() -> None:
         search_of(Case(MODULE, 16, 32))
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("stack", [MODULE, SERVER])
 def test_a_search_writes_plans_that_simulate_to_the_same_bytes(
     stack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -194,7 +194,7 @@ def test_scaling_is_told_against_the_first_number_of_devices() -> None:
     assert (left.get_xlabel(), left.get_ylabel()) == ("GPUs", "tokens a second, all GPUs")
     assert right.get_ylabel() == "throughput a GPU against the first (%)"
     assert list(right.lines[-1].get_ydata()) == pytest.approx([100, 100 * ratio])
-    with pytest.raises(PlanError, match="no picture 'heatmap' of it; known: scaling"):
+    with pytest.raises(PlanError, match="no picture 'heatmap' of it; allowed: scaling"):
         weak.plot("heatmap")
 
 

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import Offload, Precision, StageSplit, load_cluster, 
 from meshwright.planner.search import search
 from meshwright.planner.space.switches import divisors
 from meshwright.simulator import (
+    CostModel,
     ParallelPlan,
     PlanError,
     TrainingJob,
@@ -62,10 +63,10 @@ def test_no_switch_beats_the_proven_best(name: str) -> None:
     found = search(job, cluster, stack, num_gpus, top=1)
     assert found.optimal
     (best,) = found.plans
-    faster, tried = [], 0
+    faster, tried, costs = [], 0, CostModel(cluster, stack, num_gpus)
     for plan in values(best.plan, job):
         try:
-            step = simulate(job, plan, cluster, stack)
+            step = simulate(job, plan, cluster, stack, costs=costs)
         except PlanError:  # not offered
             continue
         tried += 1

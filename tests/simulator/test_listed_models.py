@@ -13,7 +13,6 @@ from meshwright.simulator.model import (
     ChainModel,
     ImageModel,
     list_models,
-    load_transformer,
     parse_any_model,
 )
 
@@ -128,11 +127,6 @@ def test_a_transformer_may_say_that_it_is_one() -> None:
     sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 16, "seq_len": 4}
     plain = parse_any_model({"name": "a", **sizes}, origin="a.toml")
     assert parse_any_model({"name": "a", "kind": "transformer", **sizes}, origin="a.toml") == plain
-
-
-def test_where_a_transformer_is_needed_another_model_is_refused() -> None:
-    with pytest.raises(PlanError, match="model 'resnet50' is no transformer"):
-        load_transformer("resnet50")
 
 
 def test_an_image_is_a_sequence_of_length_1() -> None:

@@ -140,7 +140,7 @@ def test_the_chain_is_the_best_of_all_combinations(
     assert found(chain) == brute_force(operators, mesh, source, target)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     operators=chains(2),
     sizes=st.sampled_from([(2, 2), (2, 3), (4, 2), (2, 8)]),

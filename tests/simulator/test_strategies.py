@@ -5,6 +5,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from link_bytes import module_link_bytes, server_link_bytes, sharded_worker_bytes
 
 from meshwright.hwprofiles import CollectiveOp, Precision, Strategy, load_cluster, load_stack
 from meshwright.simulator import (
@@ -18,12 +19,7 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account.lanes import ResourceLane
-from meshwright.simulator.account.traffic import (
-    Traffic,
-    module_link_bytes,
-    server_link_bytes,
-    sharded_worker_bytes,
-)
+from meshwright.simulator.account.traffic import Traffic
 from meshwright.simulator.blocks import BlockShape, BlockTable, MemoryBound, sum_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.layout import whole_model

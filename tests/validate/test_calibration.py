@@ -4,6 +4,7 @@ import csv
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -318,6 +319,13 @@ def test_each_collective_is_measured_though_starting_the_ranks_took_all_the_time
     assert {row.case.op for row in file.rows} == set(OPS)
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from meshwright.planner.options import scratch_folder
+with scratch_folder(Path(sys.argv[1])):
+    os.kill(os.getpid(), 9)
+"""
 WAITS = "import time; time.sleep(60)"
 WAITS_FOR_OTHERS = "import os, time; time.sleep(60 if os.environ['RANK'] == '0' else 0)"
 
@@ -332,9 +340,14 @@ WAITS_FOR_OTHERS = "import os, time; time.sleep(60 if os.environ['RANK'] == '0' 
         (WAITS, 0.5, "--ranks 2: rank 0 has not come forward for 0.5 s"),
     ],
 )  # fmt: skip
-def test_a_rank_that_dies_or_hangs_is_named(
-    code: str, timeout_s: float, says: str, tmp_path: Path
+def test_a_rank_that_dies_or_hangs_is_named_and_scratch_goes(
+    code: str, timeout_s: float, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    subprocess.run([sys.executable, "-c", KILLED, scratch], check=False)
+    assert len([*scratch.iterdir()]) == 1  # what a killed command leaves
     file = RowFile.start(tmp_path / FILE_NAME, MACHINE, "2026-01-02")
     with pytest.raises(PlanError, match=says):
         collective_bench.measure_collectives(
@@ -345,3 +358,4 @@ def test_a_rank_that_dies_or_hangs_is_named(
             timeout_s=timeout_s,
             worker=(sys.executable, "-c", code),
         )
+    assert not [*scratch.iterdir()]

@@ -333,6 +333,22 @@ def test_mistakes_are_one_line(
     assert error.count("\n") == 1
 
 
+def test_what_a_launcher_starts_is_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "count.json"
+    script.write_text(DDP + LOOP, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=8", str(script)]
+    options = ["count", "--json", str(out), "--rank", "9", "--world"]
+    assert main([*options, "16", "--", *launcher]) == 0
+    calls = calls_of(json.loads(out.read_text(encoding="utf-8")))
+    assert calls == [("world", "all_reduce", 16, FP32 * WEIGHTS, 1)]
+    assert main([*options, "32", "--", *launcher]) == 2
+    capfd.readouterr()
+    assert main([*options, "16", "--", *launcher[:-1], "--no-python", "/bin/true"]) == 2
+    assert "error: the launcher starts /bin/true; allowed: " in capfd.readouterr().err
+
+
 def test_a_script_that_never_steps_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Which of many failures came first, told from what each rank left."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from meshwright.validate.launch.records import (
     write_failure,
     write_heartbeat,
 )
+from meshwright.validate.runs import kept_failure, results_folder
 
 SPEC = RunSpec(
     plans=(Path("a.json"),), backend="gloo", results=Path("results"), step_timeout_s=10.0
@@ -285,3 +287,21 @@ def test_a_worker_outside_a_run_says_what_it_lacks(
     rest = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}
     with pytest.raises(PlanError, match=complaint):
         WorkerEnvironment.of(rest | environment)
+
+
+def test_files_of_a_failure_are_kept_and_those_of_a_good_run_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with results_folder(None) as results:
+        results.mkdir()
+    assert not [*tmp_path.iterdir()]
+    with results_folder(None) as results:
+        results.mkdir()
+        (results / "rank-00000.err").write_text("no room")
+        failure = RunFailure(
+            rank=0, phase="init", kind=FailureKind.EXCEPTION, cause="", others=(), folder=results
+        )
+        kept = kept_failure(failure, None).folder
+    assert [*tmp_path.iterdir()] == [kept]
+    assert (kept / "rank-00000.err").read_text() == "no room"

@@ -1,7 +1,7 @@
 """Each kind of operator, and the blocks made of them, beside PyTorch: every byte, FLOP and call."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import product
 
 import pytest
@@ -12,11 +12,13 @@ from block_graph import GRAPHS, derive_block
 from block_modules import MODULES
 from block_witness import measure_stage
 from image_graphs import IMAGE_GRAPHS
+from torch import Tensor
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.simulator import load_model
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.model import rank_parameters
+from meshwright.validate.programs.layers.transformer import SelfAttention
 
 FLASH, UNFUSED = Attention.FLASH, Attention.UNFUSED
 NONE, SELECTIVE = Recompute.NONE, Recompute.SELECTIVE
@@ -124,6 +126,37 @@ LAYERS_APART = {
 def test_a_layer_is_byte_exact(words: str) -> None:
     shape = shape_of(words)
     assert derive_block(shape, "layer") == measure_stage(shape, num_layers=1)
+
+
+def stretches(attention: SelfAttention, inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values as Falcon and Phi-3 cut one product: in three stretches."""
+    whole, dim = attention.qkv(inputs), attention.head_dim
+    keys = (whole.shape[-1] - attention.output.weight.shape[-1]) // 2
+    parts = whole.split([whole.shape[-1] - 2 * keys, keys, keys], dim=-1)
+    return tuple(part.unflatten(-1, (-1, dim)) for part in parts)
+
+
+@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+def test_a_stretch_of_one_product_is_viewed_as_heads_and_groups_of_it_are_copied(
+    monkeypatch: pytest.MonkeyPatch, stack: str
+) -> None:
+    """Of 12 heads in 4 groups: a copy of the queries is kept, or none is made."""
+    shape = shape_of(f"gpt2 {stack} 1 2 {SHORT} none flash")
+    facts = {"num_kv_heads": 4, "ffn_hidden_size": 256, "fused_qkv": True}
+    shapes = {
+        spelling: replace(
+            shape,
+            trained=model,
+            parameters=rank_parameters(model, 1, shape.stack.vocabulary_multiple),
+        )
+        for spelling in ("llama", "falcon")
+        for model in [shape.model.model_copy(update={**facts, "spelling": spelling})]
+    }
+    derived = {spelling: derive_block(each, "layer") for spelling, each in shapes.items()}
+    assert derived["llama"] == measure_stage(shapes["llama"], num_layers=1)
+    monkeypatch.setattr(SelfAttention, "_projected", stretches)
+    assert derived["falcon"] == measure_stage(shapes["falcon"], num_layers=1)
+    assert derived["falcon"] != derived["llama"]
 
 
 def ends() -> Iterator[str]:

@@ -13,15 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from link_bytes import module_link_bytes, server_link_bytes, sharded_worker_bytes
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
-from meshwright.simulator.account.traffic import (
-    module_link_bytes,
-    server_link_bytes,
-    sharded_worker_bytes,
-)
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program

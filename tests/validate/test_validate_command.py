@@ -16,6 +16,7 @@ from meshwright.validate.runs import fake as fake_run
 from meshwright.validate.runs.fake import check_torch
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 MODEL = """
 name = "tiny-gpt"

@@ -34,6 +34,7 @@ from witnesses.boundary import modules_converted, objects_shared, values_answere
 
 MODULES = {
     "torchtitan": "witnesses.torchtitan_job",
+    "torchtitan 0.3": "witnesses.torchtitan_0_3_job",
     "megatron-core": "witnesses.megatron_job",
     "transformers": "witnesses.huggingface_job",
 }
@@ -77,7 +78,8 @@ def count_rank(plan: OutsidePlan, rank: int) -> OutsideCount:
             peak_bytes=oracle.peak_bytes,
             bytes_at_peak=oracle.bytes_at_peak,
         )
-    witness = f"{plan.framework} {version(plan.framework)}"
+    package = plan.framework.split()[0]
+    witness = f"{package} {version(package)}"
     return OutsideCount(plan.name, witness, measured)
 
 

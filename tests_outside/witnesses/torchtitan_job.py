@@ -1,22 +1,27 @@
 """torchtitan's own training job, one rank of it: its `Trainer`, configured and fed."""
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor
 
-from meshwright.hwprofiles import Precision, Recompute
+from meshwright.hwprofiles import Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.validate.ranks import ByteKind
-from witnesses.groups import groups_of
+from witnesses.torchtitan_parts import (
+    PARAMETERS,
+    SCHEDULES,
+    QuietMetrics,
+    TrainerJob,
+    answers,
+    local_batch_size,
+    stage_modules,
+    stages_with_shapes,
+)
+
+__all__ = ["answers", "job"]
 
 # Without a GPU torchtitan would speak to torch.cuda all the same.
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
@@ -32,11 +37,6 @@ NAME = "meshwright"
 parallelize._op_sac_save_list.add(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 )
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-PARAMETERS: dict[Precision, Literal["bfloat16", "float32"]] = {
-    Precision.BF16: "bfloat16",
-    Precision.FP32: "float32",
-}
 CHECKPOINTS = {
     Recompute.NONE: ("none", "op"),
     Recompute.SELECTIVE_OP: ("selective", "op"),
@@ -44,17 +44,12 @@ CHECKPOINTS = {
 }
 
 
-def answers() -> AbstractContextManager[object]:
-    """Return the context in which the job runs."""
-    return patch.dict(os.environ, LOCAL_RANK="0")
-
-
 def job(saved: SavedPlan) -> "TorchtitanJob":
     """Return a rank of the job."""
     return TorchtitanJob(saved)
 
 
-class TorchtitanJob:
+class TorchtitanJob(TrainerJob):
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
@@ -62,7 +57,6 @@ class TorchtitanJob:
     """
 
     def __init__(self, saved: SavedPlan) -> None:
-        self._saved = saved
         job, plan = saved.job, saved.plan
         spec = replace(
             get_train_spec(),
@@ -72,61 +66,20 @@ class TorchtitanJob:
             build_metrics_processor_fn=QuietMetrics,
             state_dict_adapter=None,
         )
+        stage_type = torch.bfloat16 if plan.dp > 1 else torch.float32
         with (
             patch.dict(train_spec._extra_train_specs, {NAME: spec}),
-            stages_with_shapes(saved),
+            stages_with_shapes(pipeline_parallel, saved, stage_type),
         ):
-            self._trainer = train.Trainer(job_config(job, plan))
-        self._trainer.device = torch.device("cpu")
+            super().__init__(saved, train.Trainer(job_config(job, plan)))
 
-    @property
-    def groups(self) -> Mapping[tuple[int, ...], str]:
-        """Axis of each process group, by its global ranks."""
-        return groups_of(self._saved.plan, dist.get_rank())
-
-    def run_step(self, step: int) -> list[Tensor]:
-        """Run one whole training step."""
-        self._trainer.step = step + 2  # the first one logs
-        self._trainer.train_step(self._batches())
-        return []
-
-    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
-        """Yield weights, gradients, states, and the buffers of the model."""
-        for part, optimizer in zip(
-            self._trainer.model_parts, self._trainer.optimizers, strict=True
-        ):
-            for buffer in part.buffers():
-                yield buffer, ByteKind.ACTIVATIONS
-            for parameter in part.parameters():
-                yield parameter, ByteKind.PARAMETERS
-                if parameter.grad is not None:
-                    yield parameter.grad, ByteKind.GRADIENTS
-                for state in optimizer.state.get(parameter, {}).values():
-                    yield state, ByteKind.OPTIMIZER
-
-    def _batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        job, plan = self._saved.job, self._saved.plan
+    def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""
+        job, plan = self.saved.job, self.saved.plan
         shape = (local_batch_size(job, plan), job.seq_len)
         while True:
             ids, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
             yield {"input": ids}, labels
-
-
-class QuietMetrics:
-    """Metrics of a job that logs nothing."""
-
-    def __init__(self, *_: object) -> None:
-        self.color = type("", (), {"__getattr__": lambda *_: ""})()
-        self.device_memory_monitor = self
-        self.device_name = "H100"
-
-    def get_peak_stats(self) -> object:
-        """Return no memory: only the log shows it."""
-        return type("", (), {"max_reserved_gib": 0, "max_reserved_pct": 0})
-
-    def should_log(self, _step: int) -> bool:
-        """Return that no step is logged."""
-        return False
 
 
 def model_args(job: TrainingJob) -> TransformerModelArgs:
@@ -160,57 +113,8 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     parallelism.pipeline_parallel_degree = plan.pp
     parallelism.pipeline_parallel_schedule = SCHEDULES[plan.schedule]
     parallelism.pipeline_parallel_microbatch_size = plan.microbatch_size
-    parallelism.module_fqns_per_model_part = stage_modules(plan) if plan.pp > 1 else None
+    parallelism.module_fqns_per_model_part = stage_modules(plan, "output") if plan.pp > 1 else None
     mode, option = CHECKPOINTS[plan.recompute]
     config.activation_checkpoint.mode = mode
     config.activation_checkpoint.selective_ac_option = option
     return config
-
-
-def local_batch_size(job: TrainingJob, plan: ParallelPlan) -> int:
-    """Return the sequences that a rank's `step` takes: all of a pipeline, else a microbatch."""
-    size = plan.microbatch_size
-    return size * plan.num_microbatches(job) if plan.pp > 1 else size
-
-
-def stage_modules(plan: ParallelPlan) -> list[list[str]]:
-    """Return the modules of each stage.
-
-    >>> stage_modules(ParallelPlan(pp=2, stages=(1, 2)))
-    [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
-    """
-    layers = iter(range(sum(plan.stages)))
-    stages = [[f"layers.{next(layers)}" for _ in range(count)] for count in plan.stages]
-    stages[0].insert(0, "tok_embeddings")
-    stages[-1] += ["norm", "output"]
-    return stages
-
-
-def stages_with_shapes(saved: SavedPlan) -> AbstractContextManager[object]:
-    """Tell pipeline stages their shapes, which they would send each other in the first step."""
-    job, plan = saved.job, saved.plan
-    size, seq_len, width = plan.microbatch_size, job.seq_len, job.transformer.hidden_size
-    dtype = torch.bfloat16 if plan.dp > 1 else torch.float32
-
-    def example(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
-    def stage(
-        module: nn.Module, index: int, count: int, _device: object, group: dist.ProcessGroup
-    ) -> PipelineStage:
-        is_first, is_last = index == 0, index == count - 1
-        ids = torch.empty((size, seq_len), dtype=torch.long, device="meta")
-        tokens = seq_len // plan.tp
-        hidden = example(size, tokens, width)
-        logits = example(size, seq_len, job.transformer.vocab_size // plan.tp)
-        return PipelineStage(
-            module,
-            index,
-            count,
-            torch.device("cpu"),
-            input_args=(ids if is_first else hidden,),
-            output_args=(logits if is_last else hidden,),
-            group=group,
-        )
-
-    return patch.object(pipeline_parallel, "PipelineStage", stage)

@@ -73,6 +73,9 @@ def table(kind: Kind, version: str) -> tuple[Row, ...]:
             default="no",
         ),
         *words.one_stage(),
+        # Accelerate 1.15 offers it with FSDP2 alone (_validate_launch_command), where _prepare_tp
+        # imports a class of transformers, ReplicateParallel, that its version 5.23 no longer has.
+        words.only("tp", 1),
         *engines[kind],
         words.held("use_cpu", (False,)),
         words.held("compute_environment", ("LOCAL_MACHINE",)),
@@ -84,7 +87,7 @@ def _script_rows() -> tuple[Row, ...]:
     words = WORDS
     return (
         words.only("sequence_parallel", False),  # noqa: FBT003  (the value that goes)
-        words.script("attention", deepspeed.ATTENTION),
+        deepspeed.attention_row(words),
         words.told(("seq_len", "model"), deepspeed.sample),
         words.told(
             ("microbatch_size",),
@@ -110,7 +113,6 @@ def _ddp_rows() -> tuple[Row, ...]:
     words = WORDS
     return (
         *_script_rows(),
-        words.only("tp", 1),
         words.rule("dp", lambda facts: facts.world_size),
         words.only("zero_stage", 0),
         words.script("recompute", deepspeed.CHECKPOINTS),
@@ -187,7 +189,6 @@ def _fsdp1_rows() -> tuple[Row, ...]:
             {True: "FULL_SHARD", False: "SHARD_GRAD_OP"},
             default="FULL_SHARD",
         ),
-        words.only("tp", 1),
         words.rule("dp", lambda facts: facts.world_size),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
     )
@@ -197,28 +198,29 @@ def _parallelism() -> Row:
     """Return the row of a mesh of several axes, which FSDP2 alone goes with."""
 
     def write(facts: Facts) -> Keys:
-        dp, shards, tp = (facts.number(name) for name in ("dp", "dp_shard", "tp"))
-        if (shards, tp) == (dp, 1):
+        dp, shards = facts.number("dp"), facts.number("dp_shard")
+        if shards == dp:
             return {}
-        return {REPLICAS: dp // shards, SHARDS: shards, TENSOR: tp}
+        return {REPLICAS: dp // shards, SHARDS: shards, TENSOR: 1}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        tp, replicas = (cast("int", keys.get(key, 1)) for key in (TENSOR, REPLICAS))
-        dp = facts.world_size // tp
-        shards = cast("int", keys.get(SHARDS, dp // replicas))
+        tp, replicas = (WORDS.whole(keys, key, 1) for key in (TENSOR, REPLICAS))
+        if tp != 1:
+            raise WORDS.unknown(TENSOR, tp, (1,))
+        dp = facts.world_size
+        shards = WORDS.whole(keys, SHARDS, dp // replicas, least=0)
         if shards * replicas != dp:
             raise WORDS.unknown(SHARDS, shards, (dp // replicas,))
-        return {"tp": tp, "dp": dp, "dp_shard": shards}
+        return {"dp": dp, "dp_shard": shards}
 
-    fields = ("tp", "dp", "dp_shard")
-    return Row(fields=fields, keys=(REPLICAS, SHARDS, TENSOR), write=write, read=read)
+    return Row(fields=("dp", "dp_shard"), keys=(REPLICAS, SHARDS, TENSOR), write=write, read=read)
 
 
 def _deepspeed_rows() -> tuple[Row, ...]:
     words = WORDS
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        steps = cast("int", keys.get(STEPS, 1))
+        steps = WORDS.whole(keys, STEPS, 1)
         batch = cast("int | None", facts.get("global_batch_size"))
         if batch is None:
             raise PlanError(f"--global-batch is missing; {STEPS} is {steps}")
@@ -229,7 +231,6 @@ def _deepspeed_rows() -> tuple[Row, ...]:
 
     return (
         *deepspeed.shared_rows(words),
-        words.only("tp", 1),
         Row(
             fields=("global_batch_size", "dp"),
             keys=(STEPS,),
@@ -253,10 +254,10 @@ def _deepspeed_rows() -> tuple[Row, ...]:
 
 
 def _read_kind(keys: Keys) -> Kind:
-    theirs = keys.get("distributed_type")
+    theirs = WORDS.word(keys, "distributed_type", "")
     if theirs not in set(Kind):
         raise WORDS.unknown("distributed_type", theirs, Kind)
-    return Kind(str(theirs))
+    return Kind(theirs)
 
 
 def _read_table(keys: Keys) -> tuple[Row, ...]:

@@ -18,10 +18,10 @@ ZERO = "zero_optimization."
 FILE = "ds_config.json"
 MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH, TENSOR = "train_batch_size", "tensor_parallel.autotp_size"
-ATTENTION: Mapping[object, str | None] = {
-    Attention.FLASH: 'attn_implementation="flash_attention_2" for a model of transformers',
-    Attention.UNFUSED: 'attn_implementation="eager" for a model of transformers',
-}
+EAGER, FLASH = "eager", "flash_attention_2"
+# What models of transformers with attention sinks run instead, in modeling_gpt_oss.py of 5.23 the
+# first of _compatible_flash_implementations: FlashAttention 2 has none.
+SINKS = "kernels-community/vllm-flash-attn3"
 CHECKPOINTS: Mapping[object, str | None] = {
     Recompute.NONE: None,
     Recompute.FULL: "model.gradient_checkpointing_enable()",
@@ -69,7 +69,7 @@ def shared_rows(words: Words) -> tuple[Row, ...]:
     """Return the correspondences of DeepSpeed's engine, and of a script that uses it."""
     return (
         words.only("sequence_parallel", False),  # noqa: FBT003  (the value that goes)
-        words.script("attention", ATTENTION),
+        attention_row(words),
         words.script("recompute", CHECKPOINTS),
         words.told(("seq_len", "model"), sample),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
@@ -77,6 +77,18 @@ def shared_rows(words: Words) -> tuple[Row, ...]:
         # Stages 2 and 3 reduce in every backward pass (engine.py, no_sync).
         words.rule("sync_each_microbatch", lambda facts: facts.number("zero_stage") >= 2),
     )
+
+
+def attention_row(words: Words) -> Row:
+    """Return the row of the attention kernel, of which a script tells transformers."""
+
+    def line(facts: Facts) -> str:
+        flash = SINKS if facts.model is not None and facts.model.attention_sinks else FLASH
+        kernels: Mapping[object, str] = {Attention.FLASH: flash, Attention.UNFUSED: EAGER}
+        kernel = kernels[words.known("attention", facts, kernels)]
+        return f'attn_implementation="{kernel}" for a model of transformers'
+
+    return words.told(("attention",), line)
 
 
 def sample(facts: Facts) -> str:
@@ -90,7 +102,7 @@ def _reshards(facts: Facts) -> bool | None:
 
 def _tensor_parallel() -> Row:
     def read(keys: Keys, _: Facts) -> Keys:
-        return {"tp": keys.get(TENSOR, 0) or 1}
+        return {"tp": WORDS.whole(keys, TENSOR, 0, least=0) or 1}
 
     return Row(
         fields=("tp",),
@@ -111,17 +123,15 @@ def _batches() -> Row:
         }
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        given = {key: cast("int", keys[key]) for key in (BATCH, MICRO, STEPS) if key in keys}
-        found: Keys = {"microbatch_size": given[MICRO]} if MICRO in given else {}
-        if BATCH in given:
-            found["global_batch_size"] = given[BATCH]
-        if len(given) == 3:
-            rank = given[MICRO] * given[STEPS]
-            if given[BATCH] % rank:
-                raise WORDS.unknown(BATCH, given[BATCH], (f"multiples of {rank}",))
-            dp = given[BATCH] // rank
-            found |= {"dp": dp, "world_size": dp * facts.number("tp")}
-        return found
+        given = {key: WORDS.whole(keys, key, 1) for key in (BATCH, MICRO, STEPS) if key in keys}
+        if len(given) < 3:
+            return _completed(given, facts)
+        rank = given[MICRO] * given[STEPS]
+        if given[BATCH] % rank:
+            raise WORDS.unknown(BATCH, given[BATCH], (f"multiples of {rank}",))
+        dp = given[BATCH] // rank
+        sizes = {"global_batch_size": given[BATCH], "microbatch_size": given[MICRO]}
+        return {**sizes, "dp": dp, "world_size": dp * facts.number("tp")}
 
     return Row(
         fields=("global_batch_size", "microbatch_size", "dp", "world_size"),
@@ -129,6 +139,26 @@ def _batches() -> Row:
         write=write,
         read=read,
     )
+
+
+def _completed(given: Mapping[str, int], facts: Facts) -> Keys:
+    """Return what a file leaves open, as _set_batch_related_parameters of DeepSpeed fills it in.
+
+    What options say counts as said by the file, where transformers would fill it in.
+    """
+    if facts.get("world_size") is None:
+        raise PlanError(f"--gpus is missing; the file leaves out one of {BATCH}, {MICRO}, {STEPS}")
+    dp, steps = facts.world_size // facts.number("tp"), given.get(STEPS, 1)
+    batch = given.get(BATCH, cast("int | None", facts.get("global_batch_size")))
+    size = given.get(MICRO, cast("int | None", facts.get("microbatch_size")))
+    if batch is None and size is None:
+        raise PlanError(f"--micro-batch is missing; the file has neither {BATCH} nor {MICRO}")
+    if batch is None:
+        batch = cast("int", size) * steps * dp
+    each = dp * (steps if size is None else size)
+    if batch % each:
+        raise WORDS.unknown(BATCH, batch, (f"multiples of {each} on {dp} ranks",))
+    return {"global_batch_size": batch, "microbatch_size": size or batch // each, "dp": dp}
 
 
 def precision_row() -> Row:
@@ -150,16 +180,16 @@ def precision_row() -> Row:
 
 def _format(field: str, key: str) -> Row:
     """Return the row of a format of gradients; that of the weights where a file has none."""
-    known = {str(each): each for each in Precision if each is not Precision.FP8}
+    known = {str(each): each for each in Precision if not each.is_eight_bit}
 
     def write(facts: Facts) -> Keys:
         return {key: str(WORDS.known(field, facts, known.values()))}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        theirs = keys.get(key) or str(facts.get("precision"))
+        theirs = str(keys.get(key) or facts.get("precision"))
         if theirs not in known:
             raise WORDS.unknown(key, theirs, known)
-        return {field: known[str(theirs)]}
+        return {field: known[theirs]}
 
     return Row(fields=(field,), keys=(key,), write=write, read=read)
 

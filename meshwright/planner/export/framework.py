@@ -1,7 +1,7 @@
 """A framework that trains: the table of its words, the files that it reads, how it is started."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.planner.export.launch import Starter
 from meshwright.planner.export.table import Facts, Keys, Row
@@ -33,6 +33,7 @@ class Framework:
         name: As ``--to`` and ``--from`` have it.
         source: Which release, or revision, the words are of.
         versions: Those that can be asked for, the usual one first.
+        releases: The source of a version where each has its own.
         write_table: Correspondences for a version and what a plan says.
         read_table: Correspondences for the keys of a file.
         files: Text of each file of an export, by its name.
@@ -48,6 +49,7 @@ class Framework:
     name: str
     source: str
     versions: tuple[str, ...] = ()
+    releases: Mapping[str, str] = field(default_factory=dict)
     write_table: Callable[[str, Facts], tuple[Row, ...]]
     read_table: Callable[[Keys], tuple[Row, ...]]
     files: Callable[[Export], Mapping[str, str]]

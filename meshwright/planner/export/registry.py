@@ -84,7 +84,8 @@ def export_plan(
             f"memory and times of this plan are of stack {saved.stack.name}; of {own}: "
             f"meshwright simulate --plan PLAN --stack {own}"
         )
-    remarks = [_summary(saved), f"for {framework.source}", *facts.notes]
+    release = framework.releases.get(wanted, framework.source)
+    remarks = [_summary(saved), f"for {release}", *facts.notes]
     export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
     files = dict(framework.files(export))
     if slurm or framework.is_script(wanted):

@@ -34,7 +34,8 @@ class Facts:
 
     def number(self, name: str) -> int:
         """Return a count; 1 where nothing is known of it."""
-        return cast("int", self.values.get(name, 1))
+        value = self.values.get(name)
+        return 1 if value is None else cast("int", value)
 
     def get(self, name: str) -> object:
         """Return a value, or a fact of the stack; None where nothing is known of it."""
@@ -50,7 +51,9 @@ class Facts:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Ranks of the job; raises PlanError if neither the file nor the user says."""
+        if self.values.get("world_size") is None:
+            raise PlanError("--gpus is missing; the file does not say how many")
         return self.number("world_size")
 
 
@@ -79,8 +82,9 @@ def not_offered(field: str, value: object, framework: str, allowed: Iterable[obj
     )
 
 
-COUNTS = {"global_batch_size", "seq_len", "dp", "dp_shard"} | {
-    name for name, each in PLAN_FIELDS.items() if type(each.default) is int
+# Whole numbers, and the least that each can be.
+COUNTS = dict.fromkeys(("global_batch_size", "seq_len", "world_size", "dp", "dp_shard"), 1) | {
+    name: min(each.default, 1) for name, each in PLAN_FIELDS.items() if type(each.default) is int
 }
 # What a model has that no framework needs to know.
 _LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
@@ -115,14 +119,70 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Makes the rows of one framework.
+class FileWords:
+    """Reads values of one framework's files that are of a kind.
 
     Args:
         framework: How it is called in errors.
     """
 
     framework: str
+
+    def whole(self, keys: Keys, key: str, usual: int, *, least: int = 1) -> int:
+        """Return the whole number of a file's *key*, or *usual* where there is none.
+
+        Raises:
+            PlanError: If it is something else, or smaller than *least*.
+        """
+        value = keys.get(key, usual)
+        if type(value) is not int or value < least:
+            raise self.unknown(key, shown(value), (f"whole numbers from {least}",))
+        return value
+
+    def word(self, keys: Keys, key: str, usual: str) -> str:
+        """Return the word of a file's *key*, or *usual* where there is none.
+
+        Raises:
+            PlanError: If it is none.
+        """
+        value = keys.get(key, usual)
+        if not isinstance(value, str):
+            raise self.unknown(key, shown(value), ("a word",))
+        return value
+
+    def names(self, keys: Keys, key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the words that a file's *key* lists, or *usual* where there is none.
+
+        Raises:
+            PlanError: If it is no list of words.
+        """
+        value = keys.get(key, usual)
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise self.unknown(key, shown(value), ("a list of words",))
+        return tuple(value)
+
+    def lists(self, keys: Keys, key: str) -> list[list[str]]:
+        """Return the lists of words of a file's *key*.
+
+        Raises:
+            PlanError: If it is something else, or empty.
+        """
+        value = keys[key]
+        if not isinstance(value, list) or not value:
+            raise self.unknown(key, shown(value), ("lists of words",))
+        return [[*self.names({key: each}, key, ())] for each in value]
+
+    def unknown(self, key: str, value: object, allowed: Iterable[object]) -> PlanError:
+        """Return the error of a framework's value that no plan can have."""
+        known = ", ".join(_theirs(each) for each in allowed)
+        return PlanError(
+            f"{key}={_theirs(value)} of {self.framework} is in no plan; allowed: {known}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Words(FileWords):
+    """Makes the rows of one framework."""
 
     def same(self, field: str, key: str, default: object = ABSENT) -> Row:
         """Return the row of a value that both write the same way."""
@@ -256,13 +316,6 @@ class Words:
             return choices[0]
         raise not_offered(field, value, self.framework, choices)
 
-    def unknown(self, key: str, value: object, allowed: Iterable[object]) -> PlanError:
-        """Return the error of a framework's value that no plan can have."""
-        known = ", ".join(_theirs(each) for each in allowed)
-        return PlanError(
-            f"{key}={_theirs(value)} of {self.framework} is in no plan; allowed: {known}"
-        )
-
 
 def _theirs(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -322,19 +375,18 @@ def read_keys(
 
 
 def _read(row: Row, keys: Keys, facts: Facts, framework: str) -> Mapping[str, object]:
-    """Return what a row reads, if the file's values are of the kinds that it reckons with.
+    """Return what a row reads.
 
     Raises:
-        PlanError: As the row does, or naming its keys and their values.
+        PlanError: As the row does, or naming its keys and their values where a count is none.
     """
+    found = row.read(keys, facts)
     said = ", ".join(f"{key}={shown(keys[key])}" for key in row.keys if key in keys)
-    try:
-        found = row.read(keys, facts)
-    except PlanError:
-        raise
-    except (TypeError, ValueError, AttributeError, ArithmeticError):
-        raise PlanError(f"{said} of {framework} cannot be read as a number or word") from None
     for name, value in found.items():
-        if name in COUNTS and value is not None and type(value) is not int:
+        if name not in COUNTS or value is None:
+            continue
+        if type(value) is not int:
             raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
+        if value < COUNTS[name]:
+            raise PlanError(f"{said or name} of {framework} leaves {name}={shown(value)}")
     return found

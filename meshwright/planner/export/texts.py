@@ -225,6 +225,40 @@ def read_flags(words: list[str]) -> Keys:
     return found
 
 
+def tyro_options(keys: Keys) -> list[str]:
+    """Return *keys* as options of a command that tyro parses.
+
+    >>> tyro_options({"a.b_c": False, "a.d_e": [["x", "y"], ["z"]]})
+    ['--a.no-b-c', '--a.d_e x,y z']
+    """
+    found = []
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        if isinstance(value, bool):
+            found.append(f"--{section}.{'' if value else 'no-'}{name.replace('_', '-')}")
+        elif isinstance(value, list):
+            parts = (each if isinstance(each, str) else ",".join(each) for each in value)
+            found.append(f"--{key} {' '.join(parts)}")
+        else:
+            found.append(f"--{key} {value}")
+    return found
+
+
+def read_tyro(words: list[str]) -> Keys:
+    """Return options that tyro parses; of a list, its words in one text.
+
+    >>> read_tyro(["--a.no-b-c", "--a.d_e", "x,y", "z"])
+    {'a.b_c': False, 'a.d_e': 'x,y z'}
+    """
+    keys: Keys = {}
+    for key, value in read_flags(words).items():
+        section, dot, name = key.rpartition(".")
+        no = name.startswith("no-")
+        name = name.removeprefix("no-").replace("-", "_")
+        keys[f"{section}{dot}{name}"] = value is not True if no else value
+    return keys
+
+
 def _number(text: str) -> object:
     for read in (int, float):
         try:

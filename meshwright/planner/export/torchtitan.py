@@ -12,10 +12,11 @@ from meshwright.planner.export.framework import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import (
     command_words,
-    read_flags,
     read_toml,
+    read_tyro,
     remarks,
     toml_text,
+    tyro_options,
 )
 from meshwright.simulator import PlanError
 
@@ -27,6 +28,9 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "llama3-70b": ("llama3", "70B"),
     "llama3-405b": ("llama3", "405B"),
 }
+# Whose configuration of 0.3 has linear layers in float8, which no option takes out (llama3_405b of
+# torchtitan/models/llama3/config_registry.py).
+FLOAT8_ALONE = ("llama3-405b",)
 # Names of a Llama's modules before its layers and after them.
 ENDS = {
     TOML: (["tok_embeddings"], ["norm", "output"]),
@@ -42,6 +46,7 @@ CHECKPOINTS: dict[object, object] = {
     Recompute.SELECTIVE_OP: "selective",
     Recompute.FULL: "full",
 }
+OFFLOADS: dict[object, object] = {Offload.NONE: False, Offload.PARAMETERS: True}
 FLOAT8 = "quantize.linear.float8"
 PARTS = "parallelism.module_fqns_per_model_part"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -53,13 +58,11 @@ HELD: Mapping[str, object] = {
     "training.dtype": "float32",
     "parallelism.context_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
-    "parallelism.expert_tensor_parallel_degree": 1,
-    "parallelism.disable_loss_parallel": False,
-    "parallelism.enable_async_tensor_parallel": False,
     f"{PP}_first_stage_less_layers": 1,
     f"{PP}_last_stage_less_layers": 1,
     f"{PP}_schedule_csv": "",
 }
+REDUCED, GRAPHLESS = "training.mixed_precision_reduce", "training.disable_cuda_graphs"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
@@ -76,23 +79,13 @@ def table(version: str) -> tuple[Row, ...]:
         _batch(),
         _stages(version),
         words.only("zero_stage", 3),
-        words.choice(
-            "offload",
-            "training.enable_cpu_offload",
-            {Offload.NONE: False, Offload.PARAMETERS: True},
-            default=False,
-        ),
+        words.choice("offload", "training.enable_cpu_offload", OFFLOADS, default=False),
         _reshard(),
         # attention of its Llama is PyTorch's scaled_dot_product_attention.
         words.only("attention", Attention.FLASH),
         # Shards are fp32, and so are their gradients.
         words.only("gradient_precision", Precision.FP32),
-        words.choice(
-            "reduce_precision",
-            "training.mixed_precision_reduce",
-            {Precision.FP32: "float32"},
-            default="float32",
-        ),
+        words.choice("reduce_precision", REDUCED, {Precision.FP32: "float32"}, default="float32"),
         # Trainer.train_step of torchtitan/train.py never turns the reduction off; in a pipeline
         # PyTorch's stages do.
         words.rule("sync_each_microbatch", lambda facts: facts.number("pp") == 1),
@@ -103,11 +96,15 @@ def table(version: str) -> tuple[Row, ...]:
 
 
 def _toml_rows() -> tuple[Row, ...]:
+    words = WORDS
     return (
         # apply_tp of 0.2 has sequence parallelism with every tensor parallelism.
-        WORDS.rule("sequence_parallel", lambda facts: facts.number("tp") > 1),
+        words.rule("sequence_parallel", lambda facts: facts.number("tp") > 1),
         _toml_precision(),
         _toml_recompute(),
+        words.held("parallelism.expert_tensor_parallel_degree", (1,)),
+        words.held("parallelism.disable_loss_parallel", (False,)),
+        words.held("parallelism.enable_async_tensor_parallel", (False,)),
     )
 
 
@@ -127,7 +124,27 @@ def _command_rows() -> tuple[Row, ...]:
             default="bfloat16",
         ),
         words.choice("recompute", "activation-checkpoint", CHECKPOINTS),
+        words.held("compile.enable_async_tensor_parallel", (False,)),
+        _graphless(),
     )
+
+
+def _graphless() -> Row:
+    """Return the row of CUDA graphs, which no plan has; with a pipeline 0.3 refuses them."""
+
+    def write(facts: Facts) -> Keys:
+        facts.notes.append(
+            "Llama of torchtitan 0.3 has FlexAttention and its loss in chunks; "
+            "memory and times of this plan are of 0.2"
+        )
+        return {GRAPHLESS: True}
+
+    def read(keys: Keys, _: Facts) -> Keys:
+        if keys.get(GRAPHLESS) is not True:
+            raise WORDS.unknown(GRAPHLESS, keys.get(GRAPHLESS, False), (True,))
+        return {}
+
+    return Row(fields=(), keys=(GRAPHLESS,), write=write, read=read)
 
 
 def _model(version: str) -> Row:
@@ -137,11 +154,12 @@ def _model(version: str) -> Row:
     def name(module: str, flavor: str) -> tuple[str, str]:
         return module, flavor if version == TOML else f"{module}_{flavor.lower()}"
 
-    known = {name(*each): model for model, each in MODELS.items()}
+    models = {each: MODELS[each] for each in MODELS if version == TOML or each not in FLOAT8_ALONE}
+    known = {name(*each): model for model, each in models.items()}
 
     def write(facts: Facts) -> Keys:
-        model = cast("str", WORDS.known("model", facts, MODELS))
-        return dict(zip(keys, name(*MODELS[model]), strict=True))
+        model = cast("str", WORDS.known("model", facts, models))
+        return dict(zip(keys, name(*models[model]), strict=True))
 
     def read(found: Keys, _: Facts) -> Keys:
         theirs = tuple(str(found[key]) for key in keys if key in found)
@@ -166,7 +184,7 @@ def _compile() -> Row:
         return {enable: True, parts: ["model"]} if is_on else {enable: False}
 
     def read(keys: Keys, _: Facts) -> Keys:
-        parted = "model" in cast("list[str]", keys.get(parts, ["model"]))
+        parted = "model" in WORDS.names(keys, parts, ("model",))
         is_on = bool(keys.get(enable, False)) and parted
         return {"stack.kernels": Kernels.COMPILED if is_on else Kernels.EAGER}
 
@@ -200,19 +218,16 @@ def _toml_precision() -> Row:
 
 def _toml_recompute() -> Row:
     mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+    row = WORDS.choice("recompute", mode, CHECKPOINTS, default="selective")
 
     def write(facts: Facts) -> Keys:
-        theirs = CHECKPOINTS[WORDS.known("recompute", facts, CHECKPOINTS)]
-        return {mode: theirs} | ({option: "op"} if theirs == "selective" else {})
+        found = row.write(facts)
+        return found | ({option: "op"} if found[mode] == "selective" else {})
 
-    def read(keys: Keys, _: Facts) -> Keys:
-        theirs = keys.get(mode, "selective")
-        if theirs == "selective" and keys.get(option, "2") != "op":
+    def read(keys: Keys, facts: Facts) -> Keys:
+        if keys.get(mode, "selective") == "selective" and keys.get(option, "2") != "op":
             raise WORDS.unknown(option, keys.get(option, "2"), ("op",))
-        for ours, each in CHECKPOINTS.items():
-            if each == theirs:
-                return {"recompute": ours}
-        raise WORDS.unknown(mode, theirs, CHECKPOINTS.values())
+        return {**row.read(keys, facts)}
 
     return Row(fields=("recompute",), keys=(mode, option), write=write, read=read)
 
@@ -225,7 +240,7 @@ def _replicas() -> Row:
         return {REPLICATE: facts.number("dp") // shards, SHARD: shards}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        replicas, shards = cast("int", keys.get(REPLICATE, 1)), cast("int", keys.get(SHARD, -1))
+        replicas, shards = WORDS.whole(keys, REPLICATE, 1), WORDS.whole(keys, SHARD, -1, least=-1)
         others = facts.number("tp") * facts.number("pp")
         if shards == -1:
             if facts.get("world_size") is None:
@@ -244,16 +259,16 @@ def _batch() -> Row:
     own = f"{PP}_microbatch_size"
 
     def write(facts: Facts) -> Keys:
-        size, found = facts.number("microbatch_size"), {}
-        found[GLOBAL_BATCH] = facts.number("global_batch_size")
+        size = facts.number("microbatch_size")
+        found: Keys = {GLOBAL_BATCH: facts.number("global_batch_size")}
         if facts.number("pp") == 1:
             return {**found, LOCAL_BATCH: size}
         return {**found, LOCAL_BATCH: size * facts.num_microbatches, own: size}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        local = cast("int", keys.get(LOCAL_BATCH, 8))
+        local = WORDS.whole(keys, LOCAL_BATCH, 8)
         once = local * facts.number("dp")
-        batch = cast("int", keys.get(GLOBAL_BATCH, -1))
+        batch = WORDS.whole(keys, GLOBAL_BATCH, -1, least=-1)
         batch = once if batch < 0 else batch
         if facts.number("pp") == 1:
             return {"global_batch_size": batch, "microbatch_size": local}
@@ -283,12 +298,12 @@ def _stages(version: str) -> Row:
         return {PARTS: parts}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        pp, parts = facts.number("pp"), cast("list[list[str]] | None", keys.get(PARTS))
-        if pp == 1:
+        if facts.number("pp") == 1:
             return {}
-        if parts is None:  # generate_llm_fqn_per_model_part: two stages a rank, or one
+        if PARTS not in keys:  # generate_llm_fqn_per_model_part: two stages a rank, or one
             virtual = 2 if facts.get("schedule") == "interleaved" else 1
             return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
+        pp, parts = facts.number("pp"), WORDS.lists(keys, PARTS)
         stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
         again = write(Facts({"pp": pp, "stages": stages}))
         if again != {PARTS: parts} or len(parts) % pp:
@@ -334,19 +349,8 @@ def _command(export: Export) -> tuple[str, ...]:
     if export.version == TOML:
         return (start, "--job.config_file train.toml")
     keys = dict(export.keys)
-    checkpoint = keys.pop("activation-checkpoint")
-    return (start, *map(_option, keys.items()), f"activation-checkpoint:{checkpoint}")
-
-
-def _option(entry: tuple[str, object]) -> str:
-    key, value = entry
-    section, _, name = key.rpartition(".")
-    if isinstance(value, bool):
-        return f"--{section}.{'' if value else 'no-'}{name.replace('_', '-')}"
-    if isinstance(value, list):
-        parts = (each if isinstance(each, str) else ",".join(each) for each in value)
-        return f"--{key} {' '.join(parts)}"
-    return f"--{key} {value}"
+    checkpoint = keys.pop("activation-checkpoint")  # a subcommand, which has to be the last word
+    return (start, *tyro_options(keys), f"activation-checkpoint:{checkpoint}")
 
 
 def _read(text: str) -> Keys:
@@ -356,13 +360,7 @@ def _read(text: str) -> Keys:
     words = command_words(text)
     words = words[words.index("torchtitan.train") + 1 :]
     checkpoint = [each for each in words if each.startswith("activation-checkpoint:")]
-    found = read_flags([each for each in words if each not in checkpoint])
-    keys: Keys = {}
-    for key, value in found.items():
-        section, dot, name = key.rpartition(".")
-        no = name.startswith("no-")
-        name = name.removeprefix("no-").replace("-", "_")
-        keys[f"{section}{dot}{name}"] = value is not True if no else value
+    keys = read_tyro([each for each in words if each not in checkpoint])
     if PARTS in keys:
         keys[PARTS] = [part.split(",") for part in str(keys[PARTS]).split()]
     if "compile.components" in keys:
@@ -380,13 +378,14 @@ FRAMEWORK = Framework(
     name="torchtitan",
     source="torchtitan 0.2.2 and 0.3.0",
     versions=(TOML, COMMAND),
+    releases={TOML: "torchtitan 0.2.2", COMMAND: "torchtitan 0.3.0"},
     write_table=lambda version, _: table(version),
     read_table=lambda keys: table(COMMAND if "module" in keys else TOML),
     files=_files,
     command=_command,
     is_script=lambda version: version == COMMAND,
     read=_read,
-    stack=lambda _: "torchtitan",
+    stack=lambda keys: "torchtitan-2026-08" if "module" in keys else "torchtitan",
     suffixes=(".toml",),
     harmless=(
         *("job.*", "profiling.*", "metrics.*", "checkpoint.*", "optimizer.*", "lr_scheduler.*"),

@@ -166,6 +166,7 @@ def symbolic_stage(symbols: Sequence[int]) -> StageUnits:
     peaks: list[PassPeak[Size]] = [PassPeak(symbol, 0) for symbol in symbols[9:]]
     return StageUnits(
         surplus=0,
+        copied=0,
         buffers=0,
         saved=saved,
         late=late,

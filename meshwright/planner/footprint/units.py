@@ -20,11 +20,10 @@ from meshwright.planner.footprint.pass_table import (
     representative_microbatches,
 )
 from meshwright.planner.footprint.replicas import Kind, kinds_of
-from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
-from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
+from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
+from meshwright.simulator.blocks import BlockTable, beside_weights_bytes
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import layer_kinds
-from meshwright.simulator.replication import sum_layers
+from meshwright.simulator.model import BlockRun, layer_kinds
 from meshwright.simulator.units import (
     ENDINGS,
     ParameterBytes,
@@ -94,13 +93,30 @@ class UnitStates(NamedTuple):
 
 
 class PartSizes(NamedTuple):
-    """Sizes of a part: parameters, surplus, buffers of messages, then `pass_sizes`, by state."""
+    """Sizes of a part by state: parameters, `StageUnits.surplus` to buffers, then `pass_sizes`."""
 
     row_of: Column
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 3, 6  # columns before those of passes; and that one of them
+NUM_STATIC, REDUCED = 4, 6  # columns before those of passes; and that one of them
+
+
+class BesideWeights:
+    """The bytes that ranks hold beside their weights, from a block of each kind."""
+
+    def __init__(self, table: ShapeTable) -> None:
+        self._kinds = table.kinds
+        of_blocks = [
+            [beside_weights_bytes(shape, [BlockRun(kind, 1)]) for kind in table.kinds]
+            for shape in table.shapes
+        ]
+        self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
+
+    def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return those of a rank that holds *stages*, for each of the layouts."""
+        counts = np.array(block_counts(self._kinds, stages), np.int64)
+        return np.asarray(self._bytes[shape_index] @ counts, np.int64)
 
 
 class UnitPeaks:
@@ -112,7 +128,7 @@ class UnitPeaks:
         for ending in ENDINGS[1:]:  # the first one is as usual
             blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
         self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
-        self._copies = np.array([weight_copy_bytes(shape, 1) for shape in table.shapes], np.int64)
+        self._beside = BesideWeights(table)
         by_tp = {shape.tp: shape for shape in table.shapes}
         self._shapes = [*by_tp.values()]
         self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
@@ -170,7 +186,8 @@ class UnitPeaks:
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            columns = (weights.total, found.surplus, found.buffers, *pass_sizes(found))
+            static = (weights.total, found.surplus, found.copied, found.buffers)
+            columns = (*static, *pass_sizes(found))
             if not rows.size:
                 rows = np.empty((len(used), len(columns)), np.int64)
             for number, column in enumerate(columns):
@@ -187,16 +204,16 @@ class UnitPeaks:
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
-        weights, surplus, buffers, *passes = np.asarray(total).T
+        weights, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
         held = RankStates.of(weights, sharding)
-        copies = self._copies[states.shapes[own]] * sum_layers(role.stages)
-        static = held.parameters + held.gradients + held.optimizer + surplus + copies
+        beside = self._beside.of_rank(states.shapes[own], role.stages)
+        static = held.parameters + held.gradients + held.optimizer + surplus + beside
         microbatches = self._space.num_microbatches[group.indices]
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
-        updating = held.update_temporary - passes[REDUCED]
+        updating = held.update_temporary + copied - passes[REDUCED]
         return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
 
     def _most_moving(self, ranks: "_Ranks") -> Column:

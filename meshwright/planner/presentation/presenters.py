@@ -3,9 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from meshwright.hwprofiles import suggestion
+from meshwright.hwprofiles import shown
 from meshwright.planner.compare import Comparison, comparison_document, term_rows
-from meshwright.planner.reports import plan_rows, search_document, step_document
+from meshwright.planner.reports import (
+    plan_rows,
+    search_breakdown,
+    search_document,
+    step_document,
+)
 from meshwright.planner.search import SearchResult
 from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.account import Presenter
@@ -32,23 +37,12 @@ class StepPresenter:
 
     def picture(self, kind: str | None) -> "Figure":
         """Return the timeline, the breakdown, or the memory of stages."""
-        # matplotlib is slow to import
-        from meshwright.planner.plots import (  # noqa: PLC0415
-            plot_breakdown,
-            plot_stage_memory,
-            plot_timeline,
-        )
-
-        drawn: dict[str, Callable[[StepResult], Figure]] = {
-            "timeline": plot_timeline,
-            "breakdown": plot_breakdown,
-            "stage_memory": plot_stage_memory,
-        }
-        return drawn[known_kind(kind, drawn)](self._step)
+        drawn = _pictures_of_steps()
+        return drawn[known_kind(kind, tuple(drawn))](self._step)
 
 
 class SearchPresenter:
-    """A search; pictures of its best step are those of ``plans[0]``."""
+    """A search, with the pictures of its best step."""
 
     def __init__(self, result: SearchResult) -> None:
         self._result = result
@@ -64,11 +58,16 @@ class SearchPresenter:
         return plan_rows(self._result.plans, likes=self._result.like)
 
     def picture(self, kind: str | None) -> "Figure":
-        """Return the time of layouts against their memory."""
+        """Return the time of layouts against their memory, or a picture of the best ones."""
         from meshwright.planner.plots import plot_memory_time  # noqa: PLC0415
 
-        known_kind(kind, ("memory_time",))
-        return plot_memory_time(self._result)
+        of_best = _pictures_of_steps() if self._result.plans else {}
+        chosen = known_kind(kind, ("memory_time", *of_best))
+        if chosen == "memory_time":
+            return plot_memory_time(self._result)
+        if chosen == "breakdown":
+            return search_breakdown(self._result)
+        return of_best[chosen](self._result.plans[0])
 
 
 class ComparisonPresenter:
@@ -95,15 +94,31 @@ class ComparisonPresenter:
         return plot_breakdown(*self._comparison.steps, names=self._comparison.names)
 
 
-def known_kind(kind: str | None, known: "Mapping[str, object] | tuple[str, ...]") -> str:
+def _pictures_of_steps() -> "Mapping[str, Callable[[StepResult], Figure]]":
+    """Return the pictures that there are of a step, by name."""
+    # matplotlib is slow to import
+    from meshwright.planner.plots import (  # noqa: PLC0415
+        plot_breakdown,
+        plot_stage_memory,
+        plot_timeline,
+    )
+
+    return {
+        "timeline": plot_timeline,
+        "breakdown": plot_breakdown,
+        "stage_memory": plot_stage_memory,
+    }
+
+
+def known_kind(kind: str | None, known: tuple[str, ...]) -> str:
     """Return the name of a picture, the first of *known* where none is asked for.
 
     Raises:
         PlanError: If there is none of that name.
     """
     if kind is not None and kind not in known:
-        raise PlanError(f"there is no picture {kind!r} of it; {suggestion(kind, known)}")
-    return next(iter(known)) if kind is None else kind
+        raise PlanError(f"there is no picture {shown(kind)} of it; allowed: {', '.join(known)}")
+    return known[0] if kind is None else kind
 
 
 def presenter_of(result: object) -> Presenter:

@@ -28,7 +28,12 @@ from meshwright.planner.reports.plan_file import (
     read_plan,
     read_runnable_plan,
 )
-from meshwright.planner.reports.result_files import saved_plan, write_search, write_step
+from meshwright.planner.reports.result_files import (
+    saved_plan,
+    search_breakdown,
+    write_search,
+    write_step,
+)
 from meshwright.planner.reports.tables_csv import known_by, plan_rows, table_csv
 
 if TYPE_CHECKING:
@@ -81,6 +86,7 @@ __all__ = [
     "read_runnable_plan",
     "saved_plan",
     "schedules_table",
+    "search_breakdown",
     "search_document",
     "search_report",
     "stacks_table",

@@ -95,17 +95,18 @@ def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
 
 
 def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:
-    """Return memory against time, and where the time of the best layouts goes, side by side."""
     from meshwright.planner.plots import plot_memory_time  # noqa: PLC0415
 
+    return {"memory_time": plot_memory_time(result), "breakdown": search_breakdown(result)}
+
+
+def search_breakdown(result: SearchResult) -> "Figure":
+    """Return where the time of the best layouts goes, side by side."""
     # The best comes first, also where a simpler plan stands for it in the list.
     places = [*dict.fromkeys((0, *result.listed))][:MOST_BARS]
     best = [result.plans[place] for place in places]
     names = [_plan_file(place + 1).stem for place in places]
-    return {
-        "memory_time": plot_memory_time(result),
-        "breakdown": _breakdown(best, names),
-    }
+    return _breakdown(best, names)
 
 
 def _breakdown(steps: Sequence[StepResult], names: Sequence[str] = ()) -> "Figure":

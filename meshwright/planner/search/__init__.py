@@ -4,7 +4,7 @@ from meshwright.planner.search.density import Density
 from meshwright.planner.search.finalists import MAX_PASSES, Progress
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
 from meshwright.planner.search.search import search, with_kernels
-from meshwright.planner.search.varied import Held, Varied
+from meshwright.planner.search.varied import Held
 
 __all__ = [
     "MAX_PASSES",
@@ -15,7 +15,6 @@ __all__ = [
     "Progress",
     "SearchResult",
     "SimulatedPlan",
-    "Varied",
     "search",
     "with_kernels",
 ]

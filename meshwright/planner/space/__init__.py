@@ -6,7 +6,7 @@ from meshwright.planner.space.moments import (
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.planner.space.pipelines import Pipeline, Role, block_counts, pipeline_roles
+from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
@@ -41,7 +41,6 @@ __all__ = [
     "fullest_moments",
     "is_searched",
     "lacks",
-    "pipeline_roles",
     "representative_microbatches",
     "waste_hints",
 ]

@@ -36,11 +36,6 @@ class SpaceLimits:
         said = (f"{name}={value!r}" for name, value in self._limits.items())
         return f"SpaceLimits({', '.join(said)})"
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing is pinned or limited."""
-        return not self._limits
-
     def values(self, name: str) -> tuple[object, ...] | None:
         """Return the allowed values of a field, None for all."""
         return cast("tuple[object, ...] | None", self._limits.get(name))

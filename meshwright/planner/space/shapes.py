@@ -10,7 +10,13 @@ from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import PLAN_FIELDS, sums_microbatches, syncs_by_default
+from meshwright.simulator.layout import (
+    DP_CP,
+    PLAN_FIELDS,
+    is_unwrapped,
+    sums_microbatches,
+    syncs_by_default,
+)
 from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind, rank_parameters
 from meshwright.simulator.step import message_between
 
@@ -37,7 +43,8 @@ class ShapeTable:
             # Experts' kept gradients slow their products.
             names += ["gradient_precision", "dispatcher"]
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
-        flags = (in_pipeline.astype(np.int64), _defers_sums(space))
+        alone = np.asarray(is_unwrapped(space.stack, space.column(DP_CP)), np.int64)
+        flags = (in_pipeline.astype(np.int64), _defers_sums(space, alone), alone)
         columns = [*(space.column(name) for name in names), *flags]
         first, member = distinct([column[chosen] for column in columns])
         index = np.full(len(space), -1)
@@ -52,15 +59,15 @@ class ShapeTable:
         return ShapeTable(tuple(self.shapes[each] for each in used.tolist()), index, self.kinds)
 
 
-def _defers_sums(space: Space) -> Column:
-    """Return `BlockShape.defers_sums` of every layout."""
+def _defers_sums(space: Space, alone: Column) -> Column:
+    """Return `BlockShape.defers_sums` of every layout, from which of them nothing wraps."""
     stack = space.stack
     habit = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
     # Numbers of a switch: 0 is the stack's habit, then no and yes.
     said = space.column("sync_each_microbatch")
     each = np.where(said == 0, habit, said == PLAN_FIELDS["sync_each_microbatch"].code(True))  # noqa: FBT003
     once = sums_microbatches(each, space.column("pp"), space.num_microbatches)
-    return np.asarray(once & stack.sums_norms_each_microbatch, np.int64)
+    return np.asarray((once | alone) & stack.sums_norms_each_microbatch, np.int64)
 
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:

@@ -11,6 +11,7 @@ from meshwright.planner.cli import (
     STEP_WIDTH,
     check_json,
     progress_bar,
+    read_budget,
     say_written,
     show,
     tell,
@@ -26,7 +27,7 @@ from meshwright.planner.sweep.files import write_sweep
 from meshwright.planner.sweep.grid import Request, cells_of
 from meshwright.planner.sweep.report import sweep_report
 from meshwright.planner.sweep.result import sweep_document
-from meshwright.planner.sweep.run import Place, read_budget, run_cells, sweep_folder
+from meshwright.planner.sweep.run import Place, run_cells, sweep_folder
 from meshwright.planner.sweep.store import Store, manifest
 from meshwright.planner.sweep.varied import read_words
 from meshwright.planner.sweep.workers import dask_workers, local_processes, num_cores

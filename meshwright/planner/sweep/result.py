@@ -92,7 +92,7 @@ class SweepResult(Shown):
         drawn = pictures_of(self)
         if not drawn:
             raise PlanError("there is nothing to draw: one cell, or none that has a layout")
-        return drawn[known_kind(kind, drawn)](self)
+        return drawn[known_kind(kind, tuple(drawn))](self)
 
     def _row(self, cell: Cell, document: Document) -> dict[str, Any]:
         row: dict[str, Any] = {"cell": cell.number, **cell.setting}

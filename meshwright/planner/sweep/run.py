@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from meshwright.planner.options import MoneyOptions, read_price, read_tokens, release_claims
-from meshwright.planner.reports import Budget, check_folder
+from meshwright.planner.cli import read_budget
+from meshwright.planner.options import MoneyOptions, release_claims
+from meshwright.planner.reports import check_folder
 from meshwright.planner.search import Progress
 from meshwright.planner.sweep.files import write_sweep
 from meshwright.planner.sweep.grid import Cell, Request, Task, cells_of, tasks_of
@@ -17,7 +18,6 @@ from meshwright.planner.sweep.result import SweepResult
 from meshwright.planner.sweep.store import Store, is_sweep_folder, manifest
 from meshwright.planner.sweep.varied import read_options, variations
 from meshwright.planner.sweep.workers import finished, local_processes
-from meshwright.simulator import PlanError
 
 RUNNING = "running cells"
 Place = Callable[[int], AbstractContextManager[Executor | None]]
@@ -94,20 +94,6 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
 def _lent(executor: Executor) -> Place:
     """Return a place that leaves *executor* to whose it is."""
     return lambda _count: nullcontext(executor)
-
-
-def read_budget(money: MoneyOptions) -> Budget | None:
-    """Return the run to price; where no price is given each cell has that of its cluster.
-
-    Raises:
-        PlanError: If tokens or price are not what they should be.
-    """
-    tokens, price = read_tokens(money.tokens), read_price(money.price)
-    if tokens is None:
-        if price is not None:
-            raise PlanError("--price needs --tokens: the cost is that of a number of tokens")
-        return None
-    return Budget(tokens=tokens, price_usd_per_gpu_hour=price)
 
 
 def sweep_folder(text: str, *, force: bool) -> Path:

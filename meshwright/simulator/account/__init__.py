@@ -6,7 +6,7 @@ from meshwright.simulator.account.counts import rank_flops
 from meshwright.simulator.account.critical_path import CLOSING, CriticalPath, critical_path
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
-from meshwright.simulator.account.passes import RankPass, Stretch, rank_passes
+from meshwright.simulator.account.passes import RankPass, rank_passes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.account.shown import Presenter, Shown
 from meshwright.simulator.account.traffic import (
@@ -31,7 +31,6 @@ __all__ = [
     "Shown",
     "StageMemory",
     "StepResult",
-    "Stretch",
     "Traffic",
     "closing_traffic",
     "critical_path",

@@ -27,15 +27,18 @@ def rank_flops(
     gathers = shape.cp_type is ContextParallel.ALL_GATHER and stack.transformer_engine
     masked = _MASKED_HALVES if gathers else 1
     flops = sum(
-        _counted_flops(blocks.operators(shape, kind), masked) * count
+        counted_flops(blocks.operators(shape, kind), masked) * count
         for stage in rank_stages(job.model, plan, pp_rank)
-        for kind, count in stage.blocks
+        for kind, count in stage.passes
     )
     return microbatches * flops
 
 
-def _counted_flops(block: BlockOperators, masked: int) -> int:
-    """Return FLOPs, with what a mask hides: of each of *masked* parts of a rank's rows."""
+def counted_flops(block: BlockOperators, masked: int = 1) -> int:
+    """Return the FLOPs of the products of a block, as a program that counts would see them.
+
+    With what a mask hides: of each of *masked* parts of a rank's rows.
+    """
     flops = 0
     for operator in (*block.forward, *block.recompute, *block.backward):
         if isinstance(operator, Gemm):

@@ -1,8 +1,8 @@
 """What one microbatch runs and keeps in a layer and at the ends of a model."""
 
 from meshwright.simulator.blocks.fp8_casts import (
+    beside_weights_bytes,
     step_cast_bytes,
-    weight_copy_bytes,
 )
 from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
@@ -44,6 +44,7 @@ __all__ = [
     "NamedBytes",
     "Operator",
     "RingMessages",
+    "beside_weights_bytes",
     "fuses_qkv",
     "hardware_flops",
     "makes_gradients",
@@ -52,5 +53,4 @@ __all__ = [
     "step_cast_bytes",
     "sum_flops",
     "walk",
-    "weight_copy_bytes",
 ]

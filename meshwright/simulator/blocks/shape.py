@@ -8,7 +8,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
-    Fp8Recipe,
+    EightBitRecipe,
     Precision,
     Recompute,
     RecomputeModule,
@@ -19,6 +19,7 @@ from meshwright.simulator.layout import (
     ParallelPlan,
     TrainingJob,
     context_way,
+    is_unwrapped,
     reduces_once,
     repeated_modules,
 )
@@ -98,6 +99,7 @@ class BlockShape(WeightShape):
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
+    ``is_unwrapped`` says that the stack does not run fully_shard.
     ``modules`` are the parts of a layer that selective recomputation runs again.
     ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``; of a ring of
     swaps, groups of ``cp_inner`` swap.
@@ -114,6 +116,7 @@ class BlockShape(WeightShape):
     stack: StackProfile = field(hash=False)
     in_pipeline: bool = False
     defers_sums: bool = False
+    is_unwrapped: bool = False
     cp: int = 1
     cp_type: ContextParallel | None = None
     cp_inner: int = 1
@@ -146,7 +149,9 @@ class BlockShape(WeightShape):
             or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple, plan.ep, plan.etp),
             expert_parameters=expert_parameters(job.model, plan.tp, plan.ep, plan.etp),
             in_pipeline=plan.pp > 1,
-            defers_sums=stack.sums_norms_each_microbatch and reduces_once(job, plan, stack),
+            defers_sums=stack.sums_norms_each_microbatch
+            and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
+            is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
             cp=plan.cp,
             cp_type=context_way(plan, stack),
             cp_inner=_cp_inner(plan),
@@ -198,18 +203,18 @@ class BlockShape(WeightShape):
         return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
 
     @property
-    def fp8(self) -> Fp8Recipe | None:
-        """How linear layers multiply in fp8, if they do."""
-        return self.stack.fp8 if self.precision is Precision.FP8 else None
+    def recipe(self) -> EightBitRecipe | None:
+        """How linear layers multiply in 8 bits, if they do."""
+        return self.stack.recipes.get(self.precision)
 
     @property
     def linear_input_bytes(self) -> int:
         """Bytes of an element that a linear layer keeps of its input for backward."""
-        return self.fp8.saved_input_bytes if self.fp8 else self.element_bytes
+        return self.recipe.saved_input_bytes if self.recipe else self.element_bytes
 
     @property
-    def keeps_fp8_inputs(self) -> bool:
-        """Whether a linear layer keeps an fp8 copy of its input, not the input itself."""
+    def keeps_narrow_inputs(self) -> bool:
+        """Whether a linear layer keeps a copy of 8 bits of its input, not the input itself."""
         return self.linear_input_bytes < self.element_bytes
 
     @property

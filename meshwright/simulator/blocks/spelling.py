@@ -19,14 +19,17 @@ from meshwright.simulator.graph import (
     copy,
     cut,
 )
+from meshwright.simulator.model import ModelSpec
 
 INDEX_BYTES = 8
+ANGLE_BYTES = 4  # of an element of a head: cosine or sine
 
 
 class Packing(StrEnum):
     """How one product of queries, keys and values is cut apart: NONE where there are three.
 
     COPIES are of keys and values alone, REPEATED ones of all, with keys and values for each head.
+    CONTIGUOUS makes each of the three one stretch of its own (FusedQKVLinear of torchtitan 0.3).
     """
 
     NONE = "none"
@@ -34,6 +37,7 @@ class Packing(StrEnum):
     SLICES = "slices"
     COPIES = "copies"
     REPEATED = "repeated"
+    CONTIGUOUS = "contiguous"
 
 
 class Spelling(NamedTuple):
@@ -85,6 +89,8 @@ def spelling_of(shape: BlockShape) -> Spelling:
     stack, model = shape.stack, shape.model
     is_eager = stack.kernels is Kernels.EAGER
     if not stack.transformers_layers:
+        if fuses_qkv(shape) and not stack.megatron_layers:
+            return Spelling(rotary=RotaryFormula.LOOKED_UP, packing=Packing.CONTIGUOUS)
         is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
         turned = RotaryFormula.TABLE if is_qwen3 and is_eager else RotaryFormula.LLAMA
         return Spelling(rotary=turned, fuses_mlp=stack.megatron_layers)
@@ -97,8 +103,23 @@ def spelling_of(shape: BlockShape) -> Spelling:
     return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
 
 
+def layer_table_bytes(shape: BlockShape) -> int:
+    """Return the bytes of the table of angles that a layer has of its own, if it has one.
+
+    A complex number in fp32 for each token and each pair of a head (`RoPE` of torchtitan 0.3,
+    models/common/rope.py).
+    """
+    if not isinstance(shape.trained, ModelSpec) or shape.model.positions != "rotary":
+        return 0
+    is_own = spelling_of(shape).rotary is RotaryFormula.LOOKED_UP
+    return shape.seq_len * shape.model.head_dim * ANGLE_BYTES if is_own else 0
+
+
 def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:
     """Return queries, keys and values of their common product."""
+    if packing is Packing.CONTIGUOUS:
+        found = cut(block, x, *parts)
+        return [copy(block, each, f"{each.name} apart", copies_back=False) for each in found]
     if packing not in {Packing.COPIES, Packing.REPEATED}:
         return cut(block, x, *parts, by_slices=packing is Packing.SLICES)
     block.argument(x)

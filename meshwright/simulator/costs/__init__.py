@@ -2,8 +2,8 @@
 
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
+    ALIGNED_BYTES,
     ALIGNED_ELEMENTS,
-    ALIGNED_FP8_ELEMENTS,
     constant_cost,
     flash_attention_cost,
     gemm_cost,
@@ -11,7 +11,7 @@ from meshwright.simulator.costs.compute import (
     peak_flops_per_s,
 )
 from meshwright.simulator.costs.cost import COMMUNICATION, Category, Cost, PhaseCost
-from meshwright.simulator.costs.cost_model import BlockCost, CostModel
+from meshwright.simulator.costs.cost_model import CostModel
 from meshwright.simulator.costs.links import (
     bus_factor,
     port_bytes_per_s,
@@ -21,10 +21,9 @@ from meshwright.simulator.costs.links import (
 )
 
 __all__ = [
+    "ALIGNED_BYTES",
     "ALIGNED_ELEMENTS",
-    "ALIGNED_FP8_ELEMENTS",
     "COMMUNICATION",
-    "BlockCost",
     "Category",
     "CollectiveCall",
     "Cost",

@@ -55,7 +55,8 @@ class RotaryFormula(StrEnum):
     turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
     HALVES is of gpt-oss, which makes both halves of a head by themselves and puts them together,
-    COMPLEX of Llama 4 and, where nothing else is said, of torchtitan.
+    COMPLEX of Llama 4 and, where nothing else is said, of torchtitan; LOOKED_UP of torchtitan 0.3,
+    whose layers each take these numbers from a table by the places of tokens in their documents.
     """
 
     LLAMA = "llama"
@@ -65,6 +66,7 @@ class RotaryFormula(StrEnum):
     TABLE = "table"
     HALVES = "halves"
     COMPLEX = "complex"
+    LOOKED_UP = "looked up"
 
 
 class Rotary(NamedTuple):
@@ -87,8 +89,9 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     elif how.formula is RotaryFormula.TABLE:
         angles = _repeated_angles(block, given[0], how)
         turned = [_by_halves(block, x, *angles) for x in given]
-    elif how.formula is RotaryFormula.COMPLEX:
-        turned = _by_complex_numbers(block, given)
+    elif how.formula in {RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
+        is_looked_up = how.formula is RotaryFormula.LOOKED_UP
+        turned = _by_complex_numbers(block, given, looked_up=is_looked_up)
     elif how.formula is RotaryFormula.HALVES:
         turned = [_half_by_half(block, x) for x in given]
     elif how.formula is not RotaryFormula.LLAMA:
@@ -101,21 +104,29 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     return turned
 
 
-def _by_complex_numbers(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
+def _by_complex_numbers(
+    block: Block, given: Sequence[Tensor], *, looked_up: bool = False
+) -> list[Tensor]:
     """Return products with complex numbers in fp32, as torchtitan writes them.
 
     All of them live until both are cast back (torchtitan/models/llama3/model/model.py); backward
-    makes the conjugate numbers.
+    makes the conjugate numbers. Numbers that are *looked_up* are of each token, and are kept
+    (`ComplexRoPE` of torchtitan 0.3, models/common/rope.py).
     """
+    places = given[0].dims[: -1 if looked_up else 1]
+    angles = Dim("angles", given[0].dims[-1].grain)
+    numbers = given[0].like("angles", dims=(*places, angles), at={}, width=STATISTIC_BYTES)
+    kept = (numbers,) if looked_up else ()
+    if kept:
+        block.add(given[:1], kept, [], Traffic(numbers.nbytes))
     wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]
     turned = []
     for x in wide:
-        numbers = x.like("conjugate", dims=(x.dims[0], Dim("angles", x.dims[-1].grain)), at={})
-        moved = Traffic(2 * x.nbytes)
-        slope, out = Gradient(x, (), (moved,)), x.like(f"turned {x.name}")
-        turned.append(block.add([x], [out], [slope], moved, scratch=((), (numbers,))))
+        slope, out = Gradient(x, kept, (Traffic(2 * x.nbytes),)), x.like(f"turned {x.name}")
+        scratch = ((), (numbers.like("conjugate"),))
+        turned.append(block.add([x, *kept], [out], [slope], Traffic(2 * x.nbytes), scratch=scratch))
     narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
-    block.hold(*wide, *turned)
+    block.hold(*kept, *wide, *turned)
     return narrow
 
 
@@ -313,7 +324,7 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     out = product(block, "values", (weights, value), *dims, kind=Kind.ATTENTION)
     out = copy(block, out, "attention")
     if is_local:
-        held.append(scores)
+        held += [scores, weights]
         block.buffers.append(scores.like("buffer of scores"))
     block.hold(*held)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))

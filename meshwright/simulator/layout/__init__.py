@@ -14,12 +14,6 @@ from meshwright.simulator.layout.axes import (
     divides,
     near_multiples,
 )
-from meshwright.simulator.layout.defaults import (
-    context_way,
-    default_attention,
-    default_precision,
-    usual_inner,
-)
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
@@ -27,13 +21,19 @@ from meshwright.simulator.layout.formats import (
     Formats,
     casts_of,
     chosen_formats,
+    default_precision,
     gradient_bytes,
     main_gradient_bytes,
     offered_formats,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
-from meshwright.simulator.layout.parts import attention_kernels
+from meshwright.simulator.layout.parts import (
+    attention_kernels,
+    context_way,
+    default_attention,
+    usual_inner,
+)
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -51,13 +51,13 @@ from meshwright.simulator.layout.plan import (
     SEARCHED_FIELDS,
     SERVER_FIELDS,
     ParallelPlan,
-    ParameterServer,
     repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
     check_sharding,
     experts_refusal,
+    is_unwrapped,
     known_values,
     model_refusal,
     reduces_once,
@@ -67,13 +67,17 @@ from meshwright.simulator.layout.refusals import (
     sums_microbatches,
     syncs_by_default,
 )
+from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
+    Checkpoints,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
     rank_stages,
+    read_layout,
+    repeated_layers,
     resolve_stages,
     stages_rule,
     whole_model,
@@ -94,6 +98,7 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
+    "Checkpoints",
     "ContextAxis",
     "ExpertAxis",
     "Formats",
@@ -124,6 +129,7 @@ __all__ = [
     "gradient_bytes",
     "head_cost_layers",
     "in_option_order",
+    "is_unwrapped",
     "join_stages",
     "known_values",
     "main_gradient_bytes",
@@ -135,8 +141,10 @@ __all__ = [
     "pair_span",
     "parse_stages",
     "rank_stages",
+    "read_layout",
     "redistribute",
     "reduces_once",
+    "repeated_layers",
     "repeated_modules",
     "reshards_units",
     "resolve_stages",

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from meshwright.hwprofiles import ContextParallel
+from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
 
@@ -133,12 +134,19 @@ def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
     return None
 
 
-def inner_refusal(cp: int, way: ContextParallel | None, inner: int | None) -> str | None:
-    """Return why *inner* of *cp* ranks cannot swap tokens for heads, or None where they can.
+def check_inner(cp: int, way: ContextParallel | None, inner: int | None) -> None:
+    """Raise PlanError unless *inner* of *cp* ranks can swap tokens for heads.
 
-    >>> inner_refusal(8, ContextParallel.RING_OF_SWAPS, 3)
-    'cp_inner=3 does not divide cp=8'
+    >>> check_inner(8, ContextParallel.RING_OF_SWAPS, 3)
+    Traceback (most recent call last):
+    meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8
     """
+    refusal = _inner_refusal(cp, way, inner)
+    if refusal is not None:
+        raise PlanError(refusal)
+
+
+def _inner_refusal(cp: int, way: ContextParallel | None, inner: int | None) -> str | None:
     swaps = ContextParallel.RING_OF_SWAPS
     if way is not swaps:
         said = way or "the stack's"

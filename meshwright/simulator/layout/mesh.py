@@ -184,7 +184,3 @@ class Mesh:
             rank // self.node_size != (rank + distance) // self.node_size
             for rank in range(first, first + min(size, self.node_size))
         ) or (size > self.node_size and abs(distance) > 0)
-
-    def rank_crosses(self, rank: int, other: int) -> bool:
-        """Whether two ranks sit on different nodes."""
-        return rank // self.node_size != other // self.node_size

@@ -3,56 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
     Offload,
+    PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis, inner_refusal
+from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis, check_inner
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.schedules import SCHEDULES
-
-MAX_SERVERS = 1024
-MAX_SLOWDOWN = 1000.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer:
-    """Where parameters live when workers pull them, and how workers keep step."""
-
-    servers: int | Literal["all"] = Declaration(
-        help="Parameter servers: own hosts, or all [1].", metavar="N|all", group="replication"
-    ).field(1)
-    """Hosts of their own over which parameters are spread, or all workers."""
-
-    asynchronous: bool = Declaration(
-        help="Workers loop on their own.", option="async", group="replication"
-    ).field(False)
-    """Each worker loops on its own; if not, all wait for the update."""
-
-    slow_worker: float = Declaration(
-        help="How much slower the last worker is [1].", metavar="FACTOR", group="replication"
-    ).field(1.0)
-    """How many times longer the last worker computes than the others."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that no run can have."""
-        if self.servers != "all" and not 1 <= self.servers <= MAX_SERVERS:
-            raise PlanError(f"servers={self.servers} is out of range; allowed 1 to {MAX_SERVERS}")
-        if not 1 <= self.slow_worker <= MAX_SLOWDOWN:
-            raise PlanError(
-                f"slow_worker={self.slow_worker:g} is out of range; allowed 1 to {MAX_SLOWDOWN:g}"
-            )
+from meshwright.simulator.layout.servers import ParameterServer
+from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +49,7 @@ class Degrees:
         heading="cp inner",
         acts_on=Axis.CP,
     ).field(None)
-    """Neighbours that swap tokens for heads where others are a ring of such groups; of no other
-    ``cp_type``."""
+    """Neighbours that swap tokens for heads in a ring of such groups; of no other ``cp_type``."""
 
     ep: int = Declaration(
         help="Expert-parallel degree.",
@@ -135,8 +105,7 @@ class PlanFields(Degrees):
         is_basic=True,
         acts_on=DP_CP,
     ).field(0)
-    """What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states, 2 gradients, too,
-    3 parameters, too."""
+    """What replicas share: 0 nothing, 1 optimizer states, 2 gradients, too, 3 parameters, too."""
 
     sequence_parallel: bool = Declaration(
         help="Split activations outside tensor-parallel regions over the tp axis.",
@@ -160,8 +129,23 @@ class PlanFields(Degrees):
         group="replication",
         without_attention=((),),
     ).field(())
-    """Parts of a layer that backward computes again, with selective recomputation; none given is
-    the attention core."""
+    """Parts of a layer that selective recomputation runs again; none given is attention's core."""
+
+    recompute_layers: int | None = Declaration(
+        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+    ).field(None)
+    """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
+
+    recompute_method: RecomputeMethod | None = Declaration(
+        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        group="replication",
+        is_rare=True,
+        offered_by="recompute_methods",
+    ).field(None)
+    """Which layers a number of `recompute_layers` is of; None is `BLOCK`."""
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
@@ -182,8 +166,17 @@ class PlanFields(Degrees):
         acts_on=Axis.PP,
     ).field("1f1b")
 
+    microbatch_group_size: int | None = Declaration(
+        help="Microbatches in a row through a virtual stage [the fewest].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+        acts_on=Axis.PP,
+    ).field(None)
+    """Microbatches in a row through a virtual stage of an interleaved schedule; None is fewest."""
+
     stages: tuple[int, ...] = Declaration(
-        help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
+        help="Layers of stages: even, ends, balanced, greedy, 3,2,2,1 or Et*3|tt|tL [the stack's].",
         metavar="RULE|LIST",
         heading="stages",
         choices=lambda: tuple(StageSplit),
@@ -270,9 +263,7 @@ class ParallelPlan(PlanFields):
         for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
-        refusal = inner_refusal(self.cp, self.cp_type, self.cp_inner)
-        if refusal is not None:
-            raise PlanError(refusal)
+        check_inner(self.cp, self.cp_type, self.cp_inner)
         self._check_experts()
         if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
             said = ",".join(self.recompute_modules)
@@ -280,6 +271,7 @@ class ParallelPlan(PlanFields):
                 f"recompute_modules={said} does not go with recompute={self.recompute}; "
                 f"allowed: {Recompute.SELECTIVE}"
             )
+        self._check_layers()
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -293,6 +285,21 @@ class ParallelPlan(PlanFields):
             raise PlanError(
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
+            )
+
+    def _check_layers(self) -> None:
+        """Refuse layers to recompute where they are not recomputed in full."""
+        number, method = self.recompute_layers, self.recompute_method
+        if method is not None and number is None:
+            raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
+        if number is None:
+            return
+        if number < 1:
+            raise PlanError(f"recompute_layers must be >= 1, got {number}")
+        if self.recompute is not Recompute.FULL:
+            raise PlanError(
+                f"recompute_layers={number} does not go with recompute={self.recompute}; "
+                f"allowed: {Recompute.FULL}"
             )
 
     def _check_experts(self) -> None:
@@ -363,6 +370,10 @@ class ParallelPlan(PlanFields):
     def num_stages(self) -> int:
         """Virtual stages over all pipeline ranks."""
         return self.pp * self.num_virtual_stages
+
+    def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
+        """Return the schedule as *runtime* runs it."""
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""

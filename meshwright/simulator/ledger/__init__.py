@@ -11,7 +11,6 @@ from meshwright.simulator.ledger.closing import (
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.rank import (
-    RankLedger,
     pass_entries,
     rank_ledger,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "Exchange",
     "LedgerEntry",
     "Moment",
-    "RankLedger",
     "StepCollective",
     "StepSetting",
     "bucket_exchanges",

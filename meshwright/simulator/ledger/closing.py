@@ -74,7 +74,10 @@ def _tensor_sums(
         if replicated:
             yield replicated * wire.reduce_bytes, 1
         return
-    model, vectors = shape.model, 2 if shape.model.norm == "layernorm" else 1
+    # A gradient that fully_shard does not reduce stays a part of its sum, which the gradient norm
+    # makes, and the update again.
+    times = 2 if shape.is_unwrapped else 1
+    model, vectors = shape.model, times * (2 if shape.model.norm == "layernorm" else 1)
     num_layers = sum(stage.num_layers for stage in stages)
     if left is LeftSums.ALL:
         size_bytes = model.hidden_size * wire.reduce_bytes
@@ -83,7 +86,7 @@ def _tensor_sums(
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
         has_positions = stages[0].has_embedding and model.positions == "learned"
         if has_positions and shape.stack.scatters_positions:
-            yield model.max_positions * size_bytes, 1
+            yield model.max_positions * size_bytes, times
     if model.qk_norm == "head" and num_layers:
         yield model.head_dim * wire.reduce_bytes, 2 * num_layers * vectors
 

@@ -13,7 +13,7 @@ from meshwright.simulator.memory.overheads import (
     usable_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.memory.pass_states import kept_levels, pass_states
+from meshwright.simulator.memory.pass_states import pass_states
 from meshwright.simulator.memory.rank import (
     FULLNESS,
     KeptUnits,
@@ -38,12 +38,10 @@ from meshwright.simulator.memory.stage_outputs import (
 )
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
-    RanAction,
     fullest_moments,
     memory_peak,
     memory_timeline,
     pass_levels,
-    update_level,
 )
 
 __all__ = [
@@ -55,7 +53,6 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
-    "RanAction",
     "RankMemory",
     "SentBytes",
     "Shards",
@@ -63,7 +60,6 @@ __all__ = [
     "VirtualStageMemory",
     "block_bytes",
     "fullest_moments",
-    "kept_levels",
     "kept_logits_bytes",
     "kept_output_bytes",
     "memory_peak",
@@ -76,7 +72,6 @@ __all__ = [
     "rank_memory",
     "sharded_workspace_bytes",
     "stage_messages",
-    "update_level",
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",

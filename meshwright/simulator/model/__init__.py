@@ -1,6 +1,6 @@
 """What is trained: a model's sizes and weights, built in or read from a file."""
 
-from meshwright.simulator.model.catalogue import list_models, load_model, load_transformer
+from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.chain import ChainModel, LinearLayer
 from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
@@ -14,9 +14,10 @@ from meshwright.simulator.model.kinds import (
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
-    WINDOWED_LAYERS,
     BlockKind,
     BlockRun,
+    KeptLayer,
+    LayerGroup,
     cut_runs,
     join_runs,
 )
@@ -28,6 +29,7 @@ from meshwright.simulator.model.parameters import (
     is_expert,
     layer_flops,
     layer_kinds,
+    linear_weights,
     local_shape,
     padded_vocab_size,
     parameter_tensors,
@@ -49,7 +51,6 @@ __all__ = [
     "TRANSFORMER_LAYER",
     "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
-    "WINDOWED_LAYERS",
     "AnyModel",
     "BlockKind",
     "BlockRun",
@@ -58,7 +59,9 @@ __all__ = [
     "ChainModel",
     "Experts",
     "ImageModel",
+    "KeptLayer",
     "LatentAttention",
+    "LayerGroup",
     "LinearLayer",
     "ModelSpec",
     "ParameterTensor",
@@ -71,9 +74,9 @@ __all__ = [
     "join_runs",
     "layer_flops",
     "layer_kinds",
+    "linear_weights",
     "list_models",
     "load_model",
-    "load_transformer",
     "local_shape",
     "padded_vocab_size",
     "parameter_tensors",

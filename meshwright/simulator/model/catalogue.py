@@ -9,7 +9,7 @@ from meshwright.hwprofiles import FileKind, nearest_names, shown_path
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.huggingface import read_config
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
-from meshwright.simulator.model.spec import ModelSpec, parse_model
+from meshwright.simulator.model.spec import parse_model
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -54,18 +54,6 @@ def load_model(name_or_path: str) -> AnyModel:
             "a file given as a model must hold one"
         )
     return next(iter(models.values()))
-
-
-def load_transformer(name_or_path: str) -> ModelSpec:
-    """Return a transformer, as `load_model`.
-
-    Raises:
-        PlanError: If there is no such model, or it is one of another kind.
-    """
-    model = load_model(name_or_path)
-    if not isinstance(model, ModelSpec):
-        raise PlanError(f"model {shorten(name_or_path)} is no transformer; allowed: a transformer")
-    return model
 
 
 def read_models(path: Path) -> dict[str, AnyModel]:

@@ -19,12 +19,14 @@ from meshwright.simulator.layout import (
     Stage,
     casts_of,
     gradient_bytes,
+    is_unwrapped,
     main_gradient_bytes,
     reshards_units,
     syncs_by_default,
     zero_communication,
 )
 from meshwright.simulator.memory import Shards
+from meshwright.simulator.model import BlockRun
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
@@ -37,7 +39,8 @@ class Replication(NamedTuple):
     """The data-parallel side of a plan: sharding, groups and their collectives.
 
     ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
-    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched.
+    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched,
+    ``is_unwrapped`` that there are no units: one rank alone is not wrapped in fully_shard.
     ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
     ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
     """
@@ -53,6 +56,7 @@ class Replication(NamedTuple):
     offload: Offload = Offload.NONE
     keeps_units: bool = False
     finds_unused: bool = False
+    is_unwrapped: bool = False
     axis: MeshAxis = Axis.DP
     experts: "Replication | None" = None
     """That of routed experts, where other ranks than those of a replica hold the same ones."""
@@ -156,6 +160,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         offload=plan.offload,
         keeps_units=stack.is_fully_sharded and plan.pp > 1,
         finds_unused=plan.find_unused,
+        is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
     )
     if plan.ep == 1:
         return found
@@ -286,9 +291,9 @@ def held_parameters(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameter
     return HeldParameters(sum_parameters(shape, stages) - experts, experts)
 
 
-def sum_layers(stages: Sequence[Stage]) -> int:
-    """Return the layers of a rank that holds *stages*."""
-    return sum(stage.num_layers for stage in stages)
+def blocks_of(stages: Sequence[Stage]) -> list[BlockRun]:
+    """Return the layers and ends of a rank that holds *stages*."""
+    return [run for stage in stages for run in stage.blocks]
 
 
 def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:

@@ -51,6 +51,7 @@ class Sharding(NamedTuple):
         keeps_units: They stay from a backward pass to the next, as in a pipeline.
         sums: Gradients stay whole, outside a pipeline, and are summed so until the last microbatch.
         on_host: Shards are, and their gradients once they are reduced.
+        is_plain: There are no units: weights and gradients are as a pass reads and makes them.
         parameter: Bytes of one.
     """
 
@@ -60,26 +61,31 @@ class Sharding(NamedTuple):
     keeps_units: bool
     sums: bool
     on_host: bool
+    is_plain: bool
     parameter: ParameterBytes
 
     @classmethod
     def of(cls, replication: Replication, parameter: ParameterBytes) -> "Sharding":
         """Return that of *replication*."""
         keeps_units, replicas = replication.keeps_units, replication.replica_span
+        on_host = replication.offload is Offload.PARAMETERS
+        casts = parameter.state.gathered_parameter != parameter.state.sharded_parameter
+        is_plain = replication.is_unwrapped and not (casts or on_host)
         return cls(
             num_ranks=replication.span.num_ranks,
             num_replicas=replicas.num_ranks if replicas else 1,
             reshards=replication.reshards,
             keeps_units=keeps_units,
-            sums=replication.keeps_whole_gradients and not keeps_units,
-            on_host=replication.offload is Offload.PARAMETERS,
+            sums=replication.keeps_whole_gradients and not (keeps_units or is_plain),
+            on_host=on_host,
+            is_plain=is_plain,
             parameter=parameter,
         )
 
     @property
     def keeps_whole_gradients(self) -> bool:
         """Whether gradients stay whole until the last microbatch."""
-        return self.keeps_units | self.sums
+        return self.keeps_units | self.sums | self.is_plain
 
     def kept_bytes(self, num_parameters: Size) -> Size:
         """Return what is kept of gradients; those that stay whole are in the wire's format."""
@@ -185,17 +191,20 @@ class StageWeights(NamedTuple):
             EndUnits.of(shape, stage, 1),
             shape.local_vocab_size * shape.model.hidden_size,
         )
-        is_output = stage.has_head and not is_tied(shape, stage)
-        in_root = shape.stack.units is Units.ROOT
+        last = matrix
+        if shape.stack.units is Units.ROOT:
+            last = matrix * (stage.has_head and not is_tied(shape, stage))
+        elif not is_tied(shape, stage):
+            last = sum(ends.root)  # of positions alone, however few words there are beside them
         return cls(
             total=stage_parameters(shape, stage),
             layer=shape.parameters[layer_kind(shape)],
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.tp,
-            roots=tuple(
-                EndUnit(size, matrix * is_output if in_root else min(size, matrix))
-                for size in ends.root
+            roots=(
+                *(EndUnit(size, size) for size in ends.root[:-1]),
+                *(EndUnit(size, last) for size in ends.root[-1:]),
             ),
             table=tuple(_matrix_units(ends.table, matrix)),
             head=tuple(_matrix_units(ends.head, matrix)),
@@ -237,6 +246,8 @@ class Unit(NamedTuple):
         share = -(-size // sharding.num_ranks)
         # What leaves for the host when it is reduced is not kept.
         leaves = sharding.on_host and not sharding.keeps_whole_gradients
+        if sharding.is_plain:
+            return cls(kept=sharding.kept_bytes(size))
         return cls(
             weights=size * state.gathered_parameter,
             wire=size * reduce_bytes,

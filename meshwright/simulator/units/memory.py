@@ -42,6 +42,7 @@ class StageUnits(NamedTuple):
 
     Args:
         surplus: Gradients beyond those that `RankStates` counts.
+        copied: Rows of a table's gradient that are copied out of it for the update.
         buffers: Buffers of a microbatch's messages that live throughout the step.
         saved: Kept by a pass.
         late: Gradients that its first backward pass makes.
@@ -58,6 +59,7 @@ class StageUnits(NamedTuple):
     """
 
     surplus: Size
+    copied: Size
     buffers: Size
     saved: Size
     late: Size
@@ -91,6 +93,7 @@ class StageUnits(NamedTuple):
         stays = units.root + units.head.weights + units.layer.weights * units.keeps_last
         found = cls(
             surplus=units.surplus,
+            copied=0,
             buffers=message_buffer_bytes(shape, sent),
             saved=stage.num_layers * passes.saved_layer + ends + kept_output_bytes(shape, sent),
             late=stage_pass.late_bytes,
@@ -102,6 +105,8 @@ class StageUnits(NamedTuple):
             sent=sent,
             apart=stage_pass.moments(whole=False),
         )
+        if sharding.is_plain:
+            return found.plain(shape, stage_pass, weights)
         if sharding.keeps_units:
             return found.kept(stage_pass, is_alone=is_alone)
         return found.summed(shape, stage_pass, weights) if sharding.sums else found
@@ -126,6 +131,17 @@ class StageUnits(NamedTuple):
             whole=whole,
             ahead=PassPeaks(*map(fuller, whole, moments)),
         )
+
+    def plain(
+        self, shape: BlockShape, stage_pass: StagePass, weights: StageWeights
+    ) -> "StageUnits":
+        """Return the bytes where no units are: gradients are added to sums as they are made."""
+        sums = SumBytes.of(shape, stage_pass, weights)
+        first, later, _ = SummingPeaks.of(stage_pass, sums)
+        passes = PassPeaks(self.apart.forward, first, PassPeak(later.total_bytes, 0))
+        units = stage_pass.units
+        copied = units.cut_table // (weights.tp + 1) * (units.surplus > 0)
+        return self._replace(apart=passes, whole=passes, ahead=passes, copied=copied)
 
     def summed(
         self, shape: BlockShape, stage_pass: StagePass, weights: StageWeights
@@ -220,7 +236,9 @@ def unit_rank_memory(
         parameters_bytes=int(states.parameters),
         gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
         optimizer_states_bytes=int(states.optimizer),
-        update_temporary_bytes=int(states.update_temporary),
+        update_temporary_bytes=int(
+            states.update_temporary + sum(known[stage].copied for stage in stages)
+        ),
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         message_buffers_bytes=int(sum(known[stage].buffers for stage in stages)),
     )

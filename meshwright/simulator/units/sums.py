@@ -30,6 +30,8 @@ class SumBytes:
         copying: The last units' gradients and their first copies as sums, at most, while they are
             copied one by one.
         positions: Gradient of a table of positions, as a pass makes it.
+        cut_table: A tied table's gradient that every tensor rank makes whole, and its own rows,
+            which are copied out of it to be added to the head's where nothing is wrapped.
         waits: What of the output matrix's gradient is not added to a sum before the embedding's
             is there.
     """
@@ -41,6 +43,7 @@ class SumBytes:
     shard: Size
     copying: Size
     positions: int
+    cut_table: Size
     waits: Size
 
     @classmethod
@@ -64,6 +67,7 @@ class SumBytes:
             shard=shard(units.gradients),
             copying=_copying(shape, stage_pass, weights.matrix),
             positions=positions * made_bytes,
+            cut_table=units.cut_table * (sharding.is_plain and tied),
             waits=units.head_gradient * (apart or tied),
         )
 
@@ -73,6 +77,8 @@ def _copying(shape: BlockShape, stage_pass: StagePass, matrix: Size) -> Size:
     units, (state, wire_bytes) = stage_pass.units, stage_pass.sharding.parameter
     made_bytes = state.gathered_parameter
     surplus = units.surplus // wire_bytes
+    if not units.last:
+        return 0
     sizes = [unit.weights // made_bytes for unit in units.last]
     if shape.stack.units is not Units.ROOT:
         sizes[-1] = sizes[-1] + surplus
@@ -121,7 +127,7 @@ class _SummingPass(NamedTuple):
         """Return the sums that are not there, or no more, when head and *done* layers have run."""
         units, sums = self.stage_pass.units, self.sums
         if self.is_first:
-            return self._late - units.head.wire - done * units.layer.wire
+            return self._late - units.head.kept - done * units.layer.kept
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
@@ -133,9 +139,11 @@ class _SummingPass(NamedTuple):
         return self.stage_pass.late_bytes if self.is_first else 0
 
     def _head_moments(self) -> Iterator[PassPeak[Size]]:
-        passes, _, _, units = self.stage_pass
+        passes, stage, _, units = self.stage_pass
         head, stay = units.head, self.stage_pass.stays(whole=False)
         yield PassPeak(0, self._late)
+        if not stage.has_head:
+            return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
         here = units.root + self.stage_pass.stays(whole=False, otherwise=units.buffer)
         yield PassPeak(here + head.weights + passes.products[1], self._late)
@@ -155,6 +163,8 @@ class _SummingPass(NamedTuple):
         others = others + table - self.stage_pass.freed_head
         for done in extreme_layers(stage.num_layers):
             here: Size = work + self.stage_pass.gathered_layers(done, whole=False)
+            if self.stage_pass.sends_output and not done:
+                here = here - passes.layer[1] + passes.sent_layer
             if sharding.reshards and (done or not units.keeps_last):
                 # Before the layer runs: its gathered buffer, and the weights copied out of it.
                 here = larger(here, passes.message + units.layer.weights + units.buffer)
@@ -174,7 +184,8 @@ class _SummingPass(NamedTuple):
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
         wire = units.layer.wire if self.is_last else 0
         weights: Size = units.root + units.table.weights
-        yield PassPeak(passes.table + made + wire + weights - freed, absent)
+        table = larger(passes.table * stage.has_embedding, sums.cut_table)
+        yield PassPeak(table + made + wire + weights - freed, absent)
         for unit in units.last if self.is_last else ():
             weights = weights - unit.weights
             here = weights + unit.wire - freed

@@ -5,7 +5,6 @@ what runs it.
 """
 # ruff: noqa: PLC0415
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,7 +128,7 @@ def _run(
     """Run every rank on this machine and compare."""
     from meshwright.validate.launch import run_local
     from meshwright.validate.ranks import num_processes
-    from meshwright.validate.runs import check_backend, check_host, results_folder
+    from meshwright.validate.runs import check_backend, check_host, kept_failure, results_folder
 
     processes = num_processes(saved.plan, saved.stack)
     if options.ranks is not None and options.ranks != processes:
@@ -137,15 +136,13 @@ def _run(
     backend = options.backend or Backend.GLOO
     check_backend(saved, backend)
     check_host(saved, backend)
-    results = results_folder(folder)
-    spec = _run_spec(options, backend, results=results)
-    with progress_bar() as progress:
-        outcome = run_local(spec, processes, progress=progress)
-    if outcome.failure is not None:  # the report names the folder, which holds the reasons
-        return _fail(outcome.failure, output)
-    validation = _compared(outcome, saved)
-    if folder is None:
-        shutil.rmtree(results)
+    with results_folder(folder) as results:
+        spec = _run_spec(options, backend, results=results)
+        with progress_bar() as progress:
+            outcome = run_local(spec, processes, progress=progress)
+        if outcome.failure is not None:  # the report names the folder, which holds the reasons
+            return _fail(kept_failure(outcome.failure, folder), output)
+        validation = _compared(outcome, saved)
     return _finish(validation, output, folder)
 
 

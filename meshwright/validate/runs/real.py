@@ -2,14 +2,19 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.hwprofiles import Strategy, format_bytes, shown_path
+from meshwright.planner.options import scratch_folder
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError, count_parameters, simulate
 from meshwright.validate.launch import (
     SPEC_NAME,
     Launcher,
+    RunFailure,
     RunOutcome,
     RunSpec,
     collect_run,
@@ -109,14 +114,25 @@ def _check_gpus(world_size: int) -> None:
         )
 
 
-def results_folder(out: Path | None) -> Path:
-    """Return a folder for what ranks write: a new one in *out*, else one of the system's."""
+@contextmanager
+def results_folder(out: Path | None) -> Iterator[Path]:
+    """Yield a folder for what ranks write: a new one in *out*, else scratch that goes."""
+    if out is None:
+        with scratch_folder(Path(tempfile.gettempdir())) as scratch:
+            yield scratch / "results"
+        return
+    number = 1
+    while (out / f"run-{number}").exists():
+        number += 1
+    yield out / f"run-{number}"
+
+
+def kept_failure(failure: RunFailure, out: Path | None) -> RunFailure:
+    """Return *failure* with its files where they stay, in the system's folder if not in *out*."""
     if out is not None:
-        number = 1
-        while (out / f"run-{number}").exists():
-            number += 1
-        return out / f"run-{number}"
-    return Path(tempfile.mkdtemp(prefix="meshwright-validate-"))
+        return failure
+    kept = Path(tempfile.mkdtemp(prefix="meshwright-validate-"))
+    return replace(failure, folder=failure.folder.rename(kept))
 
 
 def collected(text: str, saved: SavedPlan) -> RunOutcome:

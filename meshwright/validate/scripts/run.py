@@ -35,7 +35,12 @@ from meshwright.validate.scripts.mail import (
 )
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
-from meshwright.validate.scripts.torchrun import as_rank, launched, run_script
+from meshwright.validate.scripts.torchrun import (
+    as_rank,
+    launched,
+    launches_answered,
+    run_script,
+)
 
 MOST_SHOWN = 20
 
@@ -146,6 +151,7 @@ def _count(
     contexts = (
         redirect_stdout(sys.stderr),
         as_rank(run.words, run.rank, run.world_size),
+        launches_answered(run.rank, run.world_size),
         groups_on_demand(run.rank, run.world_size, names),
         library_on_fakes(),
         mail,
@@ -164,6 +170,8 @@ def _count(
             run_script(run.words)
         except StepsCounted:
             return _result(run, oracle, tensors)
+        except PlanError:  # of a launcher
+            raise
         except (Exception, SystemExit) as error:
             if tensors.refused is not None:
                 raise tensors.refused from error

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from torch.distributed.launcher.api import elastic_launch
+
 from meshwright.simulator import PlanError
 
 RANKS_PER_NODE = 8
@@ -70,3 +72,30 @@ def run_script(words: Sequence[str]) -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
+
+
+@contextmanager
+def launches_answered(rank: int, world_size: int) -> Iterator[None]:
+    """Let what starts ranks as ``torchrun`` does (``accelerate launch``, too) be one of them.
+
+    The script that it starts runs here, in the environment that it has prepared.
+
+    Raises:
+        PlanError: If it starts another number of ranks, or what is no Python script.
+    """
+
+    def start(launch: elastic_launch, *words: str) -> None:
+        config, program = launch._config, launch._entrypoint  # noqa: SLF001
+        started = config.max_nodes * config.nproc_per_node
+        if started != world_size:
+            raise PlanError(
+                f"--world {world_size} is not what the launcher starts; allowed: {started}"
+            )
+        if program != sys.executable:
+            raise PlanError(f"the launcher starts {program}; allowed: a Python script")
+        own = words[1:] if words[0] == "-u" else words
+        with as_rank(own, rank, world_size):
+            run_script(own)
+
+    with patch.object(elastic_launch, "__call__", start):
+        yield

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright.planner.options import scratch_folder
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.collectives.job import (
     CollectiveJob,
@@ -64,12 +65,12 @@ def measure_collectives(
     late = done > 0 and time.monotonic() >= deadline_s
     if not missing or late:
         return Coverage(done, len(cases))
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+    with scratch_folder(Path(tempfile.gettempdir())) as folder:
         job = CollectiveJob(
             accelerator=file.machine.accelerator,
             num_ranks=num_ranks,
             threads=file.machine.threads,
-            folder=folder,
+            folder=str(folder),
             timeout_s=timeout_s,
             deadline_s=deadline_s,
             parent=os.getpid(),

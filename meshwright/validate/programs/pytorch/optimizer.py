@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.validate.programs.contract import (
     BETAS,
@@ -44,6 +44,12 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [_local(gradient) for gradient in gradients if gradient is not None]
 
 
+def summed_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's part of each gradient, of parts of a sum the sum."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [_local(_summed(gradient)) for gradient in gradients if gradient is not None]
+
+
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, in fp32."""
     norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
@@ -69,16 +75,17 @@ def clip_gradients(
 
 @torch.no_grad()
 def clip_gradients_by_axis(
-    gradients: Sequence[Tensor], counts: Sequence[bool], mesh: DeviceMesh
+    gradients: Sequence[Tensor], sums: Sequence[Tensor], counts: Sequence[bool], mesh: DeviceMesh
 ) -> Tensor:
     """Do as `clip_gradients`, with a number for each gradient, and over one axis after another.
 
     Args:
         gradients: All of this rank.
+        sums: The same, where they are parts of a sum the sum.
         counts: Which of them it counts.
         mesh: With the axes over which weights are split, then that of the pipeline.
     """
-    squares = [sum_of_squares([each]) for each in gradients]
+    squares = [sum_of_squares([each]) for each in sums]
     norms = torch.stack(squares) * torch.tensor(counts, device=squares[0].device)
     for axis in ("dp_shard", "tp"):
         _sum_over(norms, mesh[axis])
@@ -112,6 +119,13 @@ def trained_tensors(
             yield parameter.grad, ByteKind.GRADIENTS
         for state in optimizer.state.get(parameter, {}).values():
             yield state, ByteKind.OPTIMIZER
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor) or not any(each.is_partial() for each in tensor.placements):
+        return tensor
+    whole = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    return tensor.redistribute(placements=whole)
 
 
 def _local(tensor: Tensor) -> Tensor:

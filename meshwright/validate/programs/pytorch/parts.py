@@ -104,6 +104,7 @@ class PlainParts:
 
     seq_dim = 1
     fuses_gate = False
+    is_reentrant = False
 
     def __init__(
         self,

@@ -18,7 +18,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import chosen_formats, reshards_units, syncs_by_default
+from meshwright.simulator.layout import (
+    chosen_formats,
+    is_unwrapped,
+    reshards_units,
+    syncs_by_default,
+)
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
@@ -39,6 +44,7 @@ from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients_by_axis,
     local_gradients,
     make_optimizer,
+    summed_gradients,
     trained_tensors,
 )
 from meshwright.validate.programs.pytorch.parts import Embedding, Head, plain_parts, tie_embeddings
@@ -174,6 +180,8 @@ class DdpProgram:
 class FullyShardedProgram:
     """Stages sharded by FSDP2, also over one rank, where it still computes in 16 bit.
 
+    In fp32 one rank has plain weights, where the stack does not wrap it.
+
     A tied table away from its end of a pipeline is a copy; the gradients of both are summed. Loss
     scaling of fp16 is left out.
 
@@ -226,7 +234,8 @@ class FullyShardedProgram:
         counts = [self._counts(each) for each in self._parameters]
         gradients = local_gradients(self._parameters)
         if self._request.stack.norm_by_axis:
-            clip_gradients_by_axis(gradients, counts, self._layout.mesh)
+            sums = summed_gradients(self._parameters)
+            clip_gradients_by_axis(gradients, sums, counts, self._layout.mesh)
             return
         shared = [each for each, is_own in zip(gradients, counts, strict=True) if not is_own]
         own = [*compress(gradients, counts)]
@@ -261,7 +270,8 @@ class FullyShardedProgram:
         """
         if parameter is self._table() and 0 not in self._stages:
             return False
-        assert isinstance(parameter, DTensor)
+        if not isinstance(parameter, DTensor):
+            return True
         names = parameter.device_mesh.mesh_dim_names or ()
         is_split = "tp" in names and parameter.placements[names.index("tp")].is_shard()
         return is_split or self._layout.coordinate("tp") == 0
@@ -306,6 +316,8 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.transformer.tied_embeddings:
         tie_embeddings(stage)
+    if _is_unwrapped(request):
+        return stage if first == request.device else stage.to(request.device)
     policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
     shard_stage(
         stage,
@@ -316,6 +328,12 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         offloads=plan.offload is Offload.PARAMETERS,
     )
     return stage
+
+
+def _is_unwrapped(request: ProgramRequest) -> bool:
+    """Return whether the stack does not run fully_shard, as weights are those of one rank."""
+    is_plain = request.job.precision is Precision.FP32 and request.plan.offload is Offload.NONE
+    return is_plain and bool(is_unwrapped(request.stack, request.plan.dp_cp))
 
 
 def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class Runner(Protocol):
 def microbatch_loop(
     model: nn.Module, request: ProgramRequest, loss: LossOfMicrobatch, *, reduces_each: bool
 ) -> Runner:
-    """Return what runs one microbatch after the other through a module that FSDP2 shards.
+    """Return what runs one microbatch after the other through a module that FSDP2 may shard.
 
     Args:
         model: The whole model.
@@ -47,13 +47,13 @@ def microbatch_loop(
         reduces_each: Reduce gradients, and keep them as shards, after every microbatch; if not,
             the whole gradients of a unit are kept and summed until the last one.
     """
-    assert isinstance(model, FSDPModule)
 
     def run(tokens: Tensor, targets: Tensor) -> None:
         last = request.num_microbatches - 1
         batches = zip(*(each.chunk(last + 1) for each in (tokens, targets)), strict=True)
         for index, (ids, wanted) in enumerate(batches):
-            model.set_requires_gradient_sync(reduces_each or index == last)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(reduces_each or index == last)
             loss(model(ids), wanted).backward()
 
     return run
