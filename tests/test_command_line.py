@@ -255,6 +255,7 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "cp": 1,
         "dp": 4,
         "cp_type": None,
+        "cp_inner": None,
         "ep": 1,
         "etp": None,
         "dispatcher": None,

@@ -75,7 +75,9 @@ ALLOWED: dict[str, str] = {
     "validate.programs.megatron": (
         "programs.context programs.contract programs.fused programs.layers ranks"
     ),
-    "validate.programs.pytorch": "programs.contract programs.fused programs.layers ranks",
+    "validate.programs.pytorch": (
+        "programs.context programs.contract programs.fused programs.layers ranks"
+    ),
     "validate.programs.strategies": (
         "programs.contract programs.fused programs.layers programs.megatron programs.pytorch ranks"
     ),

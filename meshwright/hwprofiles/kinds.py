@@ -82,11 +82,14 @@ class ContextParallel(StrEnum):
 
     Keys and values go around a ring while the ranks compute (Ring Attention, arXiv 2310.01889), all
     ranks gather them, or tokens are swapped for heads before and after (Ulysses, arXiv 2309.14509).
+    A ring of swaps does both: neighbours swap, and what they have then goes around a ring of such
+    groups (USP, arXiv 2405.07719; LongVILA, arXiv 2408.10188).
     """
 
     RING = "ring"
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"
+    RING_OF_SWAPS = "ring+all-to-all"
 
 
 class Dispatcher(StrEnum):
@@ -272,4 +275,6 @@ class LayerFact(StrEnum):
     ATTENTION_SINKS = "attention_sinks"
     EXPERT_BIAS = "experts.bias"
     EXPERT_ACTIVATION = "experts.activation"
+    EXPERT_GELU = "experts.activation=gelu"
+    EXPERT_SQUARED_RELU = "experts.activation=squared relu"
     WEIGHED_INPUTS = "experts.weighs_inputs"

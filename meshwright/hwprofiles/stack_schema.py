@@ -100,12 +100,13 @@ class StackProfile(StackTraits):
     gradient to the owner.
 
     ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
-    the stack's habit first; none where it does not divide sequences.
+    the stack's habit first; none where it does not divide sequences.  ``recompute_modules`` lists
+    the parts of a layer that selective recomputation may run again; none but the attention core.
+    ``recompute_methods`` lists how full recomputation may choose layers of a stage; none where it
+    runs all of them again, one by one.
 
-    ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
-    none where it runs the attention core alone.
-
-    ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
+    ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first;
+    ``grouped_experts`` says that one kernel runs the products of all experts of a rank.
 
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
@@ -149,6 +150,7 @@ class StackProfile(StackTraits):
     context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
     expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
     dispatchers: tuple[Dispatcher, ...] = Field(default=(), exclude_if=operator.not_)
+    grouped_experts: Flag = Field(default=True, exclude_if=operator.truth)
 
     attention: Attention
     zero_stage: ZeroStage

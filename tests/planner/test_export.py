@@ -31,6 +31,7 @@ FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
+NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
 PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
     "megatron-lm": [
         ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], CORE),
@@ -43,6 +44,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
+        ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
@@ -60,6 +62,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
     ],
     "deepspeed": [
         ([*SPEED, "--zero", "0", "--precision", "fp16"], SPED),
@@ -201,6 +204,7 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
         assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
+SWAPS = "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
 TENSOR = """distributed_type: FSDP
 num_processes: 8
 fsdp_config:
@@ -224,6 +228,7 @@ WRONG = [
     ),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
+    ("a.sh", f"torchrun x.py {SWAPS} 2 2", "2 sizes whose product is context-parallel-size=8"),
     ("a.sh", "torchrun x.py --recompute-granularity full", "(block, uniform)"),
     ("a.txt", "", "--from is missing"),
 ]

@@ -294,6 +294,14 @@ CASES = {
         limits=SpaceLimits(**FEW_CUT, cp=(2, 4)),
         changes=(("context_parallel", (ContextParallel.ALL_TO_ALL, ContextParallel.RING)),),
     ),
+    "rings of swaps of every size": Case(
+        SMALL,
+        "a100-4xhdr200",
+        "megatron-core",
+        16,
+        8,
+        limits=SpaceLimits(**FEW_CUT, cp=(4, 8), cp_type=(ContextParallel.RING_OF_SWAPS, None)),
+    ),
     "context parallel with sharded parameters": Case(
         SMALL,
         "dgx-h100",

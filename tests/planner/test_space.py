@@ -26,6 +26,7 @@ from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_mode
 from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
+SWAPS = ContextParallel.RING_OF_SWAPS
 # One block of choices each: the others are products of what divides.
 NARROW = SpaceLimits(
     recompute=(Recompute.NONE,),
@@ -150,6 +151,24 @@ def test_long_sequences_are_cut_and_short_ones_if_asked(
     space = enumerate_space(job, load_stack(stack), 8, limits)
     assert set(space.column("cp").tolist()) == degrees
     assert set(space.column("dp_cp").tolist()) == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("limits", "inner"),
+    [
+        ({}, {(1, None), (8, None)}),
+        ({"cp_type": (SWAPS,)}, {(1, None), (8, 2), (8, 4), (8, 8)}),
+        ({"cp_type": (SWAPS, None), "cp_inner": (1, 4)}, {(1, None), (8, None), (8, 1), (8, 4)}),
+    ],
+)
+def test_rings_of_swaps_have_groups_of_every_size_where_they_are_asked_for(
+    limits: dict[str, tuple[object, ...]], inner: set[tuple[int, int | None]]
+) -> None:
+    job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=8, seq_len=8192)
+    cut = SpaceLimits(cp=(1, 8), attention=(Attention.FLASH,), **limits)
+    space = enumerate_space(job, load_stack("megatron-core"), 8, cut)
+    plans = map(space.plan_without_stages, range(len(space)))
+    assert {(plan.cp, plan.cp_inner) for plan in plans} == inner
 
 
 @pytest.mark.parametrize(

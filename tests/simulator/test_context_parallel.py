@@ -27,16 +27,20 @@ from meshwright.simulator.blocks import (
     Gemm,
     Operator,
     RingMessages,
+    walk,
 )
+from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
-from meshwright.simulator.layout import Axis, Mesh
+from meshwright.simulator.graph import Kind
+from meshwright.simulator.layout import Axis, GroupSpan, Mesh
 from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.step import build_step
 
 CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan")
 LLAMA = load_model("llama3-8b")
-RING, GATHER, SWAP = ContextParallel
+RING, GATHER, SWAP, NESTED = ContextParallel
 TOKENS = 32_768
+NESTED_BY_TWO = {"cp_type": NESTED, "cp_inner": 2}
 WIDTH, KEYS, HEADS = 4096, 1024, 32  # of queries and of keys, and query heads (Llama 3 8B)
 
 
@@ -51,6 +55,7 @@ def job_of(seq_len: int = TOKENS, model: object = LLAMA, batch: int = 8) -> Trai
 
 def plan_of(cp: int, cp_type: ContextParallel | None = None, **fields: object) -> ParallelPlan:
     said = {"attention": Attention.FLASH, "zero_stage": 1, "cp": cp, "cp_type": cp_type}
+    said |= {"cp_inner": 2} if cp_type is NESTED and cp > 1 else {}
     return ParallelPlan.of(said | fields)
 
 
@@ -64,7 +69,7 @@ def calls(operators: tuple[Operator, ...]) -> Counter[tuple[str, int]]:
     """Return how often each context-parallel collective of a size runs."""
     found: Counter[tuple[str, int]] = Counter()
     for each in operators:
-        if isinstance(each, Collective | RingMessages) and each.axis is Axis.CP:
+        if isinstance(each, Collective | RingMessages) and each.axis is not Axis.TP:
             for op, size_bytes, count in each.collectives:
                 found[op.value, size_bytes] += count
     return found
@@ -126,6 +131,79 @@ def test_what_travels_is_what_transformer_engine_sends(cp: int, tp: int) -> None
     if SWAP in found:
         expected = Counter([("all_to_all", queries)] * 2 + [("all_to_all", keys)] * 2)
         assert calls(found[SWAP].forward) == calls(found[SWAP].backward) == expected
+
+
+@given(cp=st.sampled_from([4, 8, 16]), inner=st.sampled_from([1, 2, 4, 8]))
+def test_a_ring_of_swaps_sends_what_is_swapped_and_goes_by_fewer_ranks(cp: int, inner: int) -> None:
+    """AttnFuncWithCPAndKVP2P with two groups: a tensor is as large after its swap as before."""
+    inner = min(inner, cp)
+    own = 2 * TOKENS // cp
+    keys, queries, pair = own * KEYS, own * WIDTH, 2 * own * KEYS
+    shape = shape_of(cp, NESTED, cp_inner=inner)
+    table, outer = BlockTable(), cp // inner
+    operators = table.operators(shape, TRANSFORMER_LAYER)
+    swaps = [("all_to_all", queries)] * 2 + [("all_to_all", keys)] * 2
+    swapped = Counter(swaps if inner > 1 else [])
+    around = [("p2p", pair)] * (outer - 1)
+    back = [("p2p", pair)] * 2 + [("p2p", 2 * pair)] * (outer - 2) if outer > 1 else []
+    assert calls(operators.forward) == swapped + Counter(around)
+    assert calls(operators.backward) == swapped + Counter(back)
+    (flash,) = (each for each in operators.forward if isinstance(each, FlashAttention))
+    assert flash.flops == 2 * TOKENS**2 * WIDTH // cp
+    assert (flash.batch_heads, flash.ranks) == (HEADS // inner, outer)
+
+
+@pytest.mark.parametrize(("inner", "way"), [(1, RING), (8, SWAP)])
+def test_a_ring_of_swaps_ends_in_a_ring_and_in_a_swap(inner: int, way: ContextParallel) -> None:
+    cluster, job = load_cluster("dgx-h100"), job_of()
+    nested, plain = (
+        simulate(job, plan, cluster, CORE)
+        for plan in (plan_of(8, NESTED, cp_inner=inner), plan_of(8, way))
+    )
+    assert nested.step_ps == plain.step_ps
+    assert nested.memory == plain.memory
+
+
+@given(cp=st.sampled_from([2, 4, 8]), microbatch=st.sampled_from([1, 2]))
+def test_gathered_keys_live_in_order_beside_those_that_are_not(cp: int, microbatch: int) -> None:
+    """Backward has keys and values, their gradients, and those of a part of the rows twice."""
+    shape = shape_of(cp, GATHER, microbatch_size=microbatch)
+    found = walk(shape, TRANSFORMER_LAYER).tape.block.operators
+    (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
+    whole, rows = 2 * TOKENS * microbatch * KEYS, 2 * TOKENS // cp * microbatch * WIDTH
+    assert sum(each.nbytes for each in {*attention.scratch}) == 3 * whole
+    assert sum(each.nbytes for each in {*attention.backward_scratch}) == 6 * whole + rows
+
+
+@pytest.mark.parametrize("inner", [2, 4])
+def test_a_ring_of_swaps_keeps_what_a_swap_does_and_one_pair(inner: int) -> None:
+    """Backward reads swapped queries, the output before its swap, and the pair that came last."""
+    table = BlockTable()
+    shapes = shape_of(8, NESTED, cp_inner=inner), shape_of(8, SWAP)
+    nested, swap = (
+        [(each.name, each.size_bytes) for each in table.saved_tensors(shape, TRANSFORMER_LAYER)]
+        for shape in shapes
+    )
+    keys = 2 * TOKENS // 8 * KEYS
+    swapped = {("rotated keys swapped", keys), ("values swapped", keys)}
+    assert {*swap} - {*nested} >= swapped
+    assert sum(size for _, size in nested) == sum(size for _, size in swap)
+    assert ("keys and values", 2 * keys) in nested
+
+
+def test_swaps_of_a_node_leave_its_network_to_the_ring() -> None:
+    """Of 16 ranks eight swap over NVLink: what a swap of all sends between nodes goes nowhere."""
+    costs = CostModel(load_cluster("dgx-h100"), CORE, 64)
+    shape, table = shape_of(16, NESTED, cp_inner=8), BlockTable()
+    (inner, *_), (ring,) = (
+        [each for each in table.operators(shape, TRANSFORMER_LAYER).forward if isinstance(each, k)]
+        for k in (Collective, RingMessages)
+    )
+    spans = GroupSpans(64, 8)
+    assert spans.of_block(inner.axis, shape) == (8, 1, 8)
+    assert spans.of_block(ring.axis, shape) == (2, 2, 1)
+    sent = costs.collective(inner.op, inner.size_bytes, GroupSpan(16, 2, 8), Axis.CP)
+    assert costs.operator_cost(inner, shape)[1].time_ps < sent.time_ps
 
 
 def test_pytorch_sends_gradients_in_fp32_once_more() -> None:
@@ -195,7 +273,7 @@ def test_gradients_and_shards_are_those_of_as_many_data_parallel_ranks() -> None
 def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> None:
     model = load_model("gpt2-medium")
     job = TrainingJob(model=model, global_batch_size=8, seq_len=1024)
-    plan = plan_of(2, cp_type, tp=2, pp=2, dp=2, stages=(12, 12))
+    plan = plan_of(4, cp_type, tp=2, pp=2, dp=1, stages=(12, 12))
     costs = CostModel(load_cluster("dgx-a100"), CORE, plan.world_size)
     work = build_step(job, plan, costs).work
     folded, unfolded = simulate_folded(work), simulate_unfolded(work, Mesh.of(plan, 8))
@@ -211,6 +289,14 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
         ("resnet50", "megatron-core", {}, "resnet50, which has no attention; allowed: 1"),
         ("llama3-8b", "ddp", {}, "cp=2 is not offered by stack ddp; allowed: 1"),
         ("llama3-8b", "torchtitan", {"cp_type": SWAP}, "allowed: all-gather, ring"),
+        ("llama3-8b", "torchtitan", NESTED_BY_TWO, "allowed: all-gather, ring"),
+        ("mistral-7b", "megatron-core", NESTED_BY_TWO, "for mistral-7b; allowed: all-to-all"),
+        (
+            "llama3-8b",
+            "megatron-core",
+            {"cp": 16, "cp_type": NESTED, "cp_inner": 16},
+            "cp_inner=16 is not offered by stack megatron-core for llama3-8b; allowed: a divisor",
+        ),
         ("llama3-8b", "megatron-core", {"attention": Attention.UNFUSED}, "allowed: flash"),
         ("deepseek-v3", "megatron-core", {}, "megatron-core for deepseek-v3; allowed: 1"),
         ("mistral-7b", "megatron-core", {}, "for mistral-7b; allowed: all-to-all"),

@@ -5,11 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.hwprofiles import CollectiveOp, Precision, Recompute, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    CollectiveOp,
+    Precision,
+    Recompute,
+    StackProfile,
+    load_cluster,
+    load_stack,
+)
 from meshwright.simulator import (
     CostModel,
     ModelSpec,
     ParallelPlan,
+    PlanError,
     TrainingJob,
     load_model,
     simulate,
@@ -25,6 +33,7 @@ from meshwright.simulator.model import (
     count_active_parameters,
     count_parameters,
     parameters_by_kind,
+    parse_model,
 )
 
 TOKENS, HIDDEN, WIDTH = 512, 1024, 2816
@@ -56,8 +65,9 @@ def job_of(model: ModelSpec) -> TrainingJob:
     return TrainingJob(model=model, global_batch_size=2, seq_len=model.seq_len)
 
 
-def walked(model: ModelSpec, stack: str, plan: ParallelPlan = PLAN) -> Backward:
-    shape = BlockShape.of(job_of(model), plan, load_stack(stack))
+def walked(model: ModelSpec, stack: str | StackProfile, plan: ParallelPlan = PLAN) -> Backward:
+    profile = load_stack(stack) if isinstance(stack, str) else stack
+    shape = BlockShape.of(job_of(model), plan, profile)
     return walk(shape, EXPERT_LAYER if model.experts else TRANSFORMER_LAYER)
 
 
@@ -82,6 +92,49 @@ def test_one_expert_is_the_dense_layer_a_router_and_copies(stack: str, sums: int
     assert products(one, Phase.BACKWARD) == products(dense, Phase.BACKWARD) + 2 * more
     # A sorted row is written and read again at least once on each way: there and back.
     assert traffic(one) >= traffic(dense) + 2 * 2 * 2 * TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize("kind", ["gelu", "squared relu"])
+def test_one_expert_without_a_gate_is_the_mlp_without_one_and_a_router(kind: str) -> None:
+    plain = DENSE.model_copy(
+        update={"gated_mlp": False, "activation": "usual" if kind == "gelu" else kind}
+    )
+    experts = Experts(num_experts=1, experts_per_token=1, hidden_size=WIDTH, activation=kind)
+    routed = plain.model_copy(update={"experts": experts})
+    dense, one = walked(plain, "megatron-core"), walked(routed, "megatron-core")
+    assert count_parameters(routed) == count_parameters(plain) + plain.num_layers * HIDDEN
+    more = 2 * TOKENS * HIDDEN
+    assert products(one, Phase.FORWARD) == products(dense, Phase.FORWARD) + more
+    # Beside what a gated one keeps: the activation, before it is weighed.
+    rows, places, shares, row_map, weight = 2 * HIDDEN, 8, 4, 3 * 4, 2
+    own = rows + places + shares + row_map + weight + 2 * WIDTH
+    assert Memory.of(one).saved == Memory.of(dense).saved + TOKENS * own
+    job = job_of(routed)
+    for stack in ("torchtitan", "fsdp"):
+        profile = load_stack(stack)
+        refusal = stack_refusal(job, replace(PLAN, zero_stage=3), profile)
+        assert refusal is not None
+        assert f"activation of dense is not offered by stack {stack}" in refusal.replace(
+            f"={kind}", ""
+        )
+
+
+def test_experts_and_mlps_of_a_model_have_gates_alike() -> None:
+    experts = Experts(num_experts=2, experts_per_token=1, hidden_size=WIDTH, activation="gelu")
+    data = DENSE.model_dump(exclude_defaults=True) | {"experts": experts.model_dump()}
+    with pytest.raises(PlanError, match="gated_mlp=True does not go with experts; allowed: False"):
+        parse_model(data, origin="mixed.toml")
+
+
+def test_experts_that_run_one_after_the_other_keep_what_megatrons_own_do() -> None:
+    """Without grouped products a rank's experts have operators of their own, each its own rows."""
+    apart = load_stack("megatron-core").model_copy(update={"grouped_experts": False})
+    experts = Experts(num_experts=4, experts_per_token=2, hidden_size=WIDTH)
+    model = DENSE.model_copy(update={"experts": experts})
+    grouped, found = walked(model, "megatron-core"), walked(model, apart)
+    assert products(found, Phase.FORWARD) == products(grouped, Phase.FORWARD)
+    names = [step.operator.name for step in found.tape.steps if step.phase is Phase.FORWARD]
+    assert names.count("gate and up") == 4
 
 
 def test_what_one_expert_keeps_is_what_the_dense_layer_keeps_and_its_rows() -> None:

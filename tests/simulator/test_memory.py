@@ -48,6 +48,7 @@ from meshwright.simulator.schedules import SCHEDULES, Action, Phase, get_schedul
 
 RELAXED = settings(deadline=None, max_examples=100)
 STACK = load_stack("megatron-lm-2022")
+GPT2 = load_model("gpt2")
 FUSED = load_stack("megatron-core")
 BYTES = st.integers(0, 10**12)
 TABLE = BlockTable()
@@ -516,19 +517,24 @@ def test_a_device_holds_workspaces_context_and_communicators_beside_tensors() ->
     workspace = (
         2 * (2 * 4096 + 8 * 16) * 1024
     )  # of two threads, each PyTorch's default before Hopper
-    overheads = Overheads.of(cluster.device, stack, 3)
+    overheads = Overheads.of(cluster.device, stack, GPT2, 3)
     assert overheads == (workspace, 0.25, 17 + 3 * 688 * 1024**2)
     assert overheads.reserved_bytes(1000) == (1000 + workspace) * 5 // 4
     assert overheads.device_bytes(1000) == (1000 + workspace) * 5 // 4 + overheads.outside_bytes
     engine = stack.model_copy(update={"transformer_engine": True})
-    assert workspace_bytes(cluster.device, engine) == workspace + 4 * 1024**2
+    assert workspace_bytes(cluster.device, engine, GPT2) == workspace + 4 * 1024**2
+    # Products of experts start on four streams more (get_cublas_workspace of Transformer Engine).
+    routed, apart = load_model("mixtral-8x7b"), {"grouped_experts": False}
+    assert workspace_bytes(cluster.device, engine, routed) == workspace + 5 * 4 * 1024**2
+    engine = engine.model_copy(update=apart)
+    assert workspace_bytes(cluster.device, engine, routed) == workspace + 4 * 1024**2
     assert usable_bytes(cluster, None) == cluster.device.usable_bytes < 80 * 1024**3
     assert usable_bytes(cluster, 123) == 123
 
 
 def test_a_device_whose_file_says_nothing_of_it_is_all_for_tensors() -> None:
     cluster = load_cluster("localhost-cpu")
-    assert Overheads.of(cluster.device, STACK, 3) == (
+    assert Overheads.of(cluster.device, STACK, GPT2, 3) == (
         0,
         STACK.allocator_fraction,
         STACK.context_bytes,

@@ -25,11 +25,21 @@ def peaks() -> list[PeakComparison]:
 
 def test_peaks_agree_with_megatrons_own(peaks: list[PeakComparison]) -> None:
     errors = [each.error_fraction for each in peaks]
-    assert len(errors) == 204
-    assert fmean(map(abs, errors)) < 0.012
+    assert len(errors) == 266
+    assert fmean(map(abs, errors)) < 0.0135
     assert abs(median(errors)) < 0.01
-    assert sum(error < -0.05 for error in errors) == 0
+    assert sum(error < -0.05 for error in errors) == 1
     assert max(map(abs, errors)) < MOST_OF_A_ROW
+
+
+def test_peaks_with_experts_and_rings_of_swaps_agree(peaks: list[PeakComparison]) -> None:
+    """Experts are predicted with even loads, which routing that begins to learn does not have."""
+    experts = [each.error_fraction for each in peaks if "num-experts" in each.row.switches]
+    assert len(experts) == 58
+    assert fmean(map(abs, experts)) < 0.027
+    swaps = [each.error_fraction for each in peaks if each.row.cp == 4]
+    assert len(swaps) == 4
+    assert max(map(abs, swaps)) < 0.002
 
 
 def test_real_sizes_agree(peaks: list[PeakComparison]) -> None:

@@ -133,6 +133,23 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         replace(HYBRID, tp=1, cp=2, sequence_parallel=False, cp_type=ContextParallel.ALL_TO_ALL),
         "megatron-core",
     ),
+    "cp2 tp2 gathered": (
+        "llama",
+        replace(HYBRID, pp=1, cp=2, stages=(4,), cp_type=ContextParallel.ALL_GATHER),
+        "megatron-core",
+    ),
+    "cp4 ring of swaps": (
+        "gpt",
+        ParallelPlan(
+            cp=4,
+            cp_inner=2,
+            cp_type=ContextParallel.RING_OF_SWAPS,
+            stages=(4,),
+            zero_stage=1,
+            attention=FLASH,
+        ),
+        "megatron-core",
+    ),
     "hybrid 2021": (
         "gpt-untied",
         ParallelPlan(tp=2, pp=2, dp=2, stages=(2, 2), recompute=Recompute.FULL),

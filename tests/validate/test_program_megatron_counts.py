@@ -14,13 +14,11 @@ from meshwright.simulator.model.parameters import (  # noqa: E402
     padded_vocab_size,
     parameter_tensors,
 )
-from meshwright.validate.cli.plan_words import plan_of_words  # noqa: E402
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
 from meshwright.validate.programs.megatron.program import MegatronProgram  # noqa: E402
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
-from meshwright.validate.ranks.prediction import predict_rank  # noqa: E402
 
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
 S, B, H, A = 2048, 1, 12288, 96  # GPT-3
@@ -367,16 +365,3 @@ def test_plans_without_a_program_are_refused() -> None:
         wanted = request(replace(job, model=model), replace(plan, tp=degree), "megatron-core")
         with pytest.raises(PlanError, match=message):
             MegatronProgram(wanted)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--cp-type all-gather", "cp_type=all-gather is not compared with counts; allowed: ring"),
-        ("--stack torchtitan", "cp=2 of stack torchtitan is not compared with counts; allowed: 1"),
-    ],
-)
-def test_counts_without_a_program_are_not_predicted(words: str, said: str) -> None:
-    saved = plan_of_words(f"gpt2 --gpus 4 --global-batch 4 --cp 2 {words}", "dgx-h100")
-    with pytest.raises(PlanError, match=said):
-        predict_rank(saved, 0)

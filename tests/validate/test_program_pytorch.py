@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshwright.hwprofiles import Attention, Precision, Recompute
+from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.validate.programs.pytorch import reference
 from meshwright.validate.programs.pytorch.reference import reference_losses
@@ -72,6 +72,12 @@ CASES = {
     "fsdp": Case(GPT, "fsdp", plan(dp=2)),
     "fsdp kept, microbatch of two": Case(
         LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
+    ),
+    "cp gathered llama": Case(LLAMA, "torchtitan", plan(cp=2, dp=2)),
+    "cp tp ring": Case(
+        GPT,
+        "torchtitan",
+        plan(cp=2, tp=2, sequence_parallel=True, cp_type=ContextParallel.RING),
     ),
     "tp sp full recompute llama": Case(
         LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)

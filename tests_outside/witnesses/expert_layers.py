@@ -56,6 +56,25 @@ HEADS = SPEC.model_copy(
         "experts": SPEC.experts.model_copy(update={"casts_shares": True}),
     }
 )
+# As Megatron-LM's tests have them: no gates, in experts, shared ones and MLPs.
+PLAIN = SPEC.model_copy(
+    update={
+        "gated_mlp": False,
+        "positions": "learned",
+        "norm": "layernorm",
+        "experts": SPEC.experts.model_copy(update={"activation": "gelu"}),
+    }
+)
+PLAIN_SHARING = PLAIN.model_copy(
+    update={"experts": SHARED.model_copy(update={"activation": "gelu", "shared_hidden_size": 128})}
+)
+NEMOTRON = SPEC.model_copy(
+    update={
+        "gated_mlp": False,
+        "activation": "squared relu",
+        "experts": SHARED.model_copy(update={"activation": "squared relu"}),
+    }
+)
 SHARING = SPEC.model_copy(update={"experts": SHARED})
 # Of gpt-oss: sinks, experts with biases and bounds, and windows, here of all tokens.
 OSS = SPEC.model_copy(

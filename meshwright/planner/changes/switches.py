@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
-from meshwright.hwprofiles import StackProfile, StageSplit, Strategy
+from meshwright.hwprofiles import ContextParallel, StackProfile, StageSplit, Strategy
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, resolve_stages
 from meshwright.simulator.layout import AXES, PLAN_FIELDS
 
@@ -19,7 +20,8 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
     Whether stack, job and the rest of the plan go with one is for a simulation to say.
     """
     for name, field in PLAN_FIELDS.items():
-        yield from ({name: value} for value in field.choices if value != getattr(plan, name))
+        others = (each for each in field.choices if each != getattr(plan, name))
+        yield from chain.from_iterable(_chosen(plan, name, each) for each in others)
     yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage > plan.zero_stage)
     if plan.num_shards < plan.dp_cp:
         yield {"dp_shard": plan.dp}
@@ -33,6 +35,17 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
         for axis, known in AXES.items():
             if not known.takes_rest:
                 yield {axis.value: 2 * plan.degree(axis)}
+
+
+def _chosen(plan: ParallelPlan, name: str, value: object) -> Iterator[Fields]:
+    """Yield the changes of *plan* to one value of a field: of a ring of swaps for each size."""
+    if value is ContextParallel.RING_OF_SWAPS:
+        sizes = (each for each in range(2, plan.cp) if plan.cp % each == 0)
+        yield from ({name: value, "cp_inner": each} for each in sizes)
+    elif name == "cp_type" and plan.cp_inner is not None:
+        yield {name: value, "cp_inner": None}
+    else:
+        yield {name: value}
 
 
 def neighbours(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:

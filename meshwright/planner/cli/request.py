@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import (
     Cluster,
+    ContextParallel,
     Recompute,
     RecomputeModule,
     StackProfile,
@@ -48,6 +49,7 @@ from meshwright.simulator.layout import (
     default_precision,
     model_refusal,
     near_multiples,
+    usual_inner,
 )
 from meshwright.simulator.memory import usable_bytes
 from meshwright.simulator.model import AnyModel
@@ -226,6 +228,20 @@ def _dp_shard(draft: Draft) -> int | None:
     return None if wanted == draft.known["dp"] else wanted
 
 
+def _cp_inner(draft: Draft) -> int | None:
+    """Return the ranks that swap tokens for heads in a ring of swaps: as many as a node has."""
+    given = cast("int | None", draft.given.get("cp_inner"))
+    if draft.known["cp_type"] is not ContextParallel.RING_OF_SWAPS or given is not None:
+        return given
+    saved, cp = draft.saved, draft.number("cp")
+    if cp == 1:
+        return None
+    if saved is not None and saved.cp_inner is not None and cp % saved.cp_inner == 0:
+        return saved.cp_inner
+    node_size = draft.setting.cluster.devices_per_node
+    return usual_inner(draft.setting.job, draft.number("tp"), cp, node_size)
+
+
 def _free_hosts(draft: Draft) -> int | None:
     """Return the nodes that workers leave, None where the cluster has no end."""
     cluster = draft.setting.cluster
@@ -339,6 +355,7 @@ RESOLVERS: dict[str, Callable[[Draft], object]] = {
         draft.given, draft.setting.stack, draft.saved, _free_hosts(draft)
     ),
     "dp_shard": _dp_shard,
+    "cp_inner": _cp_inner,
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import StageSplit
+from meshwright.hwprofiles import ContextParallel, StageSplit
 from meshwright.planner.cli.request import Setting, check_fields
 from meshwright.planner.options import Given, option_of
 from meshwright.planner.space import SpaceLimits, is_searched
@@ -140,7 +140,8 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     ep = _number(given, "ep")
     usual = {
         "tp": tp,
-        "cp": given.get("cp", 1),
+        "cp": given.get("cp", given.get("cp_inner", 1)),
+        "cp_inner": 1 if given.get("cp_type") is ContextParallel.RING_OF_SWAPS else None,
         "sequence_parallel": has_experts and tp != 1,
         "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
         "ep": ep,

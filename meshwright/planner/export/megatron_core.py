@@ -6,7 +6,7 @@ core_v0.16.1).
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from math import prod
 from typing import cast
 
 from meshwright.hwprofiles import (
@@ -30,7 +30,9 @@ CONTEXT: Mapping[object, object] = {
     ContextParallel.RING: "p2p",
     ContextParallel.ALL_GATHER: "all_gather",
     ContextParallel.ALL_TO_ALL: "a2a",
+    ContextParallel.RING_OF_SWAPS: "a2a+p2p",
 }
+TWO_LEVELS = 2  # of a ring of swaps: Transformer Engine takes no more
 RECOMPUTE: Mapping[object, Keys] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"granularity": "selective"},
@@ -87,14 +89,32 @@ def _schedule(facts: Facts) -> str:
 
 
 def _context(words: Words, key: Callable[[str], str]) -> Row:
-    """Return the row of how context-parallel ranks attend, where there are several."""
-    row = words.choice("cp_type", key("cp_comm_type"), CONTEXT, default="p2p")
-    ranks = key("context_parallel_size")
-    return replace(
-        row,
-        write=lambda facts: row.write(facts) if facts.number("cp") > 1 else {},
-        read=lambda keys, facts: row.read(keys, facts) if keys.get(ranks, 1) != 1 else {},
-    )
+    """Return the row of how context-parallel ranks attend, where there are several.
+
+    Of a ring of swaps sizes are told of both groups, first of the one that swaps.
+    """
+    way = words.choice("cp_type", key("cp_comm_type"), CONTEXT, default="p2p")
+    ranks, sizes = key("context_parallel_size"), key("hierarchical_context_parallel_sizes")
+
+    def write(facts: Facts) -> Keys:
+        cp, inner = facts.number("cp"), cast("int | None", facts.get("cp_inner"))
+        if cp == 1:
+            return {}
+        return way.write(facts) | ({sizes: [inner, cp // inner]} if inner else {})
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        if keys.get(ranks, 1) == 1:
+            return {}
+        found = dict(way.read(keys, facts))
+        if found["cp_type"] is not ContextParallel.RING_OF_SWAPS:
+            return found
+        told = [int(each) for each in re.findall(r"\d+", str(keys.get(sizes)))]
+        if len(told) != TWO_LEVELS or prod(told) != keys[ranks]:
+            allowed = f"{TWO_LEVELS} sizes whose product is {ranks}={keys[ranks]}"
+            raise words.unknown(sizes, keys.get(sizes), (allowed,))
+        return found | {"cp_inner": told[0]}
+
+    return Row(fields=("cp_type", "cp_inner"), keys=(*way.keys, sizes), write=write, read=read)
 
 
 def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> Row:

@@ -213,12 +213,13 @@ def settled(saved: SavedPlan) -> SavedPlan:
     The wire follows the format in which gradients are kept, so that one is looked at first.
     """
     own = {name: getattr(saved.plan, name) for name in HABITS}
-    bare = _with(saved.plan, dict.fromkeys(HABITS))
+    bare = _with(saved.plan, dict.fromkeys((*HABITS, "cp_inner")))
     if own["gradient_precision"] != habits(replace(saved, plan=bare))["gradient_precision"]:
         bare = _with(bare, {"gradient_precision": own["gradient_precision"]})
     usual = habits(replace(saved, plan=bare)) | {"gradient_precision": None}
     kept = {name: None if usual[name] in (None, value) else value for name, value in own.items()}
-    return replace(saved, plan=_with(bare, kept | {"gradient_precision": bare.gradient_precision}))
+    kept |= {"gradient_precision": bare.gradient_precision, "cp_inner": saved.plan.cp_inner}
+    return replace(saved, plan=_with(bare, kept))
 
 
 def _with(plan: ParallelPlan, changes: Mapping[str, object]) -> ParallelPlan:

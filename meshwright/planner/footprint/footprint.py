@@ -291,7 +291,7 @@ def device_bytes_column(
         indices: Whose they are; by default of all.
     """
     chosen = slice(None) if indices is None else indices
-    names = (*Axis, "ep", "etp")
+    names = (*Axis, "ep", "etp", "cp_inner")
     axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
     is_tied = space.job.model.tied_embeddings
@@ -299,17 +299,19 @@ def device_bytes_column(
         Overheads.of(
             cluster.device,
             space.stack,
+            space.job.model,
             num_communicators(_mesh(dict(zip(names, row, strict=True))), is_tied=is_tied),
         )
         for row in np.stack(axes, axis=1)[first].tolist()
     ]
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
-    allocated = live + workspace_bytes(cluster.device, space.stack)
+    allocated = live + workspace_bytes(cluster.device, space.stack, space.job.model)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
     return np.asarray(allocated + rounding + outside[member], np.int64)
 
 
 def _mesh(numbers: dict[str, int]) -> Mesh:
     """Return the mesh of the numbers of its fields; nodes do not matter."""
-    ep, etp = numbers.pop("ep"), numbers.pop("etp")
-    return Mesh(node_size=1, experts=(etp or numbers["tp"], ep), **numbers)
+    ep, etp, inner = (numbers.pop(name) for name in ("ep", "etp", "cp_inner"))
+    experts = etp or numbers["tp"], ep
+    return Mesh(node_size=1, experts=experts, cp_inner=inner or 1, **numbers)

@@ -55,11 +55,12 @@ class Kind(NamedTuple):
         # Only whether a layout has replicas, and sets of shards, decides its parts: any degrees
         # above 1 stand for all.
         plan = space.plan_without_stages(index)
+        uncut = replace(plan, cp=1, cp_type=None, cp_inner=None)
         if plan.num_shards < plan.dp_cp:
-            plan = replace(plan, tp=1, cp=1, dp=4, dp_shard=2, ep=1, etp=None)
+            plan = replace(uncut, tp=1, dp=4, dp_shard=2, ep=1, etp=None)
         else:
             dp = 1 + has_replicas
-            plan = replace(plan, tp=1, cp=1, dp=dp, dp_shard=None, ep=1, etp=None)
+            plan = replace(uncut, tp=1, dp=dp, dp_shard=None, ep=1, etp=None)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision

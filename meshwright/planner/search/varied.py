@@ -76,6 +76,8 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
         return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
     if field.name == "recompute_method":  # it says what a number of layers is of
         return True
+    if field.name == "cp_inner":  # of a ring of swaps, which is searched where it is asked for
+        return not space.column(field.name).any()
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on

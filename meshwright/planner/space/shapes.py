@@ -38,7 +38,7 @@ class ShapeTable:
     def of(cls, space: Space, indices: Column | None = None) -> "ShapeTable":
         """Return the shapes of the layouts *indices* of *space*, by default of all."""
         chosen = np.arange(len(space)) if indices is None else indices
-        names = ["tp", "cp", "cp_type", "ep", "etp", "microbatch_size", *SWITCHED]
+        names = ["tp", "cp", "cp_type", "cp_inner", "ep", "etp", "microbatch_size", *SWITCHED]
         if set(EXPERT_LAYERS) & set(block_kinds(space.job.model)):
             # Experts' kept gradients slow their products.
             names += ["gradient_precision", "dispatcher"]

@@ -202,7 +202,8 @@ def _with_switches(
 ) -> NDArray[np.int64]:
     """Return *basic* rows with every setting of the switches that has an effect there."""
     columns = dict(zip(BASIC, basic.T, strict=True))
-    columns |= {name: _product(columns[axis] for axis in axes) for name, axes in JOINT_AXES.items()}
+    joint = {name: names for name, names in JOINT_AXES.items() if {*names} <= columns.keys()}
+    columns |= {name: _product(columns[each] for each in names) for name, names in joint.items()}
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
     lacks = np.zeros(len(basic), np.bool_)
     for gap in stack_gaps(stack, job):
@@ -375,7 +376,7 @@ def _switches(
     return codes if acts_on is not None else sorted(codes)
 
 
-def _axes(acts_on: str) -> tuple[Axis, ...]:
+def _axes(acts_on: str) -> tuple[str, ...]:
     return JOINT_AXES.get(acts_on) or (Axis(acts_on),)
 
 

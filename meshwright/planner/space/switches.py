@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Precision, StackProfile, Strategy
+from meshwright.hwprofiles import ContextParallel, Precision, StackProfile, Strategy
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import (
     MAX_ZERO_STAGE,
@@ -94,12 +94,20 @@ def _chosen(
 
 def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
     """Yield how ranks attend to each other's tokens: the stack's habit unless asked for."""
-    asked = wanted.get("cp_type", ())
+    name, inner, swaps = "cp_type", "cp_inner", ContextParallel.RING_OF_SWAPS
+    asked = wanted.get(name, ())
     others = [each for each in stack.context_parallel[1:] if each in asked]
     habit = stack.context_parallel[0] if stack.context_parallel else None
     if place.cp == 1:
-        return _chosen("cp_type", habit, [], {})
-    return _chosen("cp_type", habit, others, wanted)
+        yield {name: None}
+        return
+    for setting in _chosen(name, habit, others, wanted):
+        if setting[name] is not swaps:
+            yield setting
+            continue
+        # A group of one makes a ring, which is a layout of its own.
+        sizes = [each for each in divisors(place.cp) if each in wanted.get(inner, (each,))]
+        yield from (setting | {inner: each} for each in sizes if each > 1 or inner in wanted)
 
 
 def _dispatch(job: TrainingJob, stack: StackProfile, wanted: Wanted) -> Iterator[Setting]:

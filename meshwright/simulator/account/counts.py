@@ -1,8 +1,11 @@
 """The FLOPs of a rank in a step, as a program that counts would see them."""
 
-from meshwright.hwprofiles import StackProfile
+from meshwright.hwprofiles import ContextParallel, StackProfile
 from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, FlashAttention, Gemm
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, rank_stages
+
+# Gathered keys are masked for a rank's early and its late rows alone, of half the width each.
+_MASKED_HALVES = 2
 
 
 def rank_flops(
@@ -21,16 +24,21 @@ def rank_flops(
         microbatches: Microbatches that the rank runs.
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
+    gathers = shape.cp_type is ContextParallel.ALL_GATHER and stack.transformer_engine
+    masked = _MASKED_HALVES if gathers else 1
     flops = sum(
-        counted_flops(blocks.operators(shape, kind)) * count
+        counted_flops(blocks.operators(shape, kind), masked) * count
         for stage in rank_stages(job.model, plan, pp_rank)
         for kind, count in stage.passes
     )
     return microbatches * flops
 
 
-def counted_flops(block: BlockOperators) -> int:
-    """Return the FLOPs of the products of a block, as a program that counts would see them."""
+def counted_flops(block: BlockOperators, masked: int = 1) -> int:
+    """Return the FLOPs of the products of a block, as a program that counts would see them.
+
+    With what a mask hides: of each of *masked* parts of a rank's rows.
+    """
     flops = 0
     for operator in (*block.forward, *block.recompute, *block.backward):
         if isinstance(operator, Gemm):
@@ -38,5 +46,5 @@ def counted_flops(block: BlockOperators) -> int:
         elif isinstance(operator, FlashAttention):
             flops += operator.flops
             if operator.causal:  # of the steps of a ring the first alone has a mask
-                flops += operator.flops // operator.ranks
+                flops += operator.flops // (operator.ranks * masked)
     return flops

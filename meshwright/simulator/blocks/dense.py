@@ -239,13 +239,16 @@ def _attention(
         heads = _heads(shape, dims, kind)
         with block.part(RecomputeModule.CORE_ATTN):
             if shape.cp_type is not None:
-                over = heads._replace(ranks=dims.cp)
+                over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
                 context = context_parallel(block, query, key, value, over, shape.cp_type)
             else:
                 attend = scored if is_unfused else flash
                 context = attend(block, query, key, value, heads)
-        if has_positions and spelling.rotary in PUT_TOGETHER:
-            # What puts a head together lays all out head by head, and so does attention.
+        # What puts a head together lays all out head by head, and so does attention; PyTorch's ring
+        # puts halves of rows together so, on all ranks but the last.
+        if (has_positions and spelling.rotary in PUT_TOGETHER) or (
+            shape.cp_type is not None and not block.lowering.copies_operands
+        ):
             context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)
@@ -333,10 +336,11 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
     experts = shape.model.experts
     assert experts is not None
     width = experts.shared_hidden_size
-    parts = Dim("shared gate", width), Dim("shared up", width)
+    parts = (Dim("shared gate", width), Dim("shared up", width))[-experts.num_parts :]
+    kind = Activation(shape.model.activation)
 
     def shared(block: Block, x: Tensor) -> Tensor:
-        widths = Widths(parts, Dim("shared inner", width))
+        widths = Widths(parts, Dim("shared inner", width), kind)
         with block.part(RecomputeModule.SHARED_EXPERTS):
             return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 

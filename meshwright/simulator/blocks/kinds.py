@@ -144,6 +144,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         caches_casts=shape.caches_casts,
         copies_operands=stack.transformer_engine,
         eight_bits=_eight_bits(shape),
+        groups_experts=stack.grouped_experts and stack.kernels is not Kernels.EAGER,
     )
 
 

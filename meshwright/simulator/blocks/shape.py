@@ -18,6 +18,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.layout import (
     ParallelPlan,
     TrainingJob,
+    context_way,
     is_unwrapped,
     reduces_once,
     repeated_modules,
@@ -100,7 +101,8 @@ class BlockShape(WeightShape):
     microbatch stay unsummed until the last one, as those that are whole until then do.
     ``is_unwrapped`` says that the stack does not run fully_shard.
     ``modules`` are the parts of a layer that selective recomputation runs again.
-    ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``.
+    ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``; of a ring of
+    swaps, groups of ``cp_inner`` swap.
     ``accumulated_bytes`` is the traffic of adding a parameter's gradient to what is kept of it
     within the product that makes it.
     """
@@ -117,6 +119,7 @@ class BlockShape(WeightShape):
     is_unwrapped: bool = False
     cp: int = 1
     cp_type: ContextParallel | None = None
+    cp_inner: int = 1
     modules: tuple[RecomputeModule, ...] = ()
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
@@ -150,7 +153,8 @@ class BlockShape(WeightShape):
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
             is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
             cp=plan.cp,
-            cp_type=_cp_type(plan, stack),
+            cp_type=context_way(plan, stack),
+            cp_inner=_cp_inner(plan),
             ep=plan.ep,
             etp=plan.etp,
             accumulated_bytes=_accumulated_bytes(job, plan, stack),
@@ -252,11 +256,10 @@ def _dispatcher(plan: ParallelPlan, stack: StackProfile) -> Dispatcher:
     return habit if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
 
 
-def _cp_type(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
-    """Return how ranks attend to each other's tokens; a ring where the stack has no way to."""
-    if plan.cp == 1:
-        return None
-    return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
+def _cp_inner(plan: ParallelPlan) -> int:
+    """Return the ranks that swap tokens for heads in a ring of swaps; 1 where that is no such."""
+    inner = plan.cp_inner or 1
+    return 1 if inner == plan.cp else inner
 
 
 def fuses_qkv(shape: BlockShape) -> bool:

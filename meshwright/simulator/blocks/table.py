@@ -223,6 +223,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
         *common,
         shape.attention,
         shape.cp_type,
+        shape.cp_inner,
         shape.ep,
         shape.accumulated_bytes,
         None if shape.splits_experts_alike else shape.expert_tp,

@@ -31,12 +31,13 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
 from meshwright.simulator.costs.spans import GroupSpans
-from meshwright.simulator.layout import Axis, ExpertAxis, GroupSpan, MeshAxis
+from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind
 
 COMMUNICATION_OF: dict[MeshAxis, Category] = {
     Axis.TP: Category.TP_COMM,
     Axis.CP: Category.CP_COMM,
+    **dict.fromkeys(ContextAxis, Category.CP_COMM),
     **dict.fromkeys(ExpertAxis, Category.EP_COMM),
 }
 

@@ -35,6 +35,7 @@ class Heads(NamedTuple):
         drops: Probabilities are dropped.
         sinks: Each head has a learned score that no value belongs to.
         ranks: Context-parallel ranks that share the rows, and run as many steps.
+        inner: Of them, neighbours that swap tokens for heads where the others are a ring.
     """
 
     heads: Dim
@@ -44,6 +45,7 @@ class Heads(NamedTuple):
     drops: bool
     sinks: bool = False
     ranks: Size = 1
+    inner: int = 1
 
 
 class RotaryFormula(StrEnum):

@@ -53,6 +53,7 @@ class Lowering:
         caches_casts: A weight's cast lives as long as the forward pass.
         copies_operands: Attention copies keys and values that do not lie as it knows.
         eight_bits: How linear layers multiply in 8 bits, if they do.
+        groups_experts: One kernel runs the products of all experts of a rank.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -68,6 +69,7 @@ class Lowering:
     caches_casts: bool = True
     copies_operands: bool = False
     eight_bits: EightBits | None = None
+    groups_experts: bool = True
 
     @property
     def scaled(self) -> int:

@@ -8,6 +8,7 @@ from meshwright.simulator.layout.axes import (
     REPLICATED,
     TP_CP,
     Axis,
+    ContextAxis,
     ExpertAxis,
     MeshAxis,
     divides,
@@ -28,7 +29,12 @@ from meshwright.simulator.layout.formats import (
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
-from meshwright.simulator.layout.parts import attention_kernels, default_attention
+from meshwright.simulator.layout.parts import (
+    attention_kernels,
+    context_way,
+    default_attention,
+    usual_inner,
+)
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -93,6 +99,7 @@ __all__ = [
     "Axis",
     "Casts",
     "Checkpoints",
+    "ContextAxis",
     "ExpertAxis",
     "Formats",
     "GroupSpan",
@@ -114,6 +121,7 @@ __all__ = [
     "casts_of",
     "check_sharding",
     "chosen_formats",
+    "context_way",
     "default_attention",
     "default_precision",
     "divides",
@@ -147,6 +155,7 @@ __all__ = [
     "strided_span",
     "sums_microbatches",
     "syncs_by_default",
+    "usual_inner",
     "whole_model",
     "with_stages",
     "zero_communication",

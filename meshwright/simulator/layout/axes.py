@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from meshwright.hwprofiles import ContextParallel
+from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
 
@@ -32,7 +34,13 @@ REPLICATED = (Axis.CP, Axis.DP)
 IN_STEP = (Axis.TP, Axis.CP)  # neighbours that work on one microbatch, action by action
 # Numbers of ranks over several axes, as Megatron-Core calls their groups.
 DP_CP, TP_CP = "dp_cp", "tp_cp"
-JOINT_AXES = {DP_CP: REPLICATED, TP_CP: IN_STEP}
+# Ranks that divide the heads where some context-parallel ones swap tokens for heads; else 0.
+TP_CP_INNER = "tp_cp_inner"
+JOINT_AXES: dict[str, tuple[str, ...]] = {
+    DP_CP: REPLICATED,
+    TP_CP: IN_STEP,
+    TP_CP_INNER: (Axis.TP, "cp_inner"),
+}
 
 
 class ExpertAxis(StrEnum):
@@ -50,7 +58,19 @@ class ExpertAxis(StrEnum):
     """Ranks that have all experts between them."""
 
 
-MeshAxis: TypeAlias = Axis | ExpertAxis
+class ContextAxis(StrEnum):
+    """Axes of context-parallel ranks that attend by a ring of swaps: ``inner x outer`` of them.
+
+    Neighbours swap tokens for heads; ranks of the same place in each of their groups are a ring
+    (`hierarchical_context_parallel_sizes`, the inner number first: `create_hierarchical_groups` of
+    megatron/core/parallel_state.py, core 0.16).
+    """
+
+    INNER = "cp-inner"
+    OUTER = "cp-outer"
+
+
+MeshAxis: TypeAlias = Axis | ExpertAxis | ContextAxis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +132,30 @@ def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
     if job.seq_len % (2 * degree):
         return f"seq_len={job.seq_len} is not divisible by 2 x cp={degree}"
     return None
+
+
+def check_inner(cp: int, way: ContextParallel | None, inner: int | None) -> None:
+    """Raise PlanError unless *inner* of *cp* ranks can swap tokens for heads.
+
+    >>> check_inner(8, ContextParallel.RING_OF_SWAPS, 3)
+    Traceback (most recent call last):
+    meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8
+    """
+    refusal = _inner_refusal(cp, way, inner)
+    if refusal is not None:
+        raise PlanError(refusal)
+
+
+def _inner_refusal(cp: int, way: ContextParallel | None, inner: int | None) -> str | None:
+    swaps = ContextParallel.RING_OF_SWAPS
+    if way is not swaps:
+        said = way or "the stack's"
+        lone = f"cp_inner={inner} does not go with cp_type={said}; allowed: {swaps}"
+        return None if inner is None else lone
+    if inner is None:
+        lacks = f"cp_type={swaps} needs cp_inner; allowed: a divisor of cp={cp}"
+        return lacks if cp > 1 else None
+    return None if inner > 0 and cp % inner == 0 else f"cp_inner={inner} does not divide cp={cp}"
 
 
 def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:

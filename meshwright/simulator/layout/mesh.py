@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from math import gcd, prod
 from typing import NamedTuple
 
-from meshwright.simulator.layout.axes import Axis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout.axes import Axis, ContextAxis, ExpertAxis, MeshAxis
 from meshwright.simulator.layout.plan import ParallelPlan
 
 
@@ -64,27 +64,35 @@ class Mesh:
     Args:
         node_size: Devices of a node.
         experts: Ranks that split an expert's widths, and ranks with different experts.
+        cp_inner: Context-parallel ranks that swap tokens for heads in a ring of swaps.
         degrees: Ranks along each axis by its name; 1 where none is given.
 
     >>> Mesh(tp=8, dp=6, pp=64, node_size=8).world_size
     3072
     """
 
-    __slots__ = ("_degrees", "_experts", "node_size")
+    __slots__ = ("_cp_inner", "_degrees", "_experts", "node_size")
 
     def __init__(
-        self, *, node_size: int, experts: tuple[int, int] = (1, 1), **degrees: int
+        self,
+        *,
+        node_size: int,
+        experts: tuple[int, int] = (1, 1),
+        cp_inner: int = 1,
+        **degrees: int,
     ) -> None:
         assert degrees.keys() <= set(Axis), "each degree is that of an axis"
         self.node_size = node_size
         self._degrees = {axis: degrees.get(axis, 1) for axis in Axis}
         self._experts = experts
+        self._cp_inner = cp_inner
 
     @classmethod
     def of(cls, plan: ParallelPlan, node_size: int = 1) -> "Mesh":
         """Return the mesh of *plan*."""
         degrees = {axis.value: plan.degree(axis) for axis in Axis}
-        return cls(node_size=node_size, experts=(plan.expert_tp, plan.ep), **degrees)
+        experts, inner = (plan.expert_tp, plan.ep), plan.cp_inner or 1
+        return cls(node_size=node_size, experts=experts, cp_inner=inner, **degrees)
 
     @property
     def world_size(self) -> int:
@@ -97,10 +105,16 @@ class Mesh:
         >>> mesh = Mesh(tp=2, dp=16, experts=(1, 8), node_size=8)
         >>> [(mesh.stride(axis), mesh.degree(axis)) for axis in (ExpertAxis.EP, ExpertAxis.EDP)]
         [(1, 8), (8, 4)]
+        >>> mesh = Mesh(tp=2, cp=8, cp_inner=4, node_size=8)
+        >>> [(mesh.stride(axis), mesh.degree(axis)) for axis in ContextAxis]
+        [(2, 4), (8, 2)]
         """
         if isinstance(axis, ExpertAxis):
             faster_experts = {ExpertAxis.EP: self._experts[:1], ExpertAxis.EDP: self._experts}
             return prod(faster_experts.get(axis, ()))
+        if isinstance(axis, ContextAxis):
+            between = self._cp_inner if axis is ContextAxis.OUTER else 1
+            return self.stride(Axis.CP) * between
         faster = takewhile(lambda other: other is not axis, Axis)
         return prod(self._degrees[each] for each in faster)
 
@@ -111,6 +125,9 @@ class Mesh:
             if axis is ExpertAxis.EDP:
                 return self.stride(Axis.PP) // (etp * ep)
             return {ExpertAxis.ETP: etp, ExpertAxis.EP: ep, ExpertAxis.ALL: etp * ep}[axis]
+        if isinstance(axis, ContextAxis):
+            inner = self._cp_inner
+            return inner if axis is ContextAxis.INNER else self._degrees[Axis.CP] // inner
         return self._degrees[axis]
 
     def coordinates(self, rank: int) -> dict[Axis, int]:

@@ -18,7 +18,7 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis, check_inner
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
@@ -42,6 +42,14 @@ class Degrees:
         acts_on=Axis.CP,
     ).field(None)
     """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
+
+    cp_inner: int | None = Declaration(
+        help="Ranks of a ring+all-to-all that swap tokens for heads [those of a node].",
+        metavar="N",
+        heading="cp inner",
+        acts_on=Axis.CP,
+    ).field(None)
+    """Neighbours that swap tokens for heads in a ring of such groups; of no other ``cp_type``."""
 
     ep: int = Declaration(
         help="Expert-parallel degree.",
@@ -97,8 +105,7 @@ class Recomputation(Degrees):
         is_basic=True,
         acts_on=DP_CP,
     ).field(0)
-    """What is sharded over the data-parallel axis: 0 nothing, 1 optimizer states, 2 gradients, too,
-    3 parameters, too."""
+    """What replicas share: 0 nothing, 1 optimizer states, 2 gradients, too, 3 parameters, too."""
 
     sequence_parallel: bool = Declaration(
         help="Split activations outside tensor-parallel regions over the tp axis.",
@@ -122,8 +129,7 @@ class Recomputation(Degrees):
         group="replication",
         without_attention=((),),
     ).field(())
-    """Parts of a layer that backward computes again, with selective recomputation; none given is
-    the attention core."""
+    """Parts of a layer that selective recomputation runs again; none given is attention's core."""
 
     recompute_layers: int | None = Declaration(
         help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
@@ -131,8 +137,7 @@ class Recomputation(Degrees):
         group="replication",
         is_rare=True,
     ).field(None)
-    """With full recomputation, how many layers `recompute_method` speaks of; None is all of them,
-    each in a checkpoint of its own."""
+    """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
 
     recompute_method: RecomputeMethod | None = Declaration(
         help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
@@ -173,8 +178,7 @@ class PlanFields(Recomputation):
         is_rare=True,
         acts_on=Axis.PP,
     ).field(None)
-    """Microbatches that an interleaved schedule takes through a virtual stage in a row; None is as
-    few as the stack can."""
+    """Microbatches in a row through a virtual stage of an interleaved schedule; None is fewest."""
 
     stages: tuple[int, ...] = Declaration(
         help="Layers of stages: even, ends, balanced, greedy, 3,2,2,1 or Et*3|tt|tL [the stack's].",
@@ -278,6 +282,7 @@ class ParallelPlan(PlanFields):
         for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
+        check_inner(self.cp, self.cp_type, self.cp_inner)
         self._check_experts()
         if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
             said = ",".join(self.recompute_modules)
@@ -362,7 +367,7 @@ class ParallelPlan(PlanFields):
     def number(self, name: str) -> int:
         """Return a field as the whole number of a column, or the ranks over several axes."""
         if name in JOINT_AXES:
-            return prod(self.degree(axis) for axis in JOINT_AXES[name])
+            return prod(map(self.number, JOINT_AXES[name]))
         return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property

@@ -19,7 +19,7 @@ from meshwright.hwprofiles import (
     Strategy,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Axis
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import Number, formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
@@ -33,6 +33,8 @@ from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 MAX_ZERO_STAGE = 3
+# Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
+SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 
 
 class Condition(NamedTuple):
@@ -177,20 +179,30 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
     if model.attention_sinks:
         yield Gap(Axis.CP, "cp > 1 with attention sinks", (split,), (1,), model.name)
-    swap = ContextParallel.ALL_TO_ALL
+    has_windows = LayerFact.WINDOW in model.layer_facts(seq_len)
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
         for has_type in (Condition(types.name, eq, code) for code in codes):
-            if each == swap:
-                cuts = Condition(TP_CP, lambda ranks, heads: heads % ranks != 0, model.num_kv_heads)
-                reason = f"tp x cp that does not divide the {model.num_kv_heads} key heads"
-                allowed = f"a divisor of {model.num_kv_heads} for tp x cp", "another cp_type"
-                yield Gap(
-                    Axis.CP, f"{reason} ({swap})", (split, has_type, cuts), allowed, model.name
-                )
-            elif LayerFact.WINDOW in model.layer_facts(seq_len):
-                reason = f"cp_type={each} with sliding windows"
-                yield Gap(types.name, reason, (split, has_type), (swap,), model.name)
+            if has_windows and each is not ContextParallel.ALL_TO_ALL:
+                reason, allowed = f"cp_type={each} with sliding windows", ContextParallel.ALL_TO_ALL
+                yield Gap(types.name, reason, (split, has_type), (allowed,), model.name)
+            elif each in SWAPS:
+                yield _heads_gap(each, (split, has_type), model)
+
+
+def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec) -> Gap:
+    """Return the plans whose swap of tokens for heads would cut a head of the keys."""
+    ranks, heads = SWAPS[way], model.num_kv_heads
+
+    def cuts(number: Number, heads: int) -> Number:
+        return heads % (number + (number == 0)) != 0  # 0 where nothing is swapped
+
+    said = ranks.replace("_", " x ", 1)
+    reason = f"{said} that does not divide the {heads} key heads ({way})"
+    allowed = f"a divisor of {heads} for {said}", "another cp_type"
+    conditions = (*has_way, Condition(ranks, cuts, heads))
+    field = Axis.CP if ranks == TP_CP else "cp_inner"
+    return Gap(field, reason, conditions, allowed, model.name)
 
 
 def _precision_gaps(precision: Precision) -> Iterator[Gap]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockTable, Collective, RingMessages
-from meshwright.simulator.layout import IN_STEP, Axis, ExpertAxis, Stage, join_stages
+from meshwright.simulator.layout import IN_STEP, Axis, ContextAxis, ExpertAxis, Stage, join_stages
 from meshwright.simulator.ledger.closing import batch_calls, gradient_norm, tensor_sums, tied_table
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
@@ -61,7 +61,7 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
     of the messages it receives as many of each size.
     """
     shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
-    spans = {axis: mesh.span(axis) for axis in (*IN_STEP, *ExpertAxis)}
+    spans = {axis: mesh.span(axis) for axis in (*IN_STEP, *ContextAxis, *ExpertAxis)}
     sizes = block_bytes(blocks, shape)
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):

@@ -8,14 +8,19 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     REPLICATED,
     Axis,
+    ContextAxis,
     ExpertAxis,
     Mesh,
     ParallelPlan,
     TrainingJob,
 )
+from meshwright.simulator.model import AnyModel, ModelSpec
 
 NUM_PRODUCT_THREADS = 2
 """Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
+
+NUM_GROUPED_STREAMS = 4
+"""On which Transformer Engine starts products of a group (common/util/multi_stream.cpp)."""
 
 
 class Overheads(NamedTuple):
@@ -32,11 +37,13 @@ class Overheads(NamedTuple):
     outside_bytes: int
 
     @classmethod
-    def of(cls, device: Device, stack: StackProfile, num_communicators: int = 0) -> Self:
+    def of(
+        cls, device: Device, stack: StackProfile, model: AnyModel, num_communicators: int = 0
+    ) -> Self:
         """Return those of a rank in so many communicators."""
         each = device.overheads.communicator_bytes if device.overheads else 0
         outside = stack.context_bytes + num_communicators * each
-        return cls(workspace_bytes(device, stack), stack.allocator_fraction, outside)
+        return cls(workspace_bytes(device, stack, model), stack.allocator_fraction, outside)
 
     @classmethod
     def of_plan(
@@ -44,7 +51,7 @@ class Overheads(NamedTuple):
     ) -> Self:
         """Return those of a rank of *plan*."""
         count = num_communicators(Mesh.of(plan), is_tied=job.model.tied_embeddings)
-        return cls.of(cluster.device, stack, count)
+        return cls.of(cluster.device, stack, job.model, count)
 
     def reserved_bytes(self, live_bytes: int) -> int:
         """Return what the allocator holds for *live_bytes* of tensors.
@@ -64,17 +71,21 @@ class Overheads(NamedTuple):
         return self.reserved_bytes(live_bytes) + self.outside_bytes
 
 
-def workspace_bytes(device: Device, stack: StackProfile) -> int:
+def workspace_bytes(device: Device, stack: StackProfile, model: AnyModel) -> int:
     """Return what libraries for matrix products work in on *device*.
 
     A buffer for each host thread that multiplies (getCUDABlasWorkspace of PyTorch's
-    CublasHandlePool.cpp), and with Transformer Engine one more.
+    CublasHandlePool.cpp), with Transformer Engine one more, and where it groups the products of
+    experts one for each stream on which it starts them (get_cublas_workspace of its
+    pytorch/cpp_extensions/gemm.py).
     """
     own = device.overheads
     if own is None:
         return 0
+    has_experts = isinstance(model, ModelSpec) and model.experts is not None
+    num_streams = NUM_GROUPED_STREAMS if has_experts and stack.grouped_experts else 0
     engine = own.engine_workspace_bytes if stack.transformer_engine else 0
-    return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine
+    return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine * (1 + num_streams)
 
 
 def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
@@ -83,7 +94,8 @@ def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     One along each axis that is split, replicas' over context- and data-parallel ranks; where there
     are several, one over all ranks (for the norm of the gradients and the loss); and one between
     both ends of a pipeline that share a table.  Where experts are divided among ranks, each axis of
-    theirs has one more, and all ranks that have all experts between them another.
+    theirs has one more, and all ranks that have all experts between them another.  In the place of
+    all context-parallel ranks' a ring of swaps has that of either group.
 
     >>> num_communicators(Mesh(tp=8, node_size=8), is_tied=True)
     1
@@ -98,7 +110,8 @@ def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     has_world, has_ends = num_split > 1, is_tied and mesh.degree(Axis.PP) > 1
     divides_experts = mesh.degree(ExpertAxis.EP) > 1
     num_experts = divides_experts * sum(mesh.degree(axis) > 1 for axis in ExpertAxis)
-    return num_split + int(has_world) + int(has_ends) + num_experts
+    is_nested = all(mesh.degree(axis) > 1 for axis in ContextAxis)
+    return num_split + int(has_world) + int(has_ends) + num_experts + int(is_nested)
 
 
 def usable_bytes(cluster: Cluster, limit_bytes: int | None) -> int:

@@ -23,7 +23,8 @@ class Experts(Fields):
     With ``scores = "softmax of chosen"`` the softmax is over a token's own experts (gpt-oss), with
     ``weighs_inputs`` a share weighs what its expert reads, not what it makes (Llama 4).  With
     ``bias`` the router and both products of an expert have one; the ``"clamped"`` activation bounds
-    gate and value, adds 1 to the value and opens by ``g sigmoid(1.702 g)`` (gpt-oss).
+    gate and value, adds 1 to the value and opens by ``g sigmoid(1.702 g)`` (gpt-oss).  Experts by
+    ``"gelu"`` or ``"squared relu"`` have no gate, nor have shared ones and MLPs beside them.
 
     >>> Experts(num_experts=8, experts_per_token=2, hidden_size=14336).shared_hidden_size
     0
@@ -38,7 +39,7 @@ class Experts(Fields):
     routing_bias: bool = False
     casts_shares: bool = Field(default=False, exclude_if=lambda value: not value)
     bias: bool = Field(default=False, exclude_if=lambda value: not value)
-    activation: Literal["silu", "clamped"] = Field(
+    activation: Literal["silu", "clamped", "gelu", "squared relu"] = Field(
         default="silu", exclude_if=lambda value: value == "silu"
     )
     weighs_inputs: bool = Field(default=False, exclude_if=lambda value: not value)
@@ -46,6 +47,16 @@ class Experts(Fields):
     groups_per_token: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     layer_step: int = Field(default=1, ge=1, le=MAX_LAYERS)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first product of an expert has a gate beside the value."""
+        return self.activation in {"silu", "clamped"}
+
+    @property
+    def num_parts(self) -> int:
+        """Outputs of the first product over the width of an expert."""
+        return 1 + self.gated
 
     def has_layer(self, number: int) -> bool:
         """Return whether the layer of a *number*, counted from 0, has experts."""

@@ -248,7 +248,9 @@ def _expert_facts(experts: Experts | None) -> dict[LayerFact, bool]:
         return {}
     return {
         LayerFact.EXPERT_BIAS: experts.bias,
-        LayerFact.EXPERT_ACTIVATION: experts.activation != "silu",
+        LayerFact.EXPERT_ACTIVATION: experts.activation == "clamped",
+        LayerFact.EXPERT_GELU: experts.activation == "gelu",
+        LayerFact.EXPERT_SQUARED_RELU: experts.activation == "squared relu",
         LayerFact.WEIGHED_INPUTS: experts.weighs_inputs,
     }
 
@@ -318,15 +320,16 @@ def _part_fault(model: ModelSpec) -> str | None:
         return None
     needed: dict[str, object] = {}
     if model.experts is not None:
-        needed |= {"gated_mlp": True, "mlp_bias": False}
+        squared = model.experts.activation == "squared relu"
+        needed |= {"gated_mlp": model.experts.gated, "mlp_bias": False}
+        needed |= {"activation": "squared relu" if squared else "usual"}
     if model.latent is not None:
         needed |= {"positions": "rotary", "norm": "rmsnorm", "num_kv_heads": model.num_heads}
         needed |= {"attention_bias": False, "output_bias": False}
-        needed |= {"head_dim": model.hidden_size // model.num_heads}
+        needed |= {"head_dim": model.hidden_size // model.num_heads, "dropout": False}
     part = "latent" if model.latent is not None else "experts"
     others = NOT_WITH_LATENT if part == "latent" else NOT_WITH_EXPERTS
     needed |= {name: ModelSpec.model_fields[name].default for name in others}
-    needed |= {"dropout": False}
     for name, value in needed.items():
         if getattr(model, name) != value:
             return f"{name}={getattr(model, name)} does not go with {part}; allowed: {value}"

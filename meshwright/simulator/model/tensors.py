@@ -147,20 +147,21 @@ def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
     experts, width = model.experts, model.hidden_size
     assert experts is not None
     num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
+    parts = experts.num_parts
     shapes: Shapes = {
         "router.weight": ((num, width), None),
-        f"{ROUTED}in.weight": ((num, 2 * inner, width), 1),
+        f"{ROUTED}in.weight": ((num, parts * inner, width), 1),
         f"{ROUTED}out.weight": ((num, width, inner), 2),
     }
     if experts.bias:
         shapes |= {
             "router.bias": ((num,), None),
-            f"{ROUTED}in.bias": ((num, 2 * inner), 1),
+            f"{ROUTED}in.bias": ((num, parts * inner), 1),
             f"{ROUTED}out.bias": ((num, width), None),
         }
     if shared:
         shapes |= {
-            "shared_in.weight": ((2 * shared, width), 0),
+            "shared_in.weight": ((parts * shared, width), 0),
             "shared_out.weight": ((width, shared), 1),
         }
     if experts.shared_gate:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import ContextParallel, Kernels, StackProfile, suggestion
+from meshwright.hwprofiles import Kernels, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
@@ -42,8 +42,6 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if stack.name not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
-    if plan is not None and plan.cp > 1:
-        _check_context(stack, plan)
     if plan is not None and plan.recompute_modules:
         said = ",".join(plan.recompute_modules)
         raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
@@ -56,16 +54,6 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
             f"kernels = {stack.kernels} has no PyTorch program on stack {stack.name}; "
             f"allowed: {Kernels.FUSED}"
         )
-
-
-def _check_context(stack: StackProfile, plan: ParallelPlan) -> None:
-    """Raise PlanError if no program cuts sequences as *plan* does."""
-    if PROGRAMS[stack.name] is not MegatronProgram:
-        raise PlanError(f"cp={plan.cp} has no PyTorch program on stack {stack.name}; allowed: 1")
-    way = plan.cp_type or stack.context_parallel[0]
-    if way is ContextParallel.ALL_GATHER:
-        allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
-        raise PlanError(f"cp_type={way} has no PyTorch program; allowed: {allowed}")
 
 
 def check_layers(job: TrainingJob) -> None:

@@ -8,11 +8,13 @@ matrix products work in, of which the deterministic mode sets one (cuBLAS:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from meshwright.hwprofiles import (
     GIBI,
     MEBI,
     Attention,
+    ContextParallel,
     Device,
     LossKernel,
     Precision,
@@ -148,7 +150,7 @@ def compare_peak(row: PublishedPeak) -> PeakComparison:
         row=row,
         attention=result.plan.attention,
         published_bytes=row.peak_memory_gib * GIBI,
-        predicted_bytes=live + workspace_bytes(_device(row), stack),
+        predicted_bytes=live + workspace_bytes(_device(row), _libraries(row, stack), model),
     )
 
 
@@ -169,8 +171,19 @@ def _stack(row: PublishedPeak) -> StackProfile:
         "overlap_gradient_reduce": "overlap-grad-reduce" in row.switches,
         "overlap_parameter_gather": "overlap-param-gather" in row.switches,
         "transformer_engine": row.switches["transformer-impl"] != "local",
+        "grouped_experts": "moe-grouped-gemm" in row.switches,
     }
     return load_stack(STACK).model_copy(update=facts)
+
+
+def _libraries(row: PublishedPeak, stack: StackProfile) -> StackProfile:
+    """Return *stack* with the libraries that multiply: a router's product is Transformer Engine's.
+
+    So it is in Megatron's own layers, too (RouterGatingLinearFunction of core 0.16).
+    """
+    if "num-experts" not in row.switches:
+        return stack
+    return stack.model_copy(update={"transformer_engine": True})
 
 
 def _model(row: PublishedPeak) -> ModelSpec:
@@ -187,8 +200,24 @@ def _model(row: PublishedPeak) -> ModelSpec:
         "attention_bias": has_bias,
         "output_bias": has_bias,
         "mlp_bias": has_bias,
+        **_experts(row),
     }
     return parse_model(data, origin=row.id)
+
+
+def _experts(row: PublishedPeak) -> dict[str, object]:
+    """Return what a model of routed experts says; these have no dropout unless they have one."""
+    switches = row.switches
+    if "num-experts" not in switches:
+        return {}
+    experts = {
+        "num_experts": int(switches["num-experts"]),
+        "experts_per_token": int(switches["moe-router-topk"]),
+        "hidden_size": int(switches.get("moe-ffn-hidden-size", row.ffn_hidden_size)),
+        "shared_hidden_size": int(switches.get("moe-shared-expert-intermediate-size", 0)),
+        "activation": "silu" if "swiglu" in switches else "gelu",
+    }
+    return {"experts": experts, "dropout": "hidden-dropout" not in switches}
 
 
 def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
@@ -206,7 +235,27 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
         recompute=Recompute.FULL if "recompute" in switches else Recompute.NONE,
         attention=_attention(row),
         stages=_stages(row, model),
+        ep=int(switches.get("expert-model-parallel-size", 1)),
+        etp=int(switches["expert-tensor-parallel-size"])
+        if "expert-tensor-parallel-size" in switches
+        else None,
+        **_context(row),
     )
+
+
+class Swaps(TypedDict, total=False):
+    """What a plan says of a ring of swaps."""
+
+    cp_type: ContextParallel
+    cp_inner: int
+
+
+def _context(row: PublishedPeak) -> Swaps:
+    """Return what a ring of swaps is said to have: its inner ranks are the first size."""
+    sizes = row.switches.get("hierarchical-context-parallel-sizes")
+    if sizes is None:
+        return {}
+    return {"cp_type": ContextParallel.RING_OF_SWAPS, "cp_inner": int(sizes.split("/")[0])}
 
 
 def _attention(row: PublishedPeak) -> Attention:

@@ -3,6 +3,7 @@
 from meshwright.validate.ranks.groups import (
     MESH_DIMS,
     batch_ranks,
+    context_groups,
     different_parts,
     mesh_shape,
     plan_groups,
@@ -54,6 +55,7 @@ __all__ = [
     "ServerLayout",
     "batch_ranks",
     "capped",
+    "context_groups",
     "default_ranks",
     "different_parts",
     "is_asynchronous",

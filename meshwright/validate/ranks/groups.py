@@ -1,6 +1,7 @@
 """The process groups that a rank of a plan is in, by the axes of its mesh."""
 
 from meshwright.simulator import ParallelPlan
+from meshwright.simulator.layout import Axis, ContextAxis, Mesh
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 _AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
@@ -29,12 +30,25 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     shape = mesh_shape(plan)
     groups = {tuple(range(plan.world_size)): "world"}
     groups.setdefault(different_parts(plan, rank), "parts")
-    groups[batch_ranks(plan, rank)] = "batch"
+    groups[batch_ranks(plan, rank)] = "batch" if plan.cp == 1 else "dp"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
     groups[_along(rank, (plan.pp, plan.dp, plan.cp, plan.tp), 2)] = "cp"
+    groups |= {ranks: axis.value for axis, ranks in context_groups(plan, rank).items()}
     if is_tied:
         groups.setdefault(table_ranks(plan, rank), "table")
     return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
+
+
+def context_groups(plan: ParallelPlan, rank: int) -> dict[ContextAxis, tuple[int, ...]]:
+    """Return the ranks with which *rank* swaps tokens for heads, and those of its ring of swaps.
+
+    >>> context_groups(ParallelPlan(cp=2), 1)
+    {}
+    """
+    mesh = Mesh.of(plan)
+    if not all(mesh.degree(axis) > 1 for axis in ContextAxis):
+        return {}
+    return {axis: mesh.group(rank, axis) for axis in ContextAxis}
 
 
 def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
@@ -52,8 +66,12 @@ def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
 
 
 def batch_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold what *rank* holds, also where they have several sets of shards."""
-    return _along(rank, (plan.pp, plan.dp_cp, plan.tp), 1)
+    """Return the ranks with other sequences, also where they have several sets of shards.
+
+    >>> batch_ranks(ParallelPlan(cp=2, dp=2), 1)
+    (1, 3)
+    """
+    return Mesh.of(plan).group(rank, Axis.DP)
 
 
 def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel
+from meshwright.hwprofiles import PS_PER_S, CollectiveOp
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, PlanError, StepResult, simulate
+from meshwright.simulator import ParallelPlan, StepResult, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,
     HostTraffic,
@@ -109,7 +109,6 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
         PlanError: If the plan cannot be simulated, or cuts sequences in a way whose counts are held
             against no program.
     """
-    _check_context(saved)
     result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
     of_stage: dict[int, RankPrediction] = {}
     predictions = {}
@@ -120,20 +119,6 @@ def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPredi
         traffic = _host_traffic(saved, rank)
         predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
     return predictions
-
-
-def _check_context(saved: SavedPlan) -> None:
-    plan, stack = saved.plan, saved.stack
-    if plan.cp == 1:
-        return
-    if not stack.megatron_layers:
-        raise PlanError(
-            f"cp={plan.cp} of stack {stack.name} is not compared with counts; allowed: 1"
-        )
-    way = plan.cp_type or next(iter(stack.context_parallel), None)
-    if way is ContextParallel.ALL_GATHER:
-        allowed = f"{ContextParallel.RING}, {ContextParallel.ALL_TO_ALL}"
-        raise PlanError(f"cp_type={way} is not compared with counts; allowed: {allowed}")
 
 
 def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:

@@ -48,6 +48,8 @@ def _group(each: PeakComparison) -> tuple[str, str, str]:
     row = each.row
     kind = "Megatron's own" if row.switches["transformer-impl"] == "local" else "TE"
     sizes = f"{row.num_layers} layers of {row.hidden_size:,}"
+    if "num-experts" in row.switches:
+        sizes += f", {row.switches['num-experts']} experts"
     return sizes, f"{row.tp} x {row.pp} x {row.cp}", f"{each.attention}, {kind}"
 
 

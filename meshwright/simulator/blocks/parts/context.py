@@ -1,4 +1,4 @@
-"""Attention of ranks that hold parts of the same sequences: by a ring, a gather or a swap.
+"""Attention of ranks that hold parts of the same sequences: by a ring, a gather, a swap or both.
 
 What travels, what is kept and what lives meanwhile is as in Transformer Engine 2 with fp16 or bf16
 attention (pytorch/attention/dot_product_attention/context_parallel.py), or as in PyTorch 2.13
@@ -28,8 +28,9 @@ from meshwright.simulator.graph import (
     larger,
     several,
 )
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ContextAxis, MeshAxis
 
+Attend = Callable[[Block, Tensor, Tensor, Tensor, Heads], Tensor]
 PASSES_OF_SWAP = 4  # laid out by ranks before, and in order after: each is read and written
 
 
@@ -47,7 +48,14 @@ def context_parallel(
         return ways[way](block, query, key, value, heads)
 
 
-def _ring(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+def _ring(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: Heads,
+    axis: MeshAxis = Axis.CP,
+) -> Tensor:
     """Return attention to keys and values that go around in one tensor (AttnFuncWithCPAndKVP2P).
 
     Forward keeps what came last; from there backward sends them around again, with what has been
@@ -61,7 +69,7 @@ def _ring(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads)
     steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
     moves = [(pair.nbytes, ranks - 1)], [(pair.nbytes, 2), (2 * pair.nbytes, ranks - 2)]
     forward, backward = (
-        [Exchange(CollectiveOp.P2P, Axis.CP, size, count) for size, count in each] for each in moves
+        [Exchange(CollectiveOp.P2P, axis, size, count) for size, count in each] for each in moves
     )
     out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
     # The first step's part is read and written, each other one is added to the sum.
@@ -94,7 +102,9 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     )
     # Gradients of all tokens are added up of two parts, and put in the order of the ranks.
     back = Traffic(4 * moved.nbytes)
-    lives = ([*gathered, gathered[0]], [*gathered, *gathered, *gathered, query.like("parts")])
+    others = [[each.like(name) for each in gathered] for name in ("gradients", "of a part")]
+    unordered = gathered[0].like("not in order yet")
+    lives = ([*gathered, unordered], [*gathered, *others[0], *others[1], query.like("parts")])
     beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
 
@@ -175,44 +185,71 @@ def _swapped(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Hea
 
     Backward keeps queries, keys and values as they were swapped, and the output before it was.
     """
-    ranks = heads.ranks
+    return _between_swaps(block, (query, key, value), heads, Axis.CP, flash)
+
+
+def _ring_of_swaps(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+    """Return attention by a ring between swaps among neighbours (AttnFuncWithCPAndKVP2P, a2a+p2p).
+
+    What goes around is as large as without swaps, and goes by fewer ranks.
+    """
+
+    def ring(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
+        return _ring(block, query, key, value, heads, ContextAxis.OUTER)
+
+    return _between_swaps(block, (query, key, value), heads, ContextAxis.INNER, ring)
+
+
+def _between_swaps(
+    block: Block,
+    given: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
+    axis: MeshAxis,
+    attend: Attend,
+) -> Tensor:
+    """Return what *attend* makes of some heads of the tokens of all ranks of *axis*."""
+    ranks = heads.ranks if axis is Axis.CP else heads.inner
+    query = given[0]
     every, few = Dim("all tokens", query.dims[0].size * ranks), heads.heads.size // ranks
-    own = heads._replace(heads=Dim("heads of a rank", few), tokens=every, ranks=1)
-    query_, key_, value_ = (_swap(block, x, every, ranks) for x in (query, key, value))
-    out = flash(block, query_, key_, value_, own)
+    own = Dim("heads of a rank", few)
+    within = heads._replace(heads=own, tokens=every, ranks=heads.ranks // ranks, inner=1)
+    query_, key_, value_ = (_swap(block, x, every, ranks, axis) for x in given)
+    out = attend(block, query_, key_, value_, within)
     whole = query.like("attention")
-    return block.add([out], [whole], [_swap_back(block, out, whole)], *_work(block, whole))
+    return block.add(
+        [out], [whole], [_swap_back(block, out, whole, axis)], *_work(block, whole, axis)
+    )
 
 
-def _swap(block: Block, x: Tensor, every: Dim, ranks: Size) -> Tensor:
+def _swap(block: Block, x: Tensor, every: Dim, ranks: Size, axis: MeshAxis) -> Tensor:
     """Return *x* with the tokens of all ranks, of a part of its heads."""
     width = x.dims[-1]
     part = Dim(f"{width.name} of a rank", width.size // ranks, width.grain)
     at = {axis: part if dim is width else dim for axis, dim in x.at.items()}
     out = x.like(f"{x.name} swapped", dims=(every, x.dims[1], part), at=at)
-    return block.add([x], [out], [_swap_back(block, x, out)], *_work(block, x))
+    return block.add([x], [out], [_swap_back(block, x, out, axis)], *_work(block, x, axis))
 
 
-def _swap_back(block: Block, x: Tensor, out: Tensor) -> Gradient:
-    return Gradient(x, (), _work(block, out), at=x.at)
+def _swap_back(block: Block, x: Tensor, out: Tensor, axis: MeshAxis) -> Gradient:
+    return Gradient(x, (), _work(block, out, axis), at=x.at)
 
 
-def _work(block: Block, x: Tensor) -> tuple[Transfer, Traffic]:
+def _work(block: Block, x: Tensor, axis: MeshAxis) -> tuple[Transfer, Traffic]:
     moved = Traffic(PASSES_OF_SWAP * block.traffic(x).nbytes)
-    return Transfer(CollectiveOp.ALL_TO_ALL, Axis.CP, x.nbytes), moved
+    return Transfer(CollectiveOp.ALL_TO_ALL, axis, x.nbytes), moved
 
 
 def _times(x: Tensor, count: Dim) -> Tensor:
     return x.like(f"{x.name} x {count.name}", dims=(*x.dims, count))
 
 
-Way = Callable[[Block, Tensor, Tensor, Tensor, Heads], Tensor]
-_ENGINES: dict[ContextParallel, Way] = {
+_ENGINES: dict[ContextParallel, Attend] = {
     ContextParallel.RING: _ring,
     ContextParallel.ALL_GATHER: _gathered,
     ContextParallel.ALL_TO_ALL: _swapped,
+    ContextParallel.RING_OF_SWAPS: _ring_of_swaps,
 }
-_PYTORCHS: dict[ContextParallel, Way] = {
+_PYTORCHS: dict[ContextParallel, Attend] = {
     ContextParallel.RING: _rotated,
     ContextParallel.ALL_GATHER: _gathered_once,
 }

@@ -24,6 +24,7 @@ from meshwright.simulator.blocks.parts.routing import (
 )
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
+    Activation,
     Block,
     Dim,
     Gradient,
@@ -53,7 +54,7 @@ def megatron(
     beside = None if shared is None else shared(block, x)
     flat = dims.flat(block, x)
     shares = _told(block, _shares(block, flat, experts, dims), dims)
-    write = _sequential if block.lowering.is_eager else _fused
+    write = _fused if block.lowering.groups_experts else _sequential
     out = write(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if beside is None:
@@ -126,15 +127,15 @@ def _multiplied(
     which are put together again.  The activation's output may be given up behind that product.
     """
     hidden, given = rows.dims[-1], rows
-    both = Dim("expert gate and up", 2 * dims.gate.size)
     if experts.weighs_inputs:
         rows, weights = _weighed(block, rows, weights, dims)
         block.hold(given)
-    inner = grouped(block, rows, both, dims, split=both)
+    inner = grouped(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
         inner = _in_product(block, inner, dims)
     with block.part(RecomputeModule.MOE_ACT):
-        opened = _opened(block, inner, weights, dims, experts)
+        opens = _opened_at_once if experts.gated else _opened
+        opened = opens(block, inner, weights, dims, experts)
     made = grouped(block, opened, hidden, dims, split=dims.inner)
     block.give_up(RecomputeModule.MOE_ACT, opened)
     if not experts.bias:
@@ -151,10 +152,10 @@ def _multiplied(
     return block.add([added], [joined], [Gradient(added, hands_on=True)], work)
 
 
-def _opened(
+def _opened_at_once(
     block: Block, inner: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return the activation of what the first products made, weighed.
+    """Return weighed activations, which one kernel makes of a gate and a value.
 
     What is bounded is a copy beside the product, which keeps it.
     """
@@ -173,6 +174,28 @@ def _opened(
     else:
         gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
     return block.add([inner, weights], [out], gradients, traffic, scratch=((), unused))
+
+
+def _opened(
+    block: Block, inner: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return activations, and weights times them in a kernel of its own."""
+    if experts.activation == "clamped":
+        opened = clamped(block, inner, (dims.gate, dims.up), dims.inner, by_slices=False)
+    else:
+        kind = Activation.SQUARED_RELU if experts.activation == "squared relu" else Activation.GELU
+        opened = activation(block, inner, parts=dims.parts, last=dims.inner, kind=kind)
+    made = opened.like("weighted activation")
+    traffic = block.traffic(opened, made)
+    if experts.weighs_inputs:
+        slope = Gradient(opened, (weights,), (traffic,))
+        return block.add([opened, weights], [made], [slope], traffic)
+    twice = (made.like("gradient of weights"),)
+    gradients = [
+        Gradient(opened, (opened, weights), (traffic, traffic)),
+        Gradient(weights, (opened, weights), at=dims.partial(block)),
+    ]
+    return block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
 
 
 def _on_ranks(dims: RoutedDims) -> Placement:
@@ -295,28 +318,13 @@ def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:
 
 
 def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
-    """Return what one expert makes of its rows: a gated MLP that weighs its activations."""
-    hidden, parts = x.dims[-1], (dims.gate, dims.up)
-    both = Dim("gate and up", 2 * dims.gate.size)
-    inner = _linear(block, x, both, both, dims)
+    """Return what one expert makes of its rows: an MLP that weighs its activations."""
+    hidden = x.dims[-1]
+    first = Dim("gate and up" if experts.gated else "up", dims.first.size)
+    inner = _linear(block, x, first, first, dims)
     if experts.bias:
         inner = biased(block, inner, "expert gate and up")
-    if experts.activation == "clamped":
-        opened = clamped(block, inner, parts, dims.inner, by_slices=False)
-    else:
-        opened = activation(block, inner, parts=parts, last=dims.inner)
-    made = opened.like("weighted activation")
-    traffic = block.traffic(opened, made)
-    if experts.weighs_inputs:
-        slope = Gradient(opened, (weights,), (traffic,))
-        made = block.add([opened, weights], [made], [slope], traffic)
-        return _linear(block, made, hidden, dims.inner, dims)
-    twice = (made.like("gradient of weights"),)
-    gradients = [
-        Gradient(opened, (opened, weights), (traffic, traffic)),
-        Gradient(weights, (opened, weights), at=dims.partial(block)),
-    ]
-    made = block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
+    made = _opened(block, inner, weights, dims, experts)
     out = _linear(block, made, hidden, dims.inner, dims)
     return _with_bias(block, out, weights) if experts.bias else out
 

@@ -131,8 +131,7 @@ def _run(
 
     The biases of rows have names until those of the next product are there.
     """
-    hidden, parts = rows.dims[-1], (dims.gate, dims.up)
-    both = Dim("expert gate and up", 2 * dims.gate.size)
+    hidden, parts, both = rows.dims[-1], (dims.gate, dims.up), dims.first
     begin, of_rows = known
     first = [_biases(block, rows, both, dims, of_rows)] if experts.bias else []
     inner = grouped(block, rows, both, dims, split=both, reads=(begin,))

@@ -83,6 +83,7 @@ def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:
 class RoutedDims(NamedTuple):
     """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths.
 
+    ``first`` are the outputs of its first product, a gate, if it has one, and a value.
     ``rows`` are those that the ranks of an expert compute, if they have equally many; ``arrived``
     those that they do compute, if they are the ranks with the hottest one.
     """
@@ -96,12 +97,14 @@ class RoutedDims(NamedTuple):
     up: Dim
     inner: Dim
     mesh: ExpertMesh
+    first: Dim
 
     @classmethod
     def of(cls, x: Tensor, experts: Experts, mesh: ExpertMesh) -> "RoutedDims":
         """Return the dims of *experts* on *mesh* behind tokens *x*."""
         tokens: Size = x.dims[0].size * x.dims[1].size
         width, rows = experts.hidden_size, tokens * experts.experts_per_token
+        first = experts.num_parts * width
         if mesh.split_on is not Axis.TP:  # a rank's own tokens, of each rank of an expert
             rows = rows // x.mesh.get(Axis.TP, 1) * x.mesh.get(mesh.split_on, 1)
         sent = arrived = Dim("rows", rows)
@@ -118,7 +121,13 @@ class RoutedDims(NamedTuple):
             up=Dim("expert up", width),
             inner=Dim("expert inner", width),
             mesh=mesh,
+            first=Dim("expert gate and up" if experts.gated else "expert up", first),
         )
+
+    @property
+    def parts(self) -> tuple[Dim, ...]:
+        """What the first product of an expert makes: a gate, where there is one, and a value."""
+        return (self.gate, self.up) if self.first.size == 2 * self.up.size else (self.up,)
 
     @property
     def num_local(self) -> int:

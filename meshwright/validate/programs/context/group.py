@@ -8,6 +8,10 @@ from torch import Tensor
 
 from meshwright.hwprofiles import ContextParallel
 
+# PyTorch 2.13 renamed both; the old names warn there, the new ones are missing before.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
@@ -22,6 +26,7 @@ class ContextGroup:
         size: How many.
         num_tokens: Of a whole sequence.
         way: How they attend to each other's tokens.
+        levels: Of a ring of swaps, those that swap with this rank, and those of its ring.
 
     >>> ContextGroup(None, 1, 2, num_tokens=8).starts
     (2, 4)
@@ -32,6 +37,7 @@ class ContextGroup:
     size: int
     num_tokens: int
     way: ContextParallel | None = None
+    levels: tuple["ContextGroup", ...] = ()
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -47,3 +53,15 @@ class ContextGroup:
             return whole
         part = self.num_tokens // (2 * self.size)
         return torch.cat([whole[:, start : start + part] for start in self.starts], dim=1)
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Fill *whole* with every rank's *own*, along dim 0, and return it."""
+    _GATHER(whole, own, group=group)
+    return whole
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Fill *own* with this rank's part of the sum of *whole*, and return it."""
+    _REDUCE_SCATTER(own, whole, group=group)
+    return own

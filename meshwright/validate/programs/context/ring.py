@@ -59,9 +59,9 @@ class _RingAttention(AutogradFunction):
             step = _Step.of(cp, (cp.rank - number) % cp.size)
             keys, values = pairs[number][:, step.keys]
             own = query[step.queries]
-            found.append((step, *flash_attention(own, keys, values, 0, causal=step.causal)))
+            found.append((step.queries, *flash_attention(own, keys, values, 0, causal=step.causal)))
             _wait(works)
-        out, log_sum_exp = _put_together(query, found)
+        out, log_sum_exp = put_together(query, found)
         ctx.save_for_backward(query, pairs[-1], out, log_sum_exp)
         ctx.cp = cp
         return out
@@ -113,18 +113,22 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
             each.wait()
 
 
-def _put_together(
-    query: Tensor, found: Sequence[tuple[_Step, Tensor, Tensor]]
+def put_together(
+    query: Tensor, found: Sequence[tuple[slice, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of all steps, each weighted by its part of the sum of exponents."""
+    """Return the attention of all calls, each weighted by its part of the sum of exponents.
+
+    Args:
+        query: Of all rows, ``[tokens, batch, heads, width]``.
+        found: Rows of each call, its output and the log-sum-exp of its scores; the first has all.
+    """
     total = found[0][2].clone()
-    for step, _, log_sum_exp in found[1:]:
-        part = total[..., step.queries]
-        total[..., step.queries] = torch.logaddexp(part, log_sum_exp)
+    for rows, _, log_sum_exp in found[1:]:
+        total[..., rows] = torch.logaddexp(total[..., rows], log_sum_exp)
     whole = torch.zeros_like(query)
-    for step, out, log_sum_exp in found:
-        weights = (log_sum_exp - total[..., step.queries]).exp_()
-        whole[step.queries] += (out * weights.permute(2, 0, 1).unsqueeze(-1)).to(whole.dtype)
+    for rows, out, log_sum_exp in found:
+        weights = (log_sum_exp - total[..., rows]).exp_()
+        whole[rows] += (out * weights.permute(2, 0, 1).unsqueeze(-1)).to(whole.dtype)
     return whole, total
 
 

@@ -16,12 +16,9 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.replication import bucket_limit
+from meshwright.validate.programs.context import all_gather, reduce_scatter
 from meshwright.validate.programs.fused import accumulate_weight_gradient
-from meshwright.validate.programs.megatron.tensor_parallel import (
-    TensorParallelGroup,
-    all_gather,
-    reduce_scatter,
-)
+from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True)

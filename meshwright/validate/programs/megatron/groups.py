@@ -1,17 +1,19 @@
 """The process groups of a rank in a mesh of pipeline, data and tensor ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ContextAxis, Mesh, MeshAxis, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.megatron.buffers import DataParallelGroup
 from meshwright.validate.programs.megatron.messages import Neighbours
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
+from meshwright.validate.ranks import context_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +56,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
-    if plan.cp > 1:
-        sharing = _sharing_sequences(plan)
-        groups[Axis.CP] = _own_group(sharing, next(ranks for ranks in sharing if rank in ranks))
+    groups |= _context_groups(plan, rank)
     norms = _norm_ranks(plan)
     summed = next(ranks for ranks in norms if rank in ranks)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
@@ -65,9 +65,11 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     names[own[0], own[-1]] = "pp"
     for name, group in groups.items():
         names[tuple(dist.get_process_group_ranks(group))] = name
+    if plan.cp > 1:  # replicas that only share sequences are those of cp
+        names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
     return MegatronGroups(
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
-        cp=_context_group(request, groups.get(Axis.CP), dp_rank % plan.cp),
+        cp=_context_group(request, groups, dp_rank % plan.cp),
         dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp_cp),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
@@ -77,13 +79,32 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
 
 
 def _context_group(
-    request: ProgramRequest, group: dist.ProcessGroup | None, rank: int
+    request: ProgramRequest, groups: Mapping[str, dist.ProcessGroup], rank: int
 ) -> ContextGroup:
-    size, num_tokens = request.plan.cp, request.job.seq_len
-    if group is None:
-        return ContextGroup(None, rank, size, num_tokens)
-    way = request.plan.cp_type or request.stack.context_parallel[0]
-    return ContextGroup(group, rank, size, num_tokens, way)
+    plan, num_tokens = request.plan, request.job.seq_len
+    way, inner = context_way(plan, request.stack), plan.cp_inner or 1
+    found = ContextGroup(groups.get(Axis.CP), rank, plan.cp, num_tokens, way)
+    if ContextAxis.INNER not in groups:
+        return found
+    levels = (
+        ContextGroup(groups[ContextAxis.INNER], rank % inner, inner, num_tokens),
+        ContextGroup(groups[ContextAxis.OUTER], rank // inner, plan.cp // inner, num_tokens),
+    )
+    return replace(found, levels=levels)
+
+
+def _context_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of ranks that attend to each other's tokens: of a ring of swaps both."""
+    if plan.cp == 1:
+        return {}
+    mesh, ranks = Mesh.of(plan), range(plan.world_size)
+    axes: tuple[MeshAxis, ...] = (*context_groups(plan, rank),) or (Axis.CP,)
+    return {
+        axis: _own_group(
+            list(dict.fromkeys(mesh.group(each, axis) for each in ranks)), mesh.group(rank, axis)
+        )
+        for axis in axes
+    }
 
 
 def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
@@ -94,16 +115,6 @@ def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return [
         tuple(rank for rank in everyone if rank // plan.tp % plan.dp_cp == dp_rank)
         for dp_rank in range(plan.dp_cp)
-    ]
-
-
-def _sharing_sequences(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that hold parts of the same sequences: next to tensor ranks."""
-    span = plan.tp * plan.cp
-    return [
-        tuple(range(first + tp_rank, first + span, plan.tp))
-        for first in range(0, plan.world_size, span)
-        for tp_rank in range(plan.tp)
     ]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import ContextParallel
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.context import ContextGroup, RingCore, SwappedCore
+from meshwright.validate.programs.context import ContextGroup, GatheredCore, RingCore, SwappedCore
 from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm, positions
 from meshwright.validate.programs.layers import AttentionCore, LayerOptions, ResidualAdd
 from meshwright.validate.programs.megatron.tensor_parallel import (
@@ -189,8 +189,10 @@ class MegatronParts:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:
             return SwappedCore(core, self.cp)
-        assert self.cp.way is ContextParallel.RING
-        return RingCore(self.cp)
+        if self.cp.way is ContextParallel.RING_OF_SWAPS:
+            inner, outer = self.cp.levels
+            return SwappedCore(RingCore(outer), inner)
+        return (GatheredCore if self.cp.way is ContextParallel.ALL_GATHER else RingCore)(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""

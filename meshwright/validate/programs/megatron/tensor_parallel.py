@@ -13,11 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it by
 from torch import Tensor, nn
 
+from meshwright.validate.programs.context import all_gather, reduce_scatter
 from meshwright.validate.programs.fused import AutogradFunction, Context
-
-# PyTorch 2.13 renamed both; the old names warn there, the new ones are missing before.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GradientSink(Protocol):
@@ -253,15 +250,3 @@ def scatter_tokens(whole: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return this rank's tokens of what every rank has."""
     out: Tensor = _ScatterTokens.apply(whole, tp)
     return out
-
-
-def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Fill *whole* with every rank's *own*, along dim 0, and return it."""
-    _GATHER(whole, own, group=group)
-    return whole
-
-
-def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Fill *own* with this rank's part of the sum of *whole*, and return it."""
-    _REDUCE_SCATTER(own, whole, group=group)
-    return own

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.simulator import ParallelPlan
+from meshwright.simulator.layout import Axis, Mesh, context_way
+from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
@@ -33,6 +35,7 @@ class RankLayout:
         batch_group: Ranks that train on parts of a batch; None if this one has all.
         table_group: First and last pipeline rank, where each holds a copy of a tied table and
             this rank is one of them.
+        context: The context-parallel ranks of this one; None where it has whole sequences.
         groups: Axis of each group by its ranks.
     """
 
@@ -40,6 +43,7 @@ class RankLayout:
     norm_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
     table_group: dist.ProcessGroup | None
+    context: ContextGroup | None
     groups: dict[tuple[int, ...], str]
 
     def coordinate(self, dim: str) -> int:
@@ -50,7 +54,8 @@ class RankLayout:
     def dp_rank(self) -> int:
         """Which of the data-parallel replicas of the batch this rank trains on."""
         shards = self.mesh["dp_shard"].size()
-        return self.coordinate("dp_replicate") * shards + self.coordinate("dp_shard")
+        rank = self.coordinate("dp_replicate") * shards + self.coordinate("dp_shard")
+        return rank if self.context is None else rank // self.context.size
 
     @property
     def reports(self) -> bool:
@@ -77,8 +82,19 @@ def make_layout(request: ProgramRequest) -> RankLayout:
         norm_group=_group(different, groups, plan.world_size),
         batch_group=_group(batch_ranks(plan, rank), groups, plan.world_size),
         table_group=_group(ends, groups, plan.world_size),
+        context=_context(request, groups),
         groups=groups,
     )
+
+
+def _context(request: ProgramRequest, groups: dict[tuple[int, ...], str]) -> ContextGroup | None:
+    plan = request.plan
+    if plan.cp == 1:
+        return None
+    ranks = Mesh.of(plan).group(request.rank, Axis.CP)
+    group = _group(ranks, groups, plan.world_size)
+    way = context_way(plan, request.stack)
+    return ContextGroup(group, ranks.index(request.rank), plan.cp, request.job.seq_len, way)
 
 
 def stage_indices(plan: ParallelPlan, pp_rank: int) -> list[int]:

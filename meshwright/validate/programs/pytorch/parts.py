@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
+from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import initial_weight
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
@@ -15,6 +16,7 @@ from meshwright.validate.programs.layers import (
     ResidualAdd,
     VirtualStage,
 )
+from meshwright.validate.programs.pytorch.context import RotatedCore
 
 NORM_EPSILON = 1e-5
 
@@ -52,8 +54,15 @@ class DroppedAdd(nn.Module):
 class Embedding(nn.Module):
     """Rows of the word table, and of the position table where the model learns one."""
 
-    def __init__(self, model: ModelSpec, vocab_size: int, dropout: float) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        vocab_size: int,
+        dropout: float,
+        starts: tuple[int, ...] = (0,),
+    ) -> None:
         super().__init__()
+        self.starts = starts
         self.words = nn.Embedding(vocab_size, model.hidden_size)
         learned = model.positions == "learned"
         self.positions = nn.Embedding(model.max_positions, model.hidden_size) if learned else None
@@ -63,7 +72,9 @@ class Embedding(nn.Module):
         """Return the activations before the first layer."""
         hidden: Tensor = self.words(ids)
         if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(ids.shape[1], device=ids.device))
+            part = ids.shape[1] // len(self.starts)
+            places = [torch.arange(start, start + part, device=ids.device) for start in self.starts]
+            hidden = hidden + self.positions(places[0] if len(places) == 1 else torch.cat(places))
         return drop(hidden, self.dropout, training=self.training)
 
 
@@ -88,14 +99,22 @@ class PlainParts:
         vocab_size: Rows of the word table, padding included.
         dropout: Probability of dropout after the embedding.
         fuses_qkv: Queries, keys and values are one linear layer.
+        cp: The context-parallel ranks of this one, if there are others.
     """
 
     seq_dim = 1
-    starts: tuple[int, ...] = (0,)
     fuses_gate = False
     is_reentrant = False
 
-    def __init__(self, vocab_size: int, dropout: float, *, fuses_qkv: bool) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        dropout: float,
+        *,
+        fuses_qkv: bool,
+        cp: ContextGroup | None = None,
+    ) -> None:
+        self.cp, self.starts = cp, cp.starts if cp else (0,)
         self.vocab_size = vocab_size
         self.dropout = dropout
         self.fuses_qkv = fuses_qkv
@@ -116,7 +135,9 @@ class PlainParts:
 
     def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
         """Return the module from queries, keys and values to the attention."""
-        return AttentionCore(model, options, self.seq_dim)
+        if self.cp is None or self.cp.way is None:
+            return AttentionCore(model, options, self.seq_dim)
+        return RotatedCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the exact GELU; a gated MLP has its activation in the gate."""
@@ -128,7 +149,7 @@ class PlainParts:
 
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
-        return Embedding(model, self.vocab_size, self.dropout)
+        return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
     def head(self, model: ModelSpec) -> nn.Module:
         """Return the module from activations to logits, final norm included."""
@@ -136,10 +157,16 @@ class PlainParts:
 
 
 def plain_parts(
-    model: ModelSpec, *, vocab_size: int, dropout: float, fuses_qkv: bool = False
+    model: ModelSpec,
+    *,
+    vocab_size: int,
+    dropout: float,
+    fuses_qkv: bool = False,
+    cp: ContextGroup | None = None,
 ) -> PlainParts:
     """Return the parts of *model* with tables of *vocab_size* rows."""
-    return PlainParts(vocab_size, dropout if model.dropout else 0.0, fuses_qkv=fuses_qkv)
+    dropped = dropout if model.dropout else 0.0
+    return PlainParts(vocab_size, dropped, fuses_qkv=fuses_qkv, cp=cp)
 
 
 def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:

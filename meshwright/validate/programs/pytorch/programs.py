@@ -24,6 +24,7 @@ from meshwright.simulator.layout import (
     reshards_units,
     syncs_by_default,
 )
+from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
@@ -293,12 +294,15 @@ def _compression(
     return hook
 
 
-def _whole_stage(request: ProgramRequest, index: int, device: torch.device) -> VirtualStage:
+def _whole_stage(
+    request: ProgramRequest, index: int, device: torch.device, cp: ContextGroup | None = None
+) -> VirtualStage:
     parts = plain_parts(
         request.job.transformer,
         vocab_size=request.vocab_size,
         dropout=request.dropout,
         fuses_qkv=request.fuses_qkv,
+        cp=cp,
     )
     return build_stage(request, index, parts, device)
 
@@ -307,7 +311,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
     plan = request.plan
     # Sharding a layer moves it to its device: whole, one layer at a time is there.
     first = torch.device("cpu") if request.initialise else request.device
-    stage = _whole_stage(request, index, first)
+    stage = _whole_stage(request, index, first, layout.context)
     if plan.tp > 1:
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.transformer.tied_embeddings:
@@ -337,4 +341,7 @@ def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tens
     plan, job = request.plan, request.job
     first = layout.dp_rank * (job.global_batch_size // plan.dp)
     sequences = range(first, first + request.num_microbatches * plan.microbatch_size)
-    return token_batch(job, step, sequences, request.device)
+    tokens, targets = token_batch(job, step, sequences, request.device)
+    if layout.context is None:
+        return tokens, targets
+    return layout.context.own_tokens(tokens), layout.context.own_tokens(targets)

@@ -110,7 +110,7 @@ def _pipeline_stage(
 ) -> PipelineStage:
     """Return *stage* with the shapes that it gets and gives, so that none are sent ahead."""
     plan, job = request.plan, request.job
-    size, tokens = plan.microbatch_size, job.seq_len
+    size, tokens = plan.microbatch_size, job.seq_len // plan.cp
     dtype = DTYPES[job.precision]
     local_tokens = tokens // plan.tp if plan.sequence_parallel else tokens
     vocabulary = _own_rows(request, layout) if CHECKS_PARTS else request.vocab_size
