@@ -326,9 +326,8 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
         if refusal is not None and known_values(field, job.model):
             return refusal
     if isinstance(job.model, ModelSpec):
-        refusal = layer_refusal(job.model, job.seq_len, plan, stack) or parts_refusal(
-            job, job.model, stack
-        )
+        refusal = layer_refusal(job.model, job.seq_len, plan, stack)
+        refusal = refusal or parts_refusal(job, job.model, stack)
         if refusal is not None:
             return refusal
     if job.precision not in stack.precisions:
