@@ -259,6 +259,7 @@ CASES = {
         32,
         limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
         changes=(("casts_shards_alone", False),),
+        imbalance=1.5,
     ),
     "context parallel in a ring": Case(
         SMALL, "dgx-h100", "megatron-core", 8, 8, limits=SpaceLimits(**FEW_CUT, max_cp=4)

@@ -9,7 +9,7 @@ from typing import cast
 
 from meshwright.hwprofiles import Attention, Kernels, Offload, Precision, Recompute, StageSplit
 from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.planner.export.table import Facts, Keys, Row, Words, not_offered
 from meshwright.planner.export.texts import (
     command_words,
     read_flags,
@@ -26,7 +26,11 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "llama3-8b": ("llama3", "8B"),
     "llama3-70b": ("llama3", "70B"),
     "llama3-405b": ("llama3", "405B"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
 }
+# Modules with a `pipelining_fn` in 0.2.2 (models/*/__init__.py), of those above.
+PIPELINED = ("llama3",)
 # Names of a Llama's modules before its layers and after them.
 ENDS = {
     TOML: (["tok_embeddings"], ["norm", "output"]),
@@ -52,7 +56,6 @@ PP = "parallelism.pipeline_parallel"
 HELD: Mapping[str, object] = {
     "training.dtype": "float32",
     "parallelism.context_parallel_degree": 1,
-    "parallelism.expert_parallel_degree": 1,
     "parallelism.expert_tensor_parallel_degree": 1,
     "parallelism.disable_loss_parallel": False,
     "parallelism.enable_async_tensor_parallel": False,
@@ -71,6 +74,7 @@ def table(version: str) -> tuple[Row, ...]:
         words.same("seq_len", "training.seq_len", 2048),
         words.same("tp", "parallelism.tensor_parallel_degree", 1),
         words.same("pp", f"{PP}_degree", 1),
+        words.same("ep", "parallelism.expert_parallel_degree", 1),
         words.choice("schedule", f"{PP}_schedule", SCHEDULES, default="1F1B"),
         _replicas(),
         _batch(),
@@ -112,21 +116,15 @@ def _toml_rows() -> tuple[Row, ...]:
 
 
 def _command_rows() -> tuple[Row, ...]:
-    words = WORDS
     return (
-        words.choice(
-            "sequence_parallel",
-            "parallelism.enable_sequence_parallel",
-            {True: True, False: False},
-            default=True,
-        ),
-        words.choice(
+        WORDS.same("sequence_parallel", "parallelism.enable_sequence_parallel", default=True),
+        WORDS.choice(
             "precision",
             "training.mixed_precision_param",
             {Precision.BF16: "bfloat16", Precision.FP32: "float32"},
             default="bfloat16",
         ),
-        words.choice("recompute", "activation-checkpoint", CHECKPOINTS),
+        WORDS.choice("recompute", "activation-checkpoint", CHECKPOINTS),
     )
 
 
@@ -134,14 +132,19 @@ def _model(version: str) -> Row:
     """Return the row of the model, which torchtitan knows by two words."""
     keys = ("model.name", "model.flavor") if version == TOML else ("module", "config")
 
-    def name(module: str, flavor: str) -> tuple[str, str]:
-        return module, flavor if version == TOML else f"{module}_{flavor.lower()}"
-
-    known = {name(*each): model for model, each in MODELS.items()}
+    # What 0.3 calls its others is held against none of its files.
+    used = {m: each for m, each in MODELS.items() if version == TOML or each[0] in PIPELINED}
+    names = {
+        model: (module, flavor if version == TOML else f"{module}_{flavor.lower()}")
+        for model, (module, flavor) in used.items()
+    }
+    known = {each: model for model, each in names.items()}
 
     def write(facts: Facts) -> Keys:
-        model = cast("str", WORDS.known("model", facts, MODELS))
-        return dict(zip(keys, name(*MODELS[model]), strict=True))
+        theirs = names[cast("str", WORDS.known("model", facts, names))]
+        if facts.number("pp") > 1 and theirs[0] not in PIPELINED:
+            raise not_offered("pp", facts.number("pp"), WORDS.framework, ("1 with Qwen3",))
+        return dict(zip(keys, theirs, strict=True))
 
     def read(found: Keys, _: Facts) -> Keys:
         theirs = tuple(str(found[key]) for key in keys if key in found)
@@ -287,7 +290,7 @@ def _stages(version: str) -> Row:
         if pp == 1:
             return {}
         if parts is None:  # generate_llm_fqn_per_model_part: two stages a rank, or one
-            virtual = 2 if facts.get("schedule") == "interleaved" else 1
+            virtual = 1 + (facts.get("schedule") == "interleaved")
             return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
         stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
         again = write(Facts({"pp": pp, "stages": stages}))
@@ -304,17 +307,14 @@ def _stages(version: str) -> Row:
 def _reshard() -> Row:
     """Return the row of what is freed after its forward pass: by default, but for pipelines."""
 
-    def usual(facts: Facts) -> bool:
-        return facts.number("pp") == 1
-
     def write(facts: Facts) -> Keys:
         frees = facts.get("reshard_after_forward")
-        if frees == usual(facts):
+        if frees == (facts.number("pp") == 1):
             return {}
         return {RESHARD: "always" if frees else "never"}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        choices = {"default": usual(facts), "always": True, "never": False}
+        choices = {"default": facts.number("pp") == 1, "always": True, "never": False}
         theirs = str(keys.get(RESHARD, "default"))
         if theirs not in choices:
             raise WORDS.unknown(RESHARD, theirs, choices)

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     StageSplit,
 )
-from meshwright.planner.space.experts import expert_degrees
+from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
 from meshwright.planner.space.switches import (
@@ -41,6 +41,7 @@ from meshwright.simulator.layout import (
     JOINT_AXES,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
+    SHARDS,
     Axis,
     PlanField,
     attention_kernels,
@@ -79,6 +80,8 @@ class Space:
         """Return the numbers of one field, or of the ranks that share parameters."""
         if name in JOINT_AXES:
             return self._joint[name]
+        if name == SHARDS:
+            return self.num_shards
         return self.rows[:, COLUMNS.index(name)]
 
     @cached_property
@@ -174,12 +177,9 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
-    return Space(
-        job=job,
-        stack=stack,
-        num_gpus=num_gpus,
-        rows=_with_switches(job, stack, limits, rows),
-    )
+    rows = _with_switches(job, stack, limits, rows)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, rows=rows)
+    return replace(space, rows=rows[slices_shards(space.column)])
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:

@@ -22,6 +22,7 @@ from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.schedules import SCHEDULES
 
+SHARDS = "shards"  # the number of ranks that share a set of shards
 MAX_SERVERS = 1024
 MAX_SLOWDOWN = 1000.0
 
@@ -296,6 +297,12 @@ class ParallelPlan(PlanFields):
             raise PlanError(
                 f"ep={self.ep} x etp={self.expert_tp} does not divide the {ranks} ranks of a stage"
             )
+        shared = self.tp * self.num_shards
+        if self.ep > 1 and shared % (self.ep * self.expert_tp):
+            raise PlanError(
+                f"ep={self.ep} x etp={self.expert_tp} does not divide the {shared} ranks that "
+                f"have a set of shards between them (dp_shard={self.dp_shard})"
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -342,9 +349,11 @@ class ParallelPlan(PlanFields):
         }
 
     def number(self, name: str) -> int:
-        """Return a field as the whole number of a column, or the ranks over several axes."""
+        """Return a field as the whole number of a column, or the ranks of axes or of shards."""
         if name in JOINT_AXES:
             return prod(self.degree(axis) for axis in JOINT_AXES[name])
+        if name == SHARDS:
+            return self.num_shards
         return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property

@@ -47,6 +47,8 @@ class Sharding(NamedTuple):
     Args:
         num_ranks: Of a set of shards.
         num_replicas: Ranks with the same shard.
+        divides_experts: Ranks hold different experts, which are units of their own.
+        num_expert_ranks: Of a set of shards of these; else 1.
         reshards: Units are freed after a forward pass.
         keeps_units: They stay from a backward pass to the next, as in a pipeline.
         sums: Gradients stay whole, outside a pipeline, and are summed so until the last microbatch.
@@ -61,11 +63,14 @@ class Sharding(NamedTuple):
     sums: bool
     on_host: bool
     parameter: ParameterBytes
+    divides_experts: bool = False
+    num_expert_ranks: Size = 1
 
     @classmethod
     def of(cls, replication: Replication, parameter: ParameterBytes) -> "Sharding":
         """Return that of *replication*."""
         keeps_units, replicas = replication.keeps_units, replication.replica_span
+        experts = replication.experts
         return cls(
             num_ranks=replication.span.num_ranks,
             num_replicas=replicas.num_ranks if replicas else 1,
@@ -74,12 +79,27 @@ class Sharding(NamedTuple):
             sums=replication.keeps_whole_gradients and not keeps_units,
             on_host=replication.offload is Offload.PARAMETERS,
             parameter=parameter,
+            divides_experts=experts is not None,
+            num_expert_ranks=experts.span.num_ranks if experts else 1,
         )
+
+    def with_ranks(self, shards: Size, replicas: Size, of_experts: Size) -> "Sharding":
+        """Return the same over so many ranks."""
+        return self._replace(num_ranks=shards, num_replicas=replicas, num_expert_ranks=of_experts)
+
+    @property
+    def of_experts(self) -> "Sharding":
+        """That of experts, where other ranks hold the others."""
+        return self._replace(num_ranks=self.num_expert_ranks)
 
     @property
     def keeps_whole_gradients(self) -> bool:
         """Whether gradients stay whole until the last microbatch."""
         return self.keeps_units | self.sums
+
+    def shares(self, num_parameters: Size, num_experts: Size) -> Size:
+        """Return a rank's share of parameters, and of those of experts; filled up to one size."""
+        return -(-num_parameters // self.num_ranks) - (-num_experts // self.num_expert_ranks)
 
     def kept_bytes(self, num_parameters: Size) -> Size:
         """Return what is kept of gradients; those that stay whole are in the wire's format."""
@@ -159,8 +179,9 @@ class StageWeights(NamedTuple):
     """Parameters of a stage on one rank; which units there are is structure.
 
     Args:
-        total: Of the stage.
-        layer: Of one layer.
+        total: Of the stage, but for experts of which other ranks hold others.
+        layer: Of one layer, without those.
+        layer_experts: Those of one layer.
         matrix: Of the table, or of the output matrix.
         positions: Of the embedding beside its table.
         tp: Ranks that share a table.
@@ -171,6 +192,7 @@ class StageWeights(NamedTuple):
 
     total: Size
     layer: Size
+    layer_experts: Size
     matrix: Size
     positions: Size
     tp: Size
@@ -186,10 +208,13 @@ class StageWeights(NamedTuple):
             shape.local_vocab_size * shape.model.hidden_size,
         )
         is_output = stage.has_head and not is_tied(shape, stage)
+        kind = layer_kind(shape)
+        experts = shape.expert_parameters.get(kind, 0)
         in_root = shape.stack.units is Units.ROOT
         return cls(
-            total=stage_parameters(shape, stage),
-            layer=shape.parameters[layer_kind(shape)],
+            total=stage_parameters(shape, stage) - stage.num_layers * experts,
+            layer=shape.parameters[kind] - experts,
+            layer_experts=experts,
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.tp,
@@ -246,13 +271,22 @@ class Unit(NamedTuple):
             last=last * state.gathered_parameter * several(sharding.num_ranks),
         )
 
+    def beside(self, other: "Unit") -> "Unit":
+        """Return the bytes of both units."""
+        return Unit(*(one + more for one, more in zip(self, other, strict=True)))
+
+    def without(self, other: "Unit") -> "Unit":
+        """Return the bytes of what is left without another, a part of it."""
+        return Unit(*(one - less for one, less in zip(self, other, strict=True)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """Bytes of a stage's units.
 
     Args:
-        layer: Of one layer.
+        layer: Of one layer, with its experts.
+        experts: Of that, experts of which other ranks hold others: a unit within the layer's.
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
@@ -261,6 +295,7 @@ class UnitBytes:
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
             a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
+        gathers_experts: The same of experts.
         is_copied: Whether gradients are summed in another format than a backward pass makes.
         end_gradient: Gradients of a pipeline's embedding as a backward pass makes them, beside the
             first copy of the largest in the format in which they are summed.
@@ -276,6 +311,7 @@ class UnitBytes:
     """
 
     layer: Unit
+    experts: Unit
     roots: tuple[Unit, ...]
     table: Unit
     head: Unit
@@ -283,6 +319,7 @@ class UnitBytes:
     has_head: bool
     keeps_last: bool
     gathers: Size
+    gathers_experts: Size
     is_copied: bool
     end_gradient: Size
     positions: Size
@@ -313,8 +350,12 @@ class UnitBytes:
         made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
+        experts = Unit.of(EndUnit(weights.layer_experts, 0), sharding.of_experts)
+        whole = Unit.of(EndUnit(weights.total, 0), sharding)
+        of_experts = stage.num_layers * weights.layer_experts
         return cls(
-            layer=Unit.of(EndUnit(weights.layer, 0), sharding),
+            layer=Unit.of(EndUnit(weights.layer, 0), sharding).beside(experts),
+            experts=experts,
             roots=roots,
             table=tables[0] if tables else Unit(),
             head=heads[0] if heads else Unit(),
@@ -322,20 +363,31 @@ class UnitBytes:
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
+            gathers_experts=several(sharding.num_expert_ranks),
             is_copied=is_copied,
             end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=Unit.of(EndUnit(weights.total, 0), sharding).kept,
+            gradients=whole.kept + stage.num_layers * experts.kept,
             surplus=others * reduce_bytes,  # it stays whole
-            shard=-(-weights.total // sharding.num_ranks) * sharded_bytes,
+            shard=sharding.shares(weights.total, of_experts) * sharded_bytes,
         )
 
     @property
     def buffer(self) -> Size:
         """In which the weights of a layer are gathered."""
-        return self.layer.weights * self.gathers
+        return self.dense.weights * self.gathers + self.expert_buffer
+
+    @property
+    def expert_buffer(self) -> Size:
+        """In which the weights of a layer's experts are gathered."""
+        return self.experts.weights * self.gathers_experts
+
+    @property
+    def dense(self) -> Unit:
+        """A layer without the experts that are a unit of their own."""
+        return self.layer.without(self.experts)
 
     @property
     def root(self) -> Size:

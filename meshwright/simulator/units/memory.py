@@ -17,7 +17,7 @@ from meshwright.simulator.memory import (
     kept_output_bytes,
     message_buffer_bytes,
 )
-from meshwright.simulator.replication import Replication, sum_parameters
+from meshwright.simulator.replication import Replication, held_parameters
 from meshwright.simulator.units.bytes import (
     ParameterBytes,
     PassBytes,
@@ -177,12 +177,13 @@ class RankStates(NamedTuple):
     update_temporary: Size
 
     @classmethod
-    def of(cls, num_parameters: Size, sharding: Sharding) -> "RankStates":
-        """Return those of so many parameters; shards are filled up to one size."""
-        state, share = sharding.parameter.state, -(-num_parameters // sharding.num_ranks)
+    def of(cls, num_parameters: Size, num_experts: Size, sharding: Sharding) -> "RankStates":
+        """Return those of so many parameters, and of experts of which other ranks hold others."""
+        state, share = sharding.parameter.state, sharding.shares(num_parameters, num_experts)
+        experts = sharding.of_experts.kept_bytes(num_experts)
         return cls(
             parameters=share * state.sharded_parameter,
-            gradients=sharding.kept_bytes(num_parameters),
+            gradients=sharding.kept_bytes(num_parameters) + experts,
             optimizer=share * state.optimizer,
             update_temporary=share * state.update_temporary,
         )
@@ -215,7 +216,7 @@ def unit_rank_memory(
         virtual_stages[stage] = found.virtual_stage(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
-    states = RankStates.of(sum_parameters(shape, stages), sharding)
+    states = RankStates.of(*held_parameters(shape, stages), sharding)
     return RankMemory(
         parameters_bytes=int(states.parameters),
         gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
