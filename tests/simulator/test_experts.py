@@ -262,8 +262,14 @@ def test_an_all_to_all_takes_what_was_published(
         (
             "mixtral-8x7b",
             "torchtitan",
-            {"ep": 2, "dp": 32, "dp_shard": 16},
-            "dp_shard=16 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor ",
+            {"ep": 2, "dp": 12, "dp_shard": 6},
+            "dp=12 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of",
+        ),
+        (
+            "mixtral-8x7b",
+            "torchtitan",
+            {"ep": 2, "dp": 48},
+            "dp=48 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of 2048",
         ),
     ],
 )

@@ -38,6 +38,7 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import (
     AXES,
     DP_CP,
+    EXPERT_SHARDS,
     JOINT_AXES,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
@@ -82,6 +83,8 @@ class Space:
             return self._joint[name]
         if name == SHARDS:
             return self.num_shards
+        if name == EXPERT_SHARDS:
+            return self.expert_shards
         return self.rows[:, COLUMNS.index(name)]
 
     @cached_property
@@ -104,7 +107,7 @@ class Space:
     def expert_shards(self) -> Column:
         """Ranks of each layout that share the optimizer's states of the same routed experts."""
         tp, etp, ep = (self.column(name) for name in ("tp", "etp", "ep"))
-        ranks = tp * self.column(DP_CP) // (ep * np.where(etp, etp, tp))
+        ranks = tp * self.num_shards // (ep * np.where(etp, etp, tp))
         return np.where(self.column("zero_stage"), ranks, 1)
 
     @cached_property

@@ -41,6 +41,7 @@ from meshwright.simulator.layout.placement import (
     zero_communication,
 )
 from meshwright.simulator.layout.plan import (
+    EXPERT_SHARDS,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     SERVER_FIELDS,
@@ -78,6 +79,7 @@ from meshwright.simulator.layout.stages import (
 __all__ = [
     "AXES",
     "DP_CP",
+    "EXPERT_SHARDS",
     "IN_STEP",
     "JOINT_AXES",
     "MAX_ZERO_STAGE",

@@ -22,7 +22,8 @@ from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.schedules import SCHEDULES
 
-SHARDS = "shards"  # the number of ranks that share a set of shards
+# Numbers of ranks that share a set of shards, and one of those experts that they hold the same of.
+SHARDS, EXPERT_SHARDS = "shards", "expert shards"
 MAX_SERVERS = 1024
 MAX_SLOWDOWN = 1000.0
 
@@ -320,6 +321,11 @@ class ParallelPlan(PlanFields):
         return self.cp * (self.dp if self.dp_shard is None else self.dp_shard)
 
     @property
+    def expert_shards(self) -> int:
+        """Of these, ranks that hold the same experts, or parts of them."""
+        return self.tp * self.num_shards // (self.ep * self.expert_tp)
+
+    @property
     def dp_cp(self) -> int:
         """Ranks that hold the same parameters, over which gradients are reduced."""
         return self.number(DP_CP)
@@ -354,6 +360,8 @@ class ParallelPlan(PlanFields):
             return prod(self.degree(axis) for axis in JOINT_AXES[name])
         if name == SHARDS:
             return self.num_shards
+        if name == EXPERT_SHARDS:
+            return self.expert_shards
         return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property

@@ -4,6 +4,7 @@ What a stack lacks is said once, in whole numbers, and read for one plan and for
 """
 
 from collections.abc import Iterator
+from math import gcd
 from operator import eq, gt
 
 from meshwright.hwprofiles import (
@@ -22,7 +23,7 @@ from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import layer_refusal, modules_refusal, parts_refusal
-from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
+from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 MAX_ZERO_STAGE = 3
@@ -87,10 +88,10 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
         unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
         yield Gap(kernels.name, "latent attention unfused", (unfused,), (Attention.FLASH,))
     if model.experts is not None:
-        yield from _expert_gaps(stack, model.experts)
+        yield from _expert_gaps(stack, model.experts, model.hidden_size)
 
 
-def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
+def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[Gap]:
     """Yield the plans with routed experts that *stack* does not run.
 
     Megatron-Core refuses experts and tensor parallelism without sequence parallelism (MoELayer of
@@ -103,8 +104,8 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         reason = f"dp that does not divide the {num} experts"
         ranks = "dp x cp" if stack.context_parallel else "dp"
         allowed = f"a divisor of the {num} experts for {ranks}"
-        yield Gap(Axis.DP, reason, (cuts, whole), (allowed,))
-        yield from _sharded_expert_gaps(num)
+        yield Gap(Axis.DP, reason, (cuts, whole, Condition("ep", eq, 1)), (allowed,))
+        yield from _sharded_expert_gaps(experts, width)
     offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
@@ -115,19 +116,25 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
-def _sharded_expert_gaps(num_experts: int) -> Iterator[Gap]:
-    """Yield the plans with experts of several ranks that units of these are not cut for.
+def _sharded_expert_gaps(experts: Experts, width: int) -> Iterator[Gap]:
+    """Yield the plans whose ranks of experts share no equal shards of them, or not so many ranks.
 
     torchtitan knows as many ranks of an expert as of other layers, or one (`_validate` of 0.2.2,
     distributed/parallel_dims.py).  Where a set of shards has more ranks than there are experts, it
-    cuts their widths (`apply_fsdp`, models/llama4/infra/parallelize.py), which is not modelled.
+    cuts each along its widths (`apply_fsdp`, models/llama4/infra/parallelize.py), which fully_shard
+    takes in equal parts alone.
     """
-    divided = Condition("ep", gt, 1)
+    num, divided = experts.num_experts, Condition("ep", gt, 1)
     yield Gap("etp", "etp beside tp", (divided, Condition("etp", gt, 1)), ("1, or that of tp",))
-    cuts = Condition(SHARDS, lambda ranks, total: total % ranks != 0, num_experts)
-    reason = f"ep > 1 and a set of shards that does not divide the {num_experts} experts"
-    allowed = f"a divisor of the {num_experts} experts for dp_shard x cp"
-    yield Gap("dp_shard", reason, (divided, cuts), (allowed,))
+    cuts = Condition(SHARDS, lambda ranks, total: (total % ranks != 0) & (ranks <= total), num)
+    reason = f"ep > 1 and a set of shards that does not divide the {num} experts"
+    allowed = (f"a divisor of the {num} experts for dp_shard x cp",)
+    yield Gap(Axis.DP, reason, (divided, cuts), allowed)
+    widths = gcd(experts.hidden_size, width)
+    uneven = Condition(EXPERT_SHARDS, lambda ranks, size: size % ranks != 0, widths)
+    reason = f"shards of an expert that do not divide its widths, {experts.hidden_size} and {width}"
+    allowed = (f"a divisor of {widths} for dp_shard x cp / ep",)
+    yield Gap(Axis.DP, reason, (divided, Condition(SHARDS, gt, num), uneven), allowed)
 
 
 def _bias_gaps() -> Iterator[Gap]:

@@ -305,11 +305,9 @@ def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
     root is gathered first and reduced last: it goes with the part before all layers.
     """
     nothing = Stage((), has_embedding=False, has_head=False)
-    expert_ranks = num_shards // shape.ep
 
     def experts_of(unit: Stage) -> tuple[int, ...]:
-        shards = unit_shards(shape, unit, expert_ranks, of_experts=True)
-        return _units(expert_ranks * sum(shards))
+        return _units(sum(unit_shards(shape, unit, 1, of_experts=True)))  # nothing fills them up
 
     root, table, head = EndUnits.of(shape, stage, num_shards)
     embedding = nothing._replace(has_embedding=stage.has_embedding)

@@ -162,8 +162,8 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
     # Weights of experts have buffers and optimizers of their own (core/distributed and
     # core/optimizer of Megatron-Core 0.16: parameters whose `allreduce` is not set), or units
     # (efsdp of torchtitan 0.2.2, distributed/parallel_dims.py).
-    ranks = plan.tp * plan.num_shards // (plan.ep * plan.expert_tp)
-    span, each = mesh.span_of(mesh.stride(ExpertAxis.EDP), ranks), found.reduces_each_microbatch
+    span = mesh.span_of(mesh.stride(ExpertAxis.EDP), plan.expert_shards)
+    each = found.reduces_each_microbatch
     shards = Shards.of(span.num_ranks, plan.zero_stage, reduces_each_microbatch=each)
     return found._replace(experts=found._replace(span=span, shards=shards, axis=ExpertAxis.EDP))
 
