@@ -1,11 +1,15 @@
-"""The passes that PyTorch's pipeline runtime runs, in its order, against those of `schedules`."""
+"""The passes that frameworks' own pipeline runtimes run, in their order, against `schedules`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -13,8 +17,10 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from witnesses.boundary import gpu_answers
 
-from meshwright.simulator.schedules import get_schedule
+from meshwright.hwprofiles import PipelineRuntime
+from meshwright.simulator.schedules import core_group, get_schedule
 from meshwright.simulator.schedules.actions import Action, Phase
 from meshwright.validate.counting import fake_cluster
 
@@ -32,6 +38,21 @@ SIZES = [
     ("interleaved", 2, 4, 2),
     ("interleaved", 4, 8, 2),
     ("interleaved", 4, 12, 3),
+]
+
+
+# Ranks, microbatches, virtual stages, and microbatches in a row; None as few as it takes.
+GROUPS = [
+    (2, 4, 2, None),
+    (2, 5, 2, None),
+    (2, 8, 2, 3),
+    (2, 8, 2, 8),
+    (4, 10, 3, None),
+    (4, 10, 3, 6),
+    (4, 12, 2, 4),
+    (4, 12, 2, 8),
+    (4, 12, 2, 12),
+    (4, 21, 4, 17),
 ]
 
 
@@ -90,3 +111,74 @@ def test_passes_are_run_in_the_order_of_ours(
     for rank in range(pp):
         ours = schedule.rank_actions(rank, pp, microbatches, vpp)
         assert passes_of_pytorch(name, rank, pp, microbatches, vpp) == ours
+
+
+def passes_of_megatron(rank: int, pp: int, count: int, vpp: int, group: int) -> list[Action]:
+    """Return the passes of a rank by Megatron-Core's table and its number of warm-up passes."""
+    ranks = SimpleNamespace(size=lambda: pp, rank=lambda: rank)
+    messages = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=vpp)
+    table = schedules.get_schedule_table(count, vpp, group)
+    _, _, warmup, rest = schedules.get_pp_rank_microbatches(
+        count, vpp, group, p2p_communicator=messages
+    )
+    forward = [Action(Phase.FORWARD, stage, microbatch) for microbatch, stage in table]
+    backward = [Action(Phase.BACKWARD, vpp - 1 - stage, at) for at, stage in table]
+    steady = zip(forward[warmup:], backward, strict=False)
+    return [*forward[:warmup], *chain(*steady), *backward[rest:]]
+
+
+@pytest.mark.parametrize(("pp", "microbatches", "vpp", "group"), GROUPS)
+def test_passes_go_in_the_groups_of_megatron_core(
+    pp: int, microbatches: int, vpp: int, group: int | None
+) -> None:
+    schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, group)
+    size = group or core_group(pp, microbatches)
+    assert size is not None
+    for rank in range(pp):
+        ours = schedule.rank_actions(rank, pp, microbatches, vpp)
+        assert passes_of_megatron(rank, pp, microbatches, vpp, size) == ours
+
+
+def is_taken(pp: int, microbatches: int, group: int) -> bool:
+    """Return whether Megatron-Core begins a step in groups of such a size."""
+    ranks = SimpleNamespace(size=lambda: pp, rank=lambda: 0)
+    config = ModelParallelConfig(
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.bfloat16,
+        microbatch_group_size_per_vp_stage=group,
+    )
+    config.hidden_size = 4
+    messages = SimpleNamespace(pp_group=ranks, config=config)
+    names = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
+    with (
+        gpu_answers(),
+        patch.object(torch.cuda, "Event"),
+        patch.object(schedules, "get_model_config", lambda _: config),
+        patch.object(schedules, "get_model_type", lambda _: None),
+        patch.object(schedules, "get_pp_rank_microbatches", side_effect=StopIteration),
+    ):
+        try:
+            schedules.forward_backward_pipelining_with_interleaving(
+                forward_step_func=None,
+                data_iterator=[None] * 2,
+                model=[nn.Identity()] * 2,
+                num_microbatches=microbatches,
+                seq_length=4,
+                micro_batch_size=1,
+                p2p_communicator=messages,
+                pg_collection=SimpleNamespace(**dict.fromkeys(names, ranks)),
+            )
+        except StopIteration:
+            return True
+        except (ValueError, RuntimeError) as refused:
+            said = str(refused)
+    return "micro-batches" not in said
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("microbatches", range(2, 14))
+def test_megatron_core_takes_the_groups_that_are_not_refused(pp: int, microbatches: int) -> None:
+    for group in range(1, 16):
+        schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, group)
+        is_allowed = schedule.refusal(pp, microbatches, 2) is None
+        assert is_taken(pp, microbatches, group) == is_allowed

@@ -11,6 +11,7 @@ from meshwright.hwprofiles.facts import (
     with_facts,
 )
 from meshwright.hwprofiles.kinds import (
+    EIGHT_BITS,
     Attention,
     CollectiveOp,
     ContextParallel,
@@ -23,6 +24,7 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     Source,
     StageSplit,
@@ -47,13 +49,13 @@ from meshwright.hwprofiles.schema import (
     CollectiveFact,
     Device,
     DeviceOverheads,
+    EightBitKernels,
     FlashKernels,
-    Fp8Kernels,
     GemmKernels,
     Link,
     MemoryKernels,
 )
-from meshwright.hwprofiles.stack_schema import Fp8Recipe, StackProfile
+from meshwright.hwprofiles.stack_schema import EightBitRecipe, StackProfile
 from meshwright.hwprofiles.units import (
     GIBI,
     GIGA,
@@ -77,6 +79,7 @@ from meshwright.hwprofiles.units import (
 from meshwright.hwprofiles.version import VERSION
 
 __all__ = [
+    "EIGHT_BITS",
     "GIBI",
     "GIGA",
     "KIBI",
@@ -95,10 +98,10 @@ __all__ = [
     "Device",
     "DeviceOverheads",
     "Dispatcher",
+    "EightBitKernels",
+    "EightBitRecipe",
     "FileKind",
     "FlashKernels",
-    "Fp8Kernels",
-    "Fp8Recipe",
     "GemmKernels",
     "Kernels",
     "LayerFact",
@@ -113,6 +116,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Recompute",
+    "RecomputeMethod",
     "RecomputeModule",
     "Source",
     "StackProfile",

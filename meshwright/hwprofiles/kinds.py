@@ -7,13 +7,25 @@ class Precision(StrEnum):
     """Number format of the matrix multiplications.
 
     `FP8` is mixed training: the four linear layers of a transformer layer multiply in 8 bits, all
-    other products, and everything that is kept or sent between kernels, stay in bf16.
+    other products, and everything that is kept or sent between kernels, stay in bf16.  `MXFP8` is
+    the same with a scale for every 32 elements along the inner dim of a product (OCP Microscaling
+    Formats 1.0) in the place of one for a tensor.
     """
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     FP8 = "fp8"
+    MXFP8 = "mxfp8"
+
+    @property
+    def is_eight_bit(self) -> bool:
+        """Whether linear layers multiply in 8 bits.
+
+        >>> Precision.MXFP8.is_eight_bit, Precision.BF16.is_eight_bit
+        (True, False)
+        """
+        return self in EIGHT_BITS
 
     @property
     def storage(self) -> "Precision":
@@ -22,7 +34,7 @@ class Precision(StrEnum):
         >>> Precision.FP8.storage, Precision.FP16.storage
         (<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>)
         """
-        return Precision.BF16 if self is Precision.FP8 else self
+        return Precision.BF16 if self.is_eight_bit else self
 
     @property
     def num_bytes(self) -> int:
@@ -32,6 +44,9 @@ class Precision(StrEnum):
         (4, 2, 2)
         """
         return 4 if self is Precision.FP32 else 2
+
+
+EIGHT_BITS = (Precision.FP8, Precision.MXFP8)
 
 
 class Source(StrEnum):
@@ -119,6 +134,17 @@ class RecomputeModule(StrEnum):
     MLA_UP_PROJ = "mla_up_proj"
     LAYERNORM = "layernorm"
     SHARED_EXPERTS = "shared_experts"
+
+
+class RecomputeMethod(StrEnum):
+    """Which layers of a virtual stage full recomputation runs again, as Megatron-LM names it.
+
+    `BLOCK` checkpoints so many of its first layers, each by itself, and keeps all of the others;
+    `UNIFORM` checkpoints all, so many at a time.
+    """
+
+    BLOCK = "block"
+    UNIFORM = "uniform"
 
 
 class Kernels(StrEnum):

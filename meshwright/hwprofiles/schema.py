@@ -27,8 +27,8 @@ from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
 from meshwright.hwprofiles.units import format_bytes
 
 
-class Fp8Kernels(Profile):
-    """The constants of `GemmKernels` that differ for fp8 products; shares are of the fp8 peak."""
+class EightBitKernels(Profile):
+    """The constants of `GemmKernels` that differ in 8 bits; shares are of the peak there."""
 
     plateau_fraction: PositiveFraction
     prologue_k: Ratio
@@ -66,14 +66,18 @@ class GemmKernels(Profile):
     misaligned_linear_fraction: PositiveFraction | None = None
     kind: Source
     source: Text
-    fp8: Fp8Kernels | None = None
+    fp8: EightBitKernels | None = None
+    mxfp8: EightBitKernels | None = None
     grouped: GroupedKernels | None = None
 
-    def of(self, precision: Precision) -> "GemmKernels | Fp8Kernels":
-        """Return the constants of *precision*: those of fp8 where the device has them."""
-        if precision is Precision.FP8 and self.fp8 is not None:
-            return self.fp8
-        return self
+    def of(self, precision: Precision) -> "GemmKernels | EightBitKernels":
+        """Return the constants of *precision*: those of 8 bits where the device has them."""
+        return self.eight_bit.get(precision) or self
+
+    @property
+    def eight_bit(self) -> "dict[Precision, EightBitKernels | None]":
+        """The constants of each format of 8 bits, None where the device lacks it."""
+        return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
 
 class MemoryKernels(Profile):
@@ -160,16 +164,19 @@ class Device(Profile):
         return self
 
     @model_validator(mode="after")
-    def _check_fp8(self) -> Self:
-        has_peak, has_kernels = Precision.FP8 in self.peak_flops_per_s, self.gemm.fp8 is not None
-        if has_peak != has_kernels:
-            there, missing = ("peak.fp8", "gemm.fp8") if has_peak else ("gemm.fp8", "peak.fp8")
-            raise ProfileError(f"{there}: stands without {missing}; allowed: both or neither")
-        if has_peak and Precision.BF16 not in self.peak_flops_per_s:
-            raise ProfileError(
-                "peak.fp8: stands without peak.bf16, in which the rest of fp8 training runs; "
-                "allowed: both"
-            )
+    def _check_eight_bits(self) -> Self:
+        for name, kernels in self.gemm.eight_bit.items():
+            has_peak, has_kernels = name in self.peak_flops_per_s, kernels is not None
+            if has_peak != has_kernels:
+                there, missing = ("peak", "gemm") if has_peak else ("gemm", "peak")
+                raise ProfileError(
+                    f"{there}.{name}: stands without {missing}.{name}; allowed: both or neither"
+                )
+            if has_peak and Precision.BF16 not in self.peak_flops_per_s:
+                raise ProfileError(
+                    f"peak.{name}: stands without peak.bf16, in which the rest of {name} training "
+                    "runs; allowed: both"
+                )
         return self
 
 

@@ -28,6 +28,7 @@ from meshwright.hwprofiles.kinds import (
     PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
     Strategy,
@@ -39,14 +40,29 @@ ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
 
 
-class Fp8Recipe(Profile):
-    """How a stack runs linear layers in fp8.
+# Lists of what a stack offers: nothing stands twice in one.
+LISTS = (
+    "precisions",
+    "schedules",
+    "attention_kernels",
+    "zero_stages",
+    "recompute_modes",
+    "recompute_modules",
+    "recompute_methods",
+    "context_parallel",
+    "dispatchers",
+)
+
+
+class EightBitRecipe(Profile):
+    """How a stack runs linear layers in 8 bits.
 
     ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
     backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
     fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
     the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
-    gradients of linear layers are cast before tensor-parallel all-gathers.
+    gradients of linear layers are cast before tensor-parallel all-gathers; ``scaled_elements`` how
+    many elements share a scale of one byte, 0 where a tensor has one.
     """
 
     saved_input_bytes: SavedBytes
@@ -54,6 +70,7 @@ class Fp8Recipe(Profile):
     weight_casts: WeightCast
     holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
+    scaled_elements: Size = 0
     source: Text
 
     @model_validator(mode="after")
@@ -87,7 +104,8 @@ class StackProfile(StackTraits):
     the stack's habit first; none where it does not divide sequences.
 
     ``recompute_modules`` lists the parts of a layer that selective recomputation may run again;
-    none where it runs the attention core alone.
+    none where it runs the attention core alone.  ``recompute_methods`` lists how full recomputation
+    may choose layers of a stage; none where it runs all of them again, one by one.
 
     ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first.
 
@@ -125,6 +143,7 @@ class StackProfile(StackTraits):
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
     recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
+    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True
@@ -186,18 +205,18 @@ class StackProfile(StackTraits):
     allocator_fraction: Fraction
     memory_source: Text
 
-    fp8: Fp8Recipe | None = None
+    fp8: EightBitRecipe | None = None
+    mxfp8: EightBitRecipe | None = Field(default=None, exclude_if=operator.not_)
+
+    @property
+    def recipes(self) -> dict[Precision, EightBitRecipe | None]:
+        """How linear layers run in each format of 8 bits, None in those that are not offered."""
+        return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
-        _check_distinct("precisions", self.precisions)
-        _check_distinct("schedules", self.schedules)
-        _check_distinct("attention_kernels", self.attention_kernels)
-        _check_distinct("zero_stages", self.zero_stages)
-        _check_distinct("recompute_modes", self.recompute_modes)
-        _check_distinct("recompute_modules", self.recompute_modules)
-        _check_distinct("context_parallel", self.context_parallel)
-        _check_distinct("dispatchers", self.dispatchers)
+        for field in LISTS:
+            _check_distinct(field, getattr(self, field))
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
@@ -207,16 +226,21 @@ class StackProfile(StackTraits):
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
                 "allowed: a name exactly where attention_kernels lists flash"
             )
-        if (Precision.FP8 in self.precisions) != (self.fp8 is not None):
-            raise ProfileError(
-                f"fp8: does not go with precisions {_listed(self.precisions)}; "
-                "allowed: a table [fp8] exactly where precisions lists fp8"
-            )
+        _check_recipes(self)
         _check_gather(self)
         _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
         return self
+
+
+def _check_recipes(stack: StackProfile) -> None:
+    for name, recipe in stack.recipes.items():
+        if (name in stack.precisions) != (recipe is not None):
+            raise ProfileError(
+                f"{name}: does not go with precisions {_listed(stack.precisions)}; "
+                f"allowed: a table [{name}] exactly where precisions lists {name}"
+            )
 
 
 def _check_recompute(stack: StackProfile) -> None:

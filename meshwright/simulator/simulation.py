@@ -32,7 +32,7 @@ from meshwright.simulator.memory import (
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
-from meshwright.simulator.schedules import Action, Phase, get_schedule
+from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 
 # All that a stage with nothing but the embedding holds to speak of.
@@ -80,7 +80,7 @@ def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: St
     """Raise PlanError when *plan* can never run."""
     check_sharding(job, plan)
     peak_flops_per_s(cluster.device, job.precision)
-    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
+    schedule = plan.schedule_of(stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(job)
     refusal = (
         schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
@@ -173,7 +173,9 @@ def largest_tensor(
     if action is None:
         return "optimizer states"
     again = action.phase is Phase.BACKWARD
-    kinds = dict.fromkeys(kind for stage in stages for kind, _ in stage.layers)
+    kinds = dict.fromkeys(
+        kind for stage in stages for kind, _ in stage.checkpoints.passes(stage.layers)
+    )
     tensors = [
         each for kind in kinds for each in blocks.saved_tensors(shape, kind, repeats=not again)
     ]

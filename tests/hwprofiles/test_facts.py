@@ -54,7 +54,7 @@ def test_a_fact_of_each_kind_changes() -> None:
         "loss=in-place",
         "fitted.kernel_gap=2 us",
         "fp8.weight_copy_bytes=1",
-        'precisions=["bf16", "fp8"]',
+        'precisions=["bf16", "fp8", "mxfp8"]',
         "devices_per_node=4",
         'device.memory_capacity="96 GiB"',
         "device.peak.bf16 = 500 TFLOP/s",
@@ -65,7 +65,7 @@ def test_a_fact_of_each_kind_changes() -> None:
     assert stack.kernel_gap_s == 2e-6
     assert stack.fp8 is not None
     assert stack.fp8.weight_copy_bytes == 1
-    assert [str(each) for each in stack.precisions] == ["bf16", "fp8"]
+    assert [str(each) for each in stack.precisions] == ["bf16", "fp8", "mxfp8"]
     assert cluster.devices_per_node == 4
     assert cluster.device.memory_capacity_bytes == 96 * 2**30
     assert dict(cluster.device.peak_flops_per_s)["bf16"] == 500e12

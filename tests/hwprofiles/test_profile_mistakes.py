@@ -107,7 +107,7 @@ MISTAKES = [
         DEVICE,
         "bf16 =",
         "bf17 =",
-        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16', 'bf16' or",
+        ": peak.bf17: 'bf17' is not allowed; it must be 'fp32', 'fp16', 'bf16', 'fp8' or 'mxfp8'",
     ),
     (DEVICE, '"19.5 TFLOP/s"', '"19.5 TFLOPS"', ": peak.fp32: '19.5 TFLOPS' has the wrong unit"),
     (
@@ -383,9 +383,15 @@ MISTAKES = [
     ),
     (
         STACK,
+        '"bf16", "fp8", "mxfp8"]',
+        '"bf16", "mxfp8"]',
+        ": fp8: does not go with precisions fp32, fp16, bf16, mxfp8; allowed",
+    ),
+    (
+        STACK,
+        '"bf16", "fp8", "mxfp8"]',
         '"bf16", "fp8"]',
-        '"bf16"]',
-        ": fp8: does not go with precisions fp32, fp16, bf16; allowed",
+        ": mxfp8: does not go with precisions fp32, fp16, bf16, fp8; allowed: a table [mxfp8]",
     ),
     (
         STACK,

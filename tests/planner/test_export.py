@@ -16,10 +16,11 @@ from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
-WHERE = ["--cluster", "dgx-h100"]
+WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
 QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
+GROUPED = ["--microbatch-group-size", "12"]
 # Plans by framework: options of simulate, and what an import has to be told.
 CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
@@ -35,10 +36,14 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel", "--recompute", "full"], CORE),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
+        ([*LLAMA, "--gpus", "16", "--pp", "2", "--recompute-layers", "3"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "2", "--stages", "E|t*16|t*16|L"], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
+        ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
@@ -48,6 +53,10 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--stages", "15,17"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--recompute", "full", "--micro-batch", "2"], ["--gpus", "16"]),
+        (
+            [*LLAMA, "--gpus", "8", "--recompute-layers", "4", "--recompute-method", "uniform"],
+            ["--gpus", "8"],
+        ),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
     ],
@@ -100,7 +109,7 @@ ROUNDS = [
 
 def plan_file(words: list[str], folder: Path) -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), "dgx-h100")
+    saved = plan_of_words(" ".join(words), "dgx-b200")
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
@@ -175,7 +184,7 @@ WRONG = [
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
-    ("a.sh", "torchrun x.py --recompute-granularity full", "method uniform"),
+    ("a.sh", "torchrun x.py --recompute-granularity full", "(block, uniform)"),
     ("a.txt", "", "--from is missing"),
 ]
 
@@ -195,7 +204,7 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
 
 
 def test_a_field_that_no_row_mentions_is_refused() -> None:
-    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-h100")
+    saved = plan_of_words(" ".join([*TITAN, "--gpus", "8"]), "dgx-b200")
     rows = [row for row in torchtitan.table("0.2") if "offload" not in row.fields]
     facts = facts_of(saved)
     assert "parallelism.tensor_parallel_degree" in write_keys(rows, facts, "torchtitan")

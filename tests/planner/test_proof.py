@@ -159,8 +159,8 @@ CASES = {
     "fp32": Case(
         UNEVEN, "dgx-a100", "megatron-lm-2022", 8, 16, precision=Precision.FP32, limits=TWO_SIZES
     ),
-    "fp8 copies of weights": Case(
-        GROUPED, "dgx-h100", "megatron-core", 16, 16, precision=Precision.FP8, limits=TWO_SIZES
+    "copies of weights with scales": Case(
+        GROUPED, "dgx-b300", "megatron-core", 16, 16, precision=Precision.MXFP8, limits=TWO_SIZES
     ),
     "fp8 with sharded parameters": Case(
         GROUPED,
@@ -224,7 +224,13 @@ CASES = {
     ),
     "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
     "experts in some layers": Case(
-        PART_ROUTED, "dgx-h100", "megatron-core", 4, 8, limits=SpaceLimits(max_microbatch_size=2)
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        precision=Precision.FP8,
+        limits=SpaceLimits(max_microbatch_size=2),
     ),
     "experts divided among nodes": Case(
         ROUTED,

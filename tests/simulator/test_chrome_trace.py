@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.hwprofiles import PS_PER_S, Recompute, StageSplit, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    PS_PER_S,
+    Precision,
+    Recompute,
+    StackProfile,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
 from meshwright.simulator import (
     Category,
     ParallelPlan,
@@ -40,6 +48,11 @@ CASES = {
 }
 
 
+def narrowest(stack: StackProfile, cluster: str) -> Precision:
+    rates = load_cluster(cluster).device.peak_flops_per_s
+    return next(each for each in reversed(stack.precisions) if each in rates)
+
+
 def step(case: str) -> StepResult:
     stack_name, cluster, tp, pp, dp, vpp, zero_stage = CASES[case]
     model = load_model("megatron-1.7b")
@@ -48,7 +61,7 @@ def step(case: str) -> StepResult:
         model=model,
         global_batch_size=(16 if pp > 1 else 2) * dp,
         seq_len=2048,
-        precision=stack.precisions[-1],
+        precision=narrowest(stack, cluster),
     )
     plan = ParallelPlan(
         tp=tp,
@@ -272,7 +285,7 @@ def test_counters_never_go_back_in_time(result: StepResult) -> None:
 def test_a_parameter_server_has_flows_between_ports_and_lanes_of_its_breakdown() -> None:
     stack, model = load_stack("parameter-server"), load_model("gpt2")
     job = TrainingJob(
-        model=model, global_batch_size=4, seq_len=1024, precision=stack.precisions[-1]
+        model=model, global_batch_size=4, seq_len=1024, precision=narrowest(stack, "dgx-a100")
     )
     plan = ParallelPlan(dp=4, attention=stack.attention)
     result = simulate(job, plan, load_cluster("dgx-a100"), stack)

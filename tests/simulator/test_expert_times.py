@@ -26,7 +26,7 @@ from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
 from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
 from meshwright.simulator.costs.compute import gemm_cost
-from meshwright.simulator.graph import Kind, Memory, Phase, Product, Transfer
+from meshwright.simulator.graph import Kind, Memory, Phase, Product, Tensor, Transfer
 from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, Experts
 from meshwright.simulator.simulation import simulate
@@ -213,21 +213,34 @@ def test_experts_multiply_in_fp8_all_weights_but_the_router_s(degrees: dict[str,
         for each in op.inputs
         if each.is_weight
     }
-    assert sum(int(each.numel) for each in weights) == num_linear_weights(shape)
+    assert sum(int(each.numel) for each in weights) == num_linear_weights(shape)[EXPERT_LAYER]
     names = {each.name for each in found.tape.block.weights if len(each.dims) > 1} - {
         each.name for each in weights
     }
     assert names == {"router.weight"}
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3", "glm4.5"])
-def test_fp8_is_refused_where_layers_are_not_alike(model: str) -> None:
+def _is_matrix(tensor: Tensor) -> bool:
+    return tensor.is_weight and len(tensor.dims) > 1
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "glm4.5", "mixtral-8x7b", "llama3-8b"])
+@pytest.mark.parametrize("precision", [Precision.FP8, Precision.MXFP8])
+def test_weights_of_8_bits_are_those_of_products_in_8_bits(
+    model: str, precision: Precision
+) -> None:
+    """Of dense and expert layers, and of latent attention: the closed form against the blocks."""
     job = TrainingJob(
-        model=load_model(model), global_batch_size=8, seq_len=4096, precision=Precision.FP8
+        model=load_model(model), global_batch_size=8, seq_len=4096, precision=precision
     )
     plan = ParallelPlan(stages=(job.model.num_layers,), attention=Attention.FLASH)
-    refusal = stack_refusal(job, plan, STACK)
-    assert refusal == f"precision=fp8 is not offered for {model}; allowed: another one"
+    assert stack_refusal(job, plan, STACK) is None
+    shape = BlockShape.of(job, plan, STACK)
+    for kind, counted in num_linear_weights(shape).items():
+        operators = walk(shape, kind).tape.block.operators
+        products = (op for op in operators if op.eight_bits and op.kind is not Kind.PLACE)
+        weights = {each for op in products for each in op.inputs if _is_matrix(each)}
+        assert sum(int(each.numel) for each in weights) == counted
 
 
 @pytest.mark.parametrize(

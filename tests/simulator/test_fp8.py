@@ -44,7 +44,10 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
+from meshwright.simulator.graph import Transfer
+from meshwright.simulator.layout import stack_refusal
 from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes
+from meshwright.simulator.model import TRANSFORMER_LAYER, BlockRun
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.step.build import build_step
 
@@ -115,11 +118,11 @@ def gemms(operators: tuple[Operator, ...]) -> list[Gemm]:
     return [item for item in operators if isinstance(item, Gemm)]
 
 
-@pytest.mark.parametrize(("is_fp8", "peak"), [(True, 1979e12), (False, 989e12)])
+@pytest.mark.parametrize(("in_eight_bits", "peak"), [(True, 1979e12), (False, 989e12)])
 def test_whole_tiles_cost_their_flops_at_the_peak_of_their_format(
-    *, is_fp8: bool, peak: float
+    *, in_eight_bits: bool, peak: float
 ) -> None:
-    gemm = Gemm("product", m=2560, n=1280 * 10, k=4096, is_fp8=is_fp8)
+    gemm = Gemm("product", m=2560, n=1280 * 10, k=4096, in_eight_bits=in_eight_bits)
     expected_ps = to_ps(2 * 2560 * 12800 * 4096 / peak)
     # Any product that is not marked is one of bf16, whatever the layers around it are.
     assert gemm_cost(gemm, ideal_device(), FP8).time_ps == expected_ps
@@ -131,7 +134,7 @@ def test_an_fp8_product_costs_its_waves_with_constants_of_its_own(m: int, n: int
     facts = DEVICE.gemm.fp8
     assert facts is not None
     as_bf16 = Gemm("product", m=m, n=n, k=k)
-    cost = gemm_cost(as_bf16._replace(is_fp8=True), DEVICE, FP8)
+    cost = gemm_cost(as_bf16._replace(in_eight_bits=True), DEVICE, FP8)
     floor_s = (m * k + k * n + 2 * m * n) / memory_rate_bytes_per_s(DEVICE)
     # The same tiles with the constants and the peak of fp8 in the place of those of bf16.
     swapped = DEVICE.gemm.model_copy(
@@ -145,24 +148,24 @@ def test_an_fp8_product_costs_its_waves_with_constants_of_its_own(m: int, n: int
 
 
 def test_an_fp8_product_needs_multiples_of_sixteen() -> None:
-    def time_ps(size: int, *, is_fp8: bool) -> int:
-        gemm = Gemm("product", m=2560, n=12800, k=size, is_fp8=is_fp8)
+    def time_ps(size: int, *, in_eight_bits: bool) -> int:
+        gemm = Gemm("product", m=2560, n=12800, k=size, in_eight_bits=in_eight_bits)
         return gemm_cost(gemm, ideal_device(), FP8).time_ps
 
-    assert time_ps(4104, is_fp8=True) > 3.9 * time_ps(4096, is_fp8=True)
-    assert time_ps(4104, is_fp8=False) < 1.1 * time_ps(4096, is_fp8=False)
+    assert time_ps(4104, in_eight_bits=True) > 3.9 * time_ps(4096, in_eight_bits=True)
+    assert time_ps(4104, in_eight_bits=False) < 1.1 * time_ps(4096, in_eight_bits=False)
 
 
 def test_only_the_linear_layers_multiply_in_fp8() -> None:
     shape = block_shape()
     layer, head = (TABLE.operators(shape, kind) for kind in ("layer", "head"))
-    assert [item.is_fp8 for item in gemms(layer.forward)] == [True] * 4
-    assert [item.is_fp8 for item in gemms(layer.backward)] == [True] * 8
-    assert not any(item.is_fp8 for item in gemms((*head.forward, *head.backward)))
+    assert [item.in_eight_bits for item in gemms(layer.forward)] == [True] * 4
+    assert [item.in_eight_bits for item in gemms(layer.backward)] == [True] * 8
+    assert not any(item.in_eight_bits for item in gemms((*head.forward, *head.backward)))
     unfused = TABLE.operators(replace(shape, attention=Attention.UNFUSED), "layer")
     core = [item for item in gemms((*unfused.forward, *unfused.backward)) if item.is_attention]
     assert len(core) == 6
-    assert not any(item.is_fp8 for item in core)
+    assert not any(item.in_eight_bits for item in core)
 
 
 @pytest.mark.parametrize("precision", [BF16, Precision.FP16, Precision.FP32])
@@ -170,13 +173,14 @@ def test_other_formats_cast_nothing(precision: Precision) -> None:
     shape = block_shape(precision=precision)
     layer = TABLE.operators(shape, "layer")
     assert named((*layer.forward, *layer.backward), MemoryBound, "casts") == []
-    assert not any(item.is_fp8 for item in gemms(layer.forward))
-    assert step_cast_bytes(shape, 32) == weight_copy_bytes(shape, 32) == 0
+    assert not any(item.in_eight_bits for item in gemms(layer.forward))
+    assert step_cast_bytes(shape, LAYERS) == weight_copy_bytes(shape, LAYERS) == 0
 
 
 # Llama 3 8B: inputs of 4,096, 4,096, 4,096 and 14,336; outputs of 6,144, 4,096, 28,672 and 4,096.
 INPUTS, OUTPUTS = 8192 * 26_624, 8192 * 43_008
 WEIGHTS = 4096 * (6144 + 4096 + 3 * 14_336)
+LAYERS = (BlockRun(TRANSFORMER_LAYER, 32),)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +207,57 @@ def test_a_cast_reads_two_bytes_and_writes_two(
     ]
 
 
+def test_mxfp8_keeps_a_scale_for_every_32_elements() -> None:
+    """As Transformer Engine allocates them (pytorch/tensor/mxfp8_tensor.py), whole blocks."""
+    tapes = [
+        walk(block_shape(precision=each, tp=4), TRANSFORMER_LAYER).tape
+        for each in (FP8, Precision.MXFP8)
+    ]
+    made = [[out for op in tape.block.operators for out in op.outputs] for tape in tapes]
+    copies = 0
+    for one, other in zip(*made, strict=True):
+        is_copy = one.width == 1
+        copies += is_copy
+        assert other.nbytes == one.nbytes + is_copy * (one.numel // 32)
+    assert copies == 6  # of the inputs of four linear layers, and of the two that are gathered
+    gathered = [
+        [
+            step.work.nbytes
+            for step in tape.steps
+            if isinstance(step.work, Transfer) and step.work.op is CollectiveOp.ALL_GATHER
+        ]
+        for tape in tapes
+    ]
+    assert len(gathered[0]) == 6
+    assert gathered[1] == [count + count // 32 for count in gathered[0]]
+    of_copies = [
+        weight_copy_bytes(block_shape(precision=each), LAYERS) for each in (FP8, Precision.MXFP8)
+    ]
+    # Two copies of a byte each for a parameter of two bytes: what is more are the scales.
+    assert of_copies == [0, 32 * 2 * WEIGHTS // 32]
+
+
+@pytest.mark.parametrize("sizes", [{"seq_len": 8200}, {"ffn_hidden_size": 14_344}])
+def test_mxfp8_takes_multiples_of_32(sizes: dict[str, int]) -> None:
+    """Transformer Engine quantizes no others (`is_quantizable` of MXFP8Quantizer)."""
+    model = MODEL.model_copy(update=sizes)
+    job = TrainingJob(
+        model=model, global_batch_size=1, seq_len=model.seq_len, precision=Precision.MXFP8
+    )
+    plan = ParallelPlan(stages=(32,), attention=Attention.FLASH)
+    refusal = stack_refusal(job, plan, load_stack("megatron-core"))
+    field, value = next(iter(sizes.items()))
+    assert refusal == (
+        f"precision=mxfp8 does not go with {field}={value}; "
+        "allowed: multiples of 32, which share a scale"
+    )
+
+
 def test_weights_that_are_kept_are_cast_once_a_step() -> None:
     shape = block_shape(tp=4)
-    assert num_linear_weights(shape) == WEIGHTS // 4
-    assert step_cast_bytes(shape, 32) == 4 * 32 * WEIGHTS // 4
-    assert step_cast_bytes(block_shape("torchtitan"), 32) == 0
+    assert num_linear_weights(shape) == {TRANSFORMER_LAYER: WEIGHTS // 4}
+    assert step_cast_bytes(shape, LAYERS) == 4 * 32 * WEIGHTS // 4
+    assert step_cast_bytes(block_shape("torchtitan"), LAYERS) == 0
     cast_s = 4 * 32 * WEIGHTS / memory_rate_bytes_per_s(DEVICE)
     longer_ps = [step(each, "megatron-core").breakdown_ps for each in (FP8, BF16)]
     update_ps = longer_ps[0][Category.OPTIMIZER] - longer_ps[1][Category.OPTIMIZER]

@@ -227,7 +227,8 @@ def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
     again = TABLE.memory(flash, "layer").saved - 2 * s * h
     # Nothing is kept: residual stream, norm, and both sides of the activation.
     forward = 2 * s * (2 * h + 2 * f)
-    assert workspaces(full) == (forward, again + 2 * s * h + 2 * s * f)
+    # Backward has a name for what it made again of the layer's output.
+    assert workspaces(full) == (forward, again + 2 * 2 * s * h + 2 * s * f)
     # Fused: a second 16-bit copy, then the gradient in its place beside that of the norm's output.
     loss = 4
     assert workspaces(flash, "head") == (2 * s * vocab + loss, 2 * s * h)

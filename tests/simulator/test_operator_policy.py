@@ -153,7 +153,7 @@ def test_an_fp8_product_has_its_bias_behind_it() -> None:
     tokens, h = 64, 768
     assert saved(shapes[0]) - saved(shapes[1]) == 2 * tokens * 6 * h
     again = recomputed(shapes[0])
-    products = [(each.name, each.is_fp8) for each in again if isinstance(each, Gemm)]
+    products = [(each.name, each.in_eight_bits) for each in again if isinstance(each, Gemm)]
     assert products == [(name, True) for name in ("keys", "attention output", "mlp out")]
     # Inputs of keys, attention output and MLP output, and their weights: 4 bytes an element.
     (casts,) = [each for each in again if isinstance(each, MemoryBound) and "cast" in each.name]

@@ -109,6 +109,23 @@ def test_stages_are_read_as_a_rule_or_as_counts() -> None:
         PlanError, match=r"^stages='3;2' is neither a rule \(even, ends, balanced, "
     ):
         parse_stages("3;2")
+    assert parse_stages("E|t*2,|(t|)*2ttL") == (0, 2, 1, 1, 2)
     model = load_model("gpt2")
     assert resolve_stages(model, 1024, 4, StageSplit.EVEN) == (3, 3, 3, 3)
     assert resolve_stages(model, 1024, 2, [5, 7]) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Et*4|(t*4|)*14tmL", r"multi-token prediction \(m\), which is not modelled"),
+        ("Et*4|t*4", "is no layout; allowed: E, layers t and stages [|] between them, L"),
+        ("Et|EtL", "is no layout"),
+        ("E(t*9999)*9999L", "more than 100,000 letters"),
+        ("Et*99999999L", "more than"),
+        ("Et4|L", "is no layout"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        parse_stages(text)

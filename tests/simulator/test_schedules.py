@@ -25,6 +25,12 @@ EVERY = [
     for runtime, schedules in RUNTIMES.items()
     for name, schedule in sorted(schedules.items())
 ]
+EVERY += [
+    pytest.param(
+        get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, size), id=f"groups of {size}"
+    )
+    for size in (3, 5)
+]
 
 
 def sizes(

@@ -51,6 +51,9 @@ STEP_TIME_LIMITS = {
     "Megatron-LM tables": 0.06,
     "NVIDIA DeepLearningExamples": 0.05,
     "SimuMax": 0.05,
+    # A model of 15B whose runs reach more of the peak than any other on B200; one of three is
+    # faster than the other two by a quarter.
+    "Vultr": 0.37,
 }
 # The same for fp8: the constants of five sources left out one at a time give 2 to 9 %.
 FP8_LIMITS = {
@@ -60,15 +63,17 @@ FP8_LIMITS = {
     "NVIDIA Megatron-Bridge": 0.04,
     "torchtitan": 0.08,
     "MosaicML": 0.05,
+    "Vultr": 0.06,
 }
-# Runs with routed experts. GB200 in bf16, Qwen3 on H100 where it waits for its host, and gpt-oss
-# are not predicted: docs/accuracy.md says which terms are missing.
+# Runs with routed experts. Qwen3 on H100, where it waits for its host, and gpt-oss are not
+# predicted: docs/accuracy.md says which terms are missing.
 EXPERT_LIMITS = {
     "SimuMax v1.2, Megatron-LM runs on B200, experts": 0.08,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 bf16": 0.05,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 fp8": 0.12,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.16,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.23,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
@@ -116,7 +121,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 34
+    assert len(errors) == 40
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 
@@ -139,11 +144,11 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
     # The others: 340B and 405B runs on few devices that print no recomputation, and three within
     # 2 % of what there is.
-    assert len(fits) == 450
+    assert len(fits) == 478
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: seven whose recipes run parts of layers again, which is not offered, and two of
+    # Of experts: twelve whose recipes run parts of layers again, which is not offered, and two of
     # Qwen3 30B in fp8 with two sequences a microbatch.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 9
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 14
 
 
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
@@ -175,7 +180,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (521, 10, 142)
+    assert (len(runs), len(layers), len(board.excluded)) == (581, 10, 99)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:

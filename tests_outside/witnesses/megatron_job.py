@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.hwprofiles import Precision, Recompute
+from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.model import ModelSpec, padded_vocab_size
@@ -243,15 +243,28 @@ def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlock
     return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
 
 
-RECOMPUTE = {
-    Recompute.NONE: {},
-    Recompute.SELECTIVE: {"recompute_granularity": "selective"},
-    Recompute.FULL: {
+def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
+    """Return what of a plan's layers runs again, and of a layer."""
+    if plan.recompute is Recompute.NONE:
+        return {}
+    if plan.recompute is Recompute.SELECTIVE:
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": [str(each) for each in plan.repeated_modules],
+        }
+    usual = RecomputeMethod.BLOCK if plan.recompute_layers else RecomputeMethod.UNIFORM
+    return {
         "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
+        "recompute_method": str(plan.recompute_method or usual),
+        "recompute_num_layers": plan.recompute_layers or 1,
+    }
+
+
+def layout_of(plan: ParallelPlan) -> str | None:
+    """Return what tells Megatron-Core of stages that are not equal."""
+    if len({*plan.stages}) <= 1:
+        return None
+    return "|".join("t" * count for count in plan.stages).join("EL")
 
 
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
@@ -290,6 +303,7 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         virtual_pipeline_model_parallel_size=(
             plan.num_virtual_stages if plan.num_virtual_stages > 1 else None
         ),
+        pipeline_model_parallel_layout=layout_of(plan),
         sequence_parallel=plan.sequence_parallel,
         perform_initialization=False,
         masked_softmax_fusion=True,
@@ -297,6 +311,5 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         overlap_p2p_comm=plan.num_virtual_stages > 1,
         batch_p2p_comm=plan.num_virtual_stages == 1,
         deallocate_pipeline_outputs=True,
-        **RECOMPUTE[plan.recompute],
-        recompute_modules=[str(each) for each in plan.repeated_modules] or None,
+        **recompute_settings(plan),
     )

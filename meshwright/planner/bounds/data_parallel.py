@@ -26,12 +26,12 @@ from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
+    blocks_of,
     bucket_parts,
     buffer_copies,
     held_parameters,
     reduced_parts,
     stage_bucket_limit,
-    sum_layers,
     update_cost,
 )
 
@@ -131,7 +131,7 @@ class DataParallelCosts:
         self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
     ) -> DataParallelTimes:
         parameters = self._parts.parameters(shape, role.stages)
-        cast_bytes = step_cast_bytes(shape, sum_layers(role.stages))
+        cast_bytes = step_cast_bytes(shape, blocks_of(role.stages))
         update = update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
         if replication.in_units:
             return self._sharded_times(shape, role, replication, wire, update)

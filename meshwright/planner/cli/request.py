@@ -244,6 +244,16 @@ def _schedule(draft: Draft) -> str:
     return "interleaved" if interleaves else "1f1b"
 
 
+def _virtual_stages(draft: Draft) -> object:
+    """Return the virtual stages of a rank: those of listed stages where no number is given."""
+    listed = parse_stages(cast("str", draft.given["stages"])) if "stages" in draft.given else ()
+    pp = draft.number("pp")
+    is_listed = isinstance(listed, tuple) and len(listed) > pp and len(listed) % pp == 0
+    if "num_virtual_stages" not in draft.given and is_listed:
+        return len(listed) // pp
+    return draft.value("num_virtual_stages", 1)
+
+
 def _stages(draft: Draft) -> tuple[int, ...]:
     job, saved = draft.setting.job, draft.setting.saved
     given = cast("str | None", draft.given.get("stages"))
@@ -258,9 +268,11 @@ def _stages(draft: Draft) -> tuple[int, ...]:
 
 
 def _recompute(draft: Draft) -> object:
-    """Return what backward computes again: parts that are named are a selection."""
+    """Return what backward computes again: named parts are a selection, layers are in full."""
     usual = Recompute.SELECTIVE if "recompute_modules" in draft.given else Recompute.NONE
-    named = usual is Recompute.SELECTIVE
+    if "recompute_layers" in draft.given:
+        usual = Recompute.FULL
+    named = usual is not Recompute.NONE
     return draft.given.get("recompute", usual) if named else draft.value("recompute", usual)
 
 
@@ -269,8 +281,22 @@ def _recompute_modules(draft: Draft) -> tuple[RecomputeModule, ...]:
     given = cast("str | tuple[RecomputeModule, ...] | None", draft.given.get("recompute_modules"))
     if given is not None:
         return read_modules(given) if isinstance(given, str) else given
-    is_kept = draft.saved is not None and draft.known["recompute"] is draft.saved.recompute
-    return draft.saved.recompute_modules if draft.saved and is_kept else ()
+    return draft.saved.recompute_modules if draft.saved and _keeps_recompute(draft) else ()
+
+
+def _keeps_recompute(draft: Draft) -> bool:
+    """Return whether what backward computes again is that of the plan file."""
+    return draft.saved is not None and draft.known["recompute"] is draft.saved.recompute
+
+
+def _of_layers(name: str) -> Callable[[Draft], object]:
+    """Return what gives a field that says which layers are recomputed."""
+
+    def value(draft: Draft) -> object:
+        kept = getattr(draft.saved, name) if _keeps_recompute(draft) else None
+        return draft.given.get(name, kept)
+
+    return value
 
 
 def read_modules(text: str) -> tuple[RecomputeModule, ...]:
@@ -301,8 +327,11 @@ def _attention(draft: Draft) -> object:
 RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "dp": _dp,
     "zero_stage": lambda draft: draft.value("zero_stage", draft.setting.stack.zero_stage),
+    "num_virtual_stages": _virtual_stages,
     "recompute": _recompute,
     "recompute_modules": _recompute_modules,
+    "recompute_layers": _of_layers("recompute_layers"),
+    "recompute_method": _of_layers("recompute_method"),
     "attention": _attention,
     "schedule": _schedule,
     "stages": _stages,

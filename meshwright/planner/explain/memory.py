@@ -69,9 +69,11 @@ def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[Memo
     """Yield what each kind of block of each virtual stage keeps of the passes in flight."""
     pp_rank = step.memory.worst_stage.stage
     in_flight = passes_in_flight(step, pp_rank)
-    blocks = block_bytes(costs.blocks, built.setting.shape)
-    for number, stage in enumerate(built.setting.rank_stages(pp_rank)):
-        for kind, count in stage.blocks:
+    stages = built.setting.rank_stages(pp_rank)
+    kinds = (kind for stage in stages for kind, _ in stage.passes)
+    blocks = block_bytes(costs.blocks, built.setting.shape, others=kinds)
+    for number, stage in enumerate(stages):
+        for kind, count in stage.passes:
             saved = blocks[kind].saved
             size = in_flight[number] * count * saved
             if size:

@@ -150,7 +150,7 @@ def precision_row() -> Row:
 
 def _format(field: str, key: str) -> Row:
     """Return the row of a format of gradients; that of the weights where a file has none."""
-    known = {str(each): each for each in Precision if each is not Precision.FP8}
+    known = {str(each): each for each in Precision if not each.is_eight_bit}
 
     def write(facts: Facts) -> Keys:
         return {key: str(WORDS.known(field, facts, known.values()))}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.megatron_core import BATCHES, shared_rows, stages_row
+from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import command_words
 
@@ -27,6 +27,7 @@ PRECISIONS: Mapping[object, object] = {
     Precision.BF16: "bf16_mixed",
     Precision.FP16: "fp16_mixed",
     Precision.FP8: "bf16_with_fp8_delayed_scaling_mixed",
+    Precision.MXFP8: "bf16_with_mxfp8_mixed",
 }
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
 
@@ -47,6 +48,7 @@ def table() -> tuple[Row, ...]:
             "model.virtual_pipeline_model_parallel_size",
             says_both=True,
         ),
+        groups_row("model.microbatch_group_size_per_vp_stage"),
         words.choice("precision", "mixed_precision", PRECISIONS),
         # grad_reduce_in_fp32 of these recipes.
         words.rule("gradient_precision", _kept),

@@ -14,11 +14,14 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Offload,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.simulator import PlanError
+from meshwright.simulator.layout import read_layout
+from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
 MODULES = "modules"
@@ -99,6 +102,10 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
 
     def write(facts: Facts) -> Keys:
         theirs = RECOMPUTE[words.known("recompute", facts, RECOMPUTE)]
+        if facts.get("recompute_layers"):
+            method = facts.get("recompute_method") or RecomputeMethod.BLOCK
+            layers = {"method": str(method), "num_layers": facts.get("recompute_layers")}
+            theirs = {**theirs, **layers}
         modules = cast("tuple[RecomputeModule, ...]", facts.get("recompute_modules"))
         if modules:
             theirs = {**theirs, MODULES: [str(each) for each in modules]}
@@ -113,14 +120,28 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
         for ours, each in RECOMPUTE.items():
             if each == theirs:
                 return {"recompute": ours}
+        found_layers = _layers(theirs)
+        if found_layers is not None:
+            return found_layers
         given = ", ".join(f"{keys[name]}={value}" for name, value in theirs.items())
         raise PlanError(
             f"{given} of {words.framework} is in no plan; allowed: none, "
-            f"{keys['granularity']}=selective alone, or full with method uniform of 1 layer"
+            f"{keys['granularity']}=selective alone, or full with a method "
+            f"({', '.join(RecomputeMethod)}) and a number of layers"
         )
 
-    fields = ("recompute", "recompute_modules")
+    fields = ("recompute", "recompute_modules", "recompute_layers", "recompute_method")
     return Row(fields=fields, keys=tuple(keys.values()), write=write, read=read)
+
+
+def _layers(theirs: Keys) -> Keys | None:
+    """Return which layers are recomputed in full, None where the keys do not say it."""
+    method, number = theirs.get("method"), theirs.get("num_layers")
+    is_full = theirs.keys() == FULL.keys() and theirs["granularity"] == FULL["granularity"]
+    if not is_full or method not in list(RecomputeMethod) or not isinstance(number, int):
+        return None
+    said = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
+    return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
 
 
 def _modules(words: Words, key: str, found: object) -> tuple[RecomputeModule, ...]:
@@ -156,13 +177,35 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
         if text is None:
             count = cast("int", keys.get(virtual) or 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
-        stages = read_layout(words, layout, text)
+        stages = _stages_of(words, layout, text)
         if len(stages) % pp:
             raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
         return {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
     fields = ("stages", "num_virtual_stages")
     return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
+
+
+def groups_row(key: str) -> Row:
+    """Return the row of microbatches in a row, where they are not as many as ranks.
+
+    The framework then takes that many, or refuses to run (core 0.16).
+    """
+
+    def smallest(facts: Facts) -> int | None:
+        if facts.number("num_virtual_stages") == 1:
+            return None
+        return core_group(facts.number("pp"), facts.num_microbatches)
+
+    def write(facts: Facts) -> Keys:
+        size = facts.get("microbatch_group_size") or smallest(facts)
+        return {} if size in {None, facts.number("pp")} else {key: size}
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        size = keys.get(key)
+        return {} if size in {None, smallest(facts)} else {"microbatch_group_size": size}
+
+    return Row(fields=("microbatch_group_size",), keys=(key,), write=write, read=read)
 
 
 def layout_text(stages: tuple[int, ...]) -> str:
@@ -175,18 +218,9 @@ def layout_text(stages: tuple[int, ...]) -> str:
     return f"E{'|'.join(parts)}L"
 
 
-def read_layout(words: Words, key: str, text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of such a text.
-
-    Raises:
-        PlanError: If it has other layers, or embedding and loss elsewhere than at the ends.
-
-    >>> read_layout(Words("megatron-lm"), "layout", "Ettt|(tt|)*2,L")
-    (3, 2, 2, 0)
-    """
-    plain = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        plain = re.sub(pattern, lambda match: match[1] * int(match[2]), plain)
-    if not re.fullmatch(r"Et*(\|t*)*L", plain):
-        raise words.unknown(key, text, ("E, layers t and stages | between them, L",))
-    return tuple(part.count("t") for part in plain.split("|"))
+def _stages_of(words: Words, key: str, text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of such a text; raises PlanError, naming *key*."""
+    try:
+        return read_layout(text)
+    except PlanError as error:
+        raise PlanError(f"{key} of {words.framework}: {error}") from None

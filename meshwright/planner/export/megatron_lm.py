@@ -10,7 +10,7 @@ from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
 from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.megatron_core import BATCHES, shared_rows, stages_row
+from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 from meshwright.planner.export.texts import command_words, flags, read_flags
 from meshwright.simulator import ModelSpec, PlanError
@@ -40,6 +40,7 @@ def table() -> tuple[Row, ...]:
             "num-virtual-stages-per-pipeline-rank",
             says_both=False,
         ),
+        groups_row("microbatch-group-size-per-virtual-pipeline-stage"),
         _precision(),
         _gradients(),
         _overlap(),
@@ -82,8 +83,9 @@ def _precision() -> Row:
         Precision.FP16: {"fp16": True},
         Precision.FP32: {},
         Precision.FP8: {"bf16": True, "fp8-format": "hybrid"},
+        Precision.MXFP8: {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
     }
-    names = ("bf16", "fp16", "fp8-format")
+    names = ("bf16", "fp16", "fp8-format", "fp8-recipe")
 
     def read(keys: Keys, _: Facts) -> Keys:
         theirs = {name: keys[name] for name in names if name in keys}

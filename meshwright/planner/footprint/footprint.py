@@ -11,7 +11,7 @@ from meshwright.hwprofiles import Cluster
 from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
-from meshwright.planner.footprint.units import UnitPeaks
+from meshwright.planner.footprint.units import NarrowCopies, UnitPeaks
 from meshwright.planner.space import (
     Column,
     Pipeline,
@@ -23,7 +23,7 @@ from meshwright.planner.space import (
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.simulator.blocks import BlockShape, BlockTable, weight_copy_bytes
+from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import Axis, Mesh, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
@@ -35,9 +35,6 @@ from meshwright.simulator.memory import (
     workspace_bytes,
 )
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import (
-    sum_layers,
-)
 
 Progress = Callable[[str, int, int], None]
 
@@ -64,8 +61,7 @@ class ParameterCounts:
                 for shape in table.shapes
             ]
             self._experts = np.array(experts, np.int64)
-        copies = [weight_copy_bytes(shape, 1) for shape in table.shapes]
-        self._copies = np.array(copies, np.int64)
+        self._copies = NarrowCopies(table)
 
     def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, for each of the layouts."""
@@ -82,7 +78,7 @@ class ParameterCounts:
 
     def copies_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the bytes of the fp8 copies of weights of such a rank, for each of the layouts."""
-        return np.asarray(self._copies[shape_index] * sum_layers(stages), np.int64)
+        return self._copies.of_rank(shape_index, stages)
 
 
 def _degrees(shape: BlockShape) -> tuple[int, int, int]:

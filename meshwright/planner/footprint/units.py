@@ -20,11 +20,10 @@ from meshwright.planner.footprint.pass_table import (
     representative_microbatches,
 )
 from meshwright.planner.footprint.replicas import Kind, kinds_of
-from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
+from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import BlockTable, weight_copy_bytes
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import layer_kinds
-from meshwright.simulator.replication import sum_layers
+from meshwright.simulator.model import BlockRun, layer_kinds
 from meshwright.simulator.units import (
     ENDINGS,
     ParameterBytes,
@@ -112,6 +111,23 @@ class PartSizes(NamedTuple):
 NUM_STATIC, REDUCED = 4, 7  # columns before those of passes; and that one of them
 
 
+class NarrowCopies:
+    """The bytes of copies of 8 bits that ranks keep of weights, from a block of each kind."""
+
+    def __init__(self, table: ShapeTable) -> None:
+        self._kinds = table.kinds
+        of_blocks = [
+            [weight_copy_bytes(shape, [BlockRun(kind, 1)]) for kind in table.kinds]
+            for shape in table.shapes
+        ]
+        self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
+
+    def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return those of a rank that holds *stages*, for each of the layouts."""
+        counts = np.array(block_counts(self._kinds, stages), np.int64)
+        return np.asarray(self._bytes[shape_index] @ counts, np.int64)
+
+
 class UnitPeaks:
     """Peaks of ranks, found once for all layouts that share them."""
 
@@ -121,7 +137,7 @@ class UnitPeaks:
         for ending in ENDINGS[1:]:  # the first one is as usual
             blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
         self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
-        self._copies = np.array([weight_copy_bytes(shape, 1) for shape in table.shapes], np.int64)
+        self._copies = NarrowCopies(table)
         by_degrees = {(shape.tp, shape.ep): shape for shape in table.shapes}
         self._shapes = [*by_degrees.values()]
         places = {degrees: place for place, degrees in enumerate(by_degrees)}
@@ -202,7 +218,7 @@ class UnitPeaks:
         weights, experts, surplus, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
         held = RankStates.of(weights, experts, sharding)
-        copies = self._copies[states.shapes[own]] * sum_layers(role.stages)
+        copies = self._copies.of_rank(states.shapes[own], role.stages)
         static = held.parameters + held.gradients + held.optimizer + surplus + copies
         microbatches = self._space.num_microbatches[group.indices]
         sums = np.asarray(sharding.sums, np.int64)

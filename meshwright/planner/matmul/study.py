@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from meshwright.hwprofiles import Cluster, Precision, load_cluster, shown
+from meshwright.hwprofiles import EIGHT_BITS, Cluster, Precision, load_cluster, shown
 from meshwright.planner.options import MatmulOptions
 from meshwright.simulator import Cost, PlanError
 from meshwright.simulator.costs import p2p_cost
@@ -339,6 +339,6 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
 
 
 def _check_precision(cluster: Cluster, precision: Precision) -> None:
-    if precision is Precision.FP8:
-        known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - {Precision.FP8}))
+    if precision.is_eight_bit:
+        known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - set(EIGHT_BITS)))
         raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {known}")

@@ -53,6 +53,8 @@ FORMAT = "meshwright-plan-1"
 PLAN_FILE = FileKind(title="plan file", most_bytes=4_000_000, error=PlanError)
 # Enough for the largest layout; the text of a longer number would be refused by Python itself.
 Degree = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+# The first stage may have the embedding alone, the last one the loss.
+NumLayers = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 T = TypeVar("T", AnyModel, Cluster, StackProfile)
 P = TypeVar("P", Cluster, StackProfile)
 
@@ -84,7 +86,7 @@ def _entry_type(field: PlanField) -> object:
         int: Degree,
         bool: Annotated[bool, Field(strict=True)],
         float: Annotated[float, Field(strict=True, allow_inf_nan=False)],
-        tuple: tuple[Degree, ...],
+        tuple: tuple[NumLayers, ...],
     }.get(field.kind, field.kind)
     if field.name == "zero_stage":
         kind = Annotated[int, Field(strict=True, ge=0, le=MAX_ZERO_STAGE)]
@@ -129,11 +131,12 @@ class _PlanFile(_Entry):
 
 
 def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
-    """Return every field of a plan by name."""
+    """Return every field of a plan by name, rare ones that are not as usual."""
     values: dict[str, Json] = {
         name: list(value) if isinstance(value, tuple) else value
-        for name in PLAN_FIELDS
+        for name, each in PLAN_FIELDS.items()
         for value in [getattr(plan, name)]
+        if not (each.declaration.is_rare and value == each.default)
     }
     if plan.parameter_server is not None:
         values["parameter_server"] = asdict(plan.parameter_server)

@@ -16,7 +16,6 @@ from meshwright.hwprofiles import (
     PS_PER_S,
     TERA,
     Offload,
-    Precision,
     Source,
     format_bytes,
     format_flops_per_s,
@@ -235,8 +234,9 @@ def switches_text(plan: ParallelPlan, job: TrainingJob) -> str:
 def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, str]]:
     rate = format_flops_per_s(result.model_flops_per_s_per_gpu)
     shares = f"MFU {result.mfu_fraction:.1%}, HFU {result.hfu_fraction:.1%}"
-    if result.job.precision is Precision.FP8:  # only the linear layers could reach that
-        shares += " of the fp8 peak"
+    precision = result.job.precision
+    if precision.is_eight_bit:  # only the linear layers could reach that
+        shares += f" of the {precision} peak"
     per_gpu = f"{result.tokens_per_s_per_gpu:,.1f} a GPU"
     measured, closed = result.bubble_fraction, result.schedule_bubble_fraction
     facts = [

@@ -6,9 +6,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload
+from meshwright.hwprofiles import Offload, PipelineRuntime
 from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
+
+# Fields of what is recomputed of a layer, and of how many, with the trait of stacks that have them.
+OF_PARTS = {
+    "recompute_modules": "recompute_modules",
+    "recompute_layers": "recompute_methods",
+}
 
 
 class Held(NamedTuple):
@@ -64,8 +70,12 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     Axes of experts are so of models without them, too.
     """
     stack = space.stack
-    if field.name == "recompute_modules":
-        return not stack.recompute_modules
+    if field.name in OF_PARTS:
+        return not getattr(stack, OF_PARTS[field.name])
+    if field.name == "microbatch_group_size":
+        return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
+    if field.name == "recompute_method":  # it says what a number of layers is of
+        return True
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on
@@ -81,7 +91,7 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
-        elif name == "recompute_modules":
+        elif name in {*OF_PARTS, "microbatch_group_size"}:
             yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))

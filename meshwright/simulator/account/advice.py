@@ -2,7 +2,7 @@
 
 from meshwright.hwprofiles import Offload, Precision, format_bytes
 from meshwright.simulator.account.result import MemoryResult
-from meshwright.simulator.costs import ALIGNED_ELEMENTS, ALIGNED_FP8_ELEMENTS, CostModel
+from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
 from meshwright.simulator.layout import DP_CP, PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
 from meshwright.simulator.model import AnyModel, ModelSpec
 
@@ -55,7 +55,7 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
 def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     if job.precision is Precision.FP32:
         return []
-    of_linear = ALIGNED_FP8_ELEMENTS if job.precision is Precision.FP8 else ALIGNED_ELEMENTS
+    of_linear = ALIGNED_BYTES if job.precision.is_eight_bit else ALIGNED_ELEMENTS
     return [
         f"{each.name} = {each.size} is not a multiple of {aligned}: its matrix products run slowly"
         for each in job.model.product_sizes(plan.tp)

@@ -22,14 +22,15 @@ def rank_flops(
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     flops = sum(
-        _counted_flops(blocks.operators(shape, kind)) * count
+        counted_flops(blocks.operators(shape, kind)) * count
         for stage in rank_stages(job.model, plan, pp_rank)
-        for kind, count in stage.blocks
+        for kind, count in stage.passes
     )
     return microbatches * flops
 
 
-def _counted_flops(block: BlockOperators) -> int:
+def counted_flops(block: BlockOperators) -> int:
+    """Return the FLOPs of the products of a block, as a program that counts would see them."""
     flops = 0
     for operator in (*block.forward, *block.recompute, *block.backward):
         if isinstance(operator, Gemm):

@@ -5,6 +5,7 @@ from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
+    OUTSIDE,
     PARTIAL,
     Block,
     Dim,
@@ -104,7 +105,8 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
     if model.scored_fraction < 1:
         x = copy(block, x, "scored", like=x.like("scored", dims=(dims.scored, x.dims[-1]), at={}))
     if model.mlm_head:
-        x = whole_product(block, x, Dim("mlm dense", model.hidden_size), "mlm dense", bias=True)
+        width, affine = Dim("mlm dense", model.hidden_size), OUTSIDE._replace(bias=True)
+        x = whole_product(block, x, width, "mlm dense", affine)
         x = pointwise(block, "mlm activation", x)
     name = "mlm norm" if model.mlm_head else "final norm"
     x = normed(block, x, name, shape)

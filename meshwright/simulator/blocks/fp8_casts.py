@@ -1,4 +1,4 @@
-"""Casts around fp8 linear layers: their memory traffic, their kernels and the copies they leave.
+"""Casts around linear layers of 8 bits: their traffic, their kernels and the copies they leave.
 
 A cast reads an element of bf16 and writes it twice, as it stands and transposed: on Hopper an
 fp8 product takes both its operands along the inner dimension only, so the products for the
@@ -6,45 +6,50 @@ gradients need each operand the other way round.  That is ``2 + 1 + 1`` bytes an
 (Transformer Engine 1.x, ``fp8_cast_transpose_fused`` in pytorch/module/linear.py; torchao counts
 the same, float8/roofline_utils.py).  Delayed scaling finds the maximum in the same pass, and a
 compiled torchao cast is fused with the kernel before it, so neither reads the tensor once more.
+On Blackwell a product takes operands of fp8 either way round, but a scale for every 32 elements
+along the inner dim belongs to one direction: MXFP8 is cast along both (``MXFP8Quantizer`` of
+Transformer Engine 2, pytorch/tensor/mxfp8_tensor.py), as much traffic but for the scales.
 
 Cast are the inputs of the four linear layers in forward, the gradients of their outputs in
 backward, and the weights as often as the stack does.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.model import BlockKind, BlockRun, linear_weights
 
 CAST_BYTES = 4
 
 
 def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
-    """Return the casts of one layer's forward pass, or of what it repeats; none without fp8.
+    """Return the casts of one layer's forward pass, or of what it repeats; none in 16 bits.
 
     Args:
         shape: Sizes and recipe.
         linears: Its products ``[tokens, k] x [k, n]``.
     """
-    if shape.fp8 is None:
+    if shape.recipe is None:
         return ()
     inputs = sum(linear.m * linear.k * linear.batch for linear in linears)
-    casts_weights = shape.fp8.weight_casts is not WeightCast.STEP
+    casts_weights = shape.recipe.weight_casts is not WeightCast.STEP
     return _casts("forward", linears, inputs, casts_weights=casts_weights)
 
 
 def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
-    """Return the casts of one layer's backward pass, none without fp8.
+    """Return the casts of one layer's backward pass, none in 16 bits.
 
     Args:
         shape: Sizes and recipe.
         linears: The layer's products ``[tokens, k] x [k, n]`` of the forward pass.
     """
-    if shape.fp8 is None:
+    if shape.recipe is None:
         return ()
     gradients = sum(linear.m * linear.n * linear.batch for linear in linears)
-    casts_weights = shape.fp8.weight_casts is WeightCast.FORWARD_BACKWARD
+    casts_weights = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
     return _casts("backward", linears, gradients, casts_weights=casts_weights)
 
 
@@ -59,35 +64,31 @@ def _casts(
     )
 
 
-def step_cast_bytes(shape: BlockShape, num_layers: int) -> int:
-    """Return the traffic of casting the weights of *num_layers* layers once a step, if it is so."""
-    if shape.fp8 is None or shape.fp8.weight_casts is not WeightCast.STEP:
+def step_cast_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+    """Return the traffic of casting the weights of *blocks* once a step, if it is so."""
+    if shape.recipe is None or shape.recipe.weight_casts is not WeightCast.STEP:
         return 0
-    return CAST_BYTES * num_linear_weights(shape) * num_layers
+    weights = num_linear_weights(shape)
+    return CAST_BYTES * sum(count * weights[kind] for kind, count in blocks)
 
 
-def weight_copy_bytes(shape: BlockShape, num_layers: int) -> int:
-    """Return the bytes of fp8 copies that *num_layers* layers keep beside their weights.
+def weight_copy_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+    """Return the bytes of narrow copies that *blocks* keep beside their weights.
 
     Copies that are the weights count as these do.
     """
-    if shape.fp8 is None:
+    if shape.recipe is None:
         return 0
-    held = shape.fp8.holds_parameters * Precision.BF16.num_bytes
-    return (shape.fp8.weight_copy_bytes - held) * num_linear_weights(shape) * num_layers
+    copies, scaled = shape.recipe.weight_copy_bytes, shape.recipe.scaled_elements
+    held = shape.recipe.holds_parameters * Precision.BF16.num_bytes
+    counts, total = num_linear_weights(shape), 0
+    for kind, count in blocks:
+        weights = counts[kind]
+        scales = copies * weights // scaled if scaled else 0
+        total += count * ((copies - held) * weights + scales)
+    return total
 
 
-def num_linear_weights(shape: BlockShape) -> int:
-    """Return the weights of the four linear layers of one layer, without biases, on one rank.
-
-    With experts, which all layers then have, those of the rank's own in the place of the MLP.
-    """
-    qkv = shape.local_width + 2 * shape.local_kv_width
-    widths = qkv + shape.local_width
-    experts = shape.model.experts
-    if experts is None:
-        return shape.model.hidden_size * (widths + shape.mlp_in_width + shape.local_ffn_width)
-    num_local = experts.num_experts // shape.ep
-    widths += 3 * num_local * experts.hidden_size // shape.expert_tp
-    widths += 3 * experts.shared_hidden_size // shape.tp
-    return shape.model.hidden_size * widths
+def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:
+    """Return the weights of the linear layers of a layer of each kind, on one rank."""
+    return linear_weights(shape.trained, shape.tp, shape.ep, shape.etp)

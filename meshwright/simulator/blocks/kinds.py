@@ -1,6 +1,6 @@
 """The kinds of blocks by name, how a stack runs them, and a walk through one of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,9 +36,12 @@ from meshwright.simulator.model import (
     BlockKind,
     ChainModel,
     ImageModel,
+    LayerGroup,
     ModelSpec,
 )
 
+# Parts of blocks that full recomputation runs again: a layer, or several in one checkpoint.
+LAYER, GROUP = "layer", "group"
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
 
@@ -56,6 +59,22 @@ def _layer(
     x = dims.stream(block, shape)
     layer(block, x, shape, dims, kind)
     return x
+
+
+def _group(block: Block, shape: BlockShape, dims: LayerDims, kinds: Sequence[BlockKind]) -> Tensor:
+    """Write layers that are checkpointed together.
+
+    Their first pass keeps the masks of dropout ahead of residual sums until all are done: Megatron-
+    Core adds with gradients enabled in any case (`bias_dropout_add_exec_handler` of
+    transformer_layer.py, core 0.16).
+    """
+    first = x = dims.stream(block, shape)
+    with block.part(GROUP):
+        for kind in kinds:
+            x = layer(block, x, shape, dims, kind)
+        made = (out for each in block.operators for out in each.outputs[1:])
+        block.hold(*(each for each in made if each.width == 1 and each.dims == first.dims))
+    return first
 
 
 def _embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -134,12 +153,14 @@ def makes_gradients(shape: BlockShape) -> bool:
 
 
 def _eight_bits(shape: BlockShape) -> EightBits | None:
-    if shape.fp8 is None:
+    recipe = shape.recipe
+    if recipe is None:
         return None
     return EightBits(
-        keeps_copy=shape.keeps_fp8_inputs,
-        keeps_weights=shape.fp8.weight_copy_bytes > 0,
-        gathers=shape.fp8.tp_gathers_fp8,
+        keeps_copy=shape.keeps_narrow_inputs,
+        keeps_weights=recipe.weight_copy_bytes > 0,
+        gathers=recipe.tp_gathers_fp8,
+        scaled=recipe.scaled_elements,
     )
 
 
@@ -154,7 +175,10 @@ def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) 
         mesh[ExpertAxis.ETP] = widths
     block = Block(mesh, lowering_of(shape), shape.element_bytes)
     if isinstance(shape.trained, ModelSpec):
-        return Written(block, BLOCKS[kind](block, shape, LayerDims.of(shape, sizes)))
+        dims = LayerDims.of(shape, sizes)
+        if isinstance(kind, LayerGroup):
+            return Written(block, _group(block, shape, dims, kind.layers))
+        return Written(block, BLOCKS[kind](block, shape, dims))
     return Written(block, listed(block, shape.trained, kind, sizes.microbatch_size))
 
 
@@ -224,13 +248,17 @@ def walk(
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
     modules = frozenset(shape.repeated_modules)
+    is_whole = shape.recompute in OF_LAYERS
+    parts = frozenset({LAYER, GROUP}) if is_whole else modules
+    # Megatron's checkpoints of layers are reentrant, too; PyTorch's and DeepSpeed's own are not.
+    is_named = not is_whole or (shape.stack.megatron_layers and not is_by_operator)
     return Repetition(
-        frozenset({"layer"} if shape.recompute in OF_LAYERS else modules),
+        parts,
         shape.stack.recompute_stops_early,
         _kept_operators(block) if is_by_operator else frozenset(),
         # Reentrant checkpoints have names for what they made again; of an attention core another
         # storage is as large by then.
-        held=modules - {RecomputeModule.CORE_ATTN},
+        held=parts - {RecomputeModule.CORE_ATTN} if is_named else frozenset(),
     )
 
 

@@ -28,7 +28,7 @@ from meshwright.simulator.graph import (
     WeightGradients,
     Work,
 )
-from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import ParallelPlan, TrainingJob, repeated_layers
 from meshwright.simulator.model import (
     EMBEDDING,
     BlockKind,
@@ -72,7 +72,8 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
         steps = walk(alone, kind).tape.steps
         return _flops(each.work for each in steps if each.phase is Phase.RECOMPUTE)
 
-    again = sum(count * repeated(kind) for kind, count in job.model.layer_runs)
+    runs = repeated_layers(job.model, plan)
+    again = sum(count * repeated(kind) for kind, count in runs)
     return model_flops(job) + again * job.global_batch_size
 
 

@@ -9,8 +9,8 @@ from meshwright.simulator.layout import MeshAxis
 class Gemm(NamedTuple):
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
 
-    ``is_attention`` marks the products of the attention core, which hold no weights; ``is_fp8``
-    those that multiply in 8 bits: two inputs of one byte an element, an output of two.
+    ``is_attention`` marks the products of the attention core, which hold no weights; those
+    ``in_eight_bits`` have two inputs of one byte an element and an output of two.
 
     A product of experts has *batch* weights of its own: ``rows`` names the size that is the rows of
     an expert, and ``weight_bytes`` is the traffic of these weights, or of their kept gradients.
@@ -25,7 +25,7 @@ class Gemm(NamedTuple):
     k: int
     batch: int = 1
     is_attention: bool = False
-    is_fp8: bool = False
+    in_eight_bits: bool = False
     rows: Literal["", "m", "k"] = ""
     weight_bytes: int = 0
 

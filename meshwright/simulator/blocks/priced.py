@@ -71,7 +71,7 @@ class PricedBlock(NamedTuple):
         forward, again, backward = (self._phase(phase) for phase in Phase)
         if not isinstance(self.shape.trained, ModelSpec):
             return self._listed_operators(forward, again, (*backward, *self._accumulation()))
-        linears = [each for each in forward if isinstance(each, Gemm) and each.is_fp8]
+        linears = [each for each in forward if isinstance(each, Gemm) and each.in_eight_bits]
         extra = self._launches(forward, linears, backward=False)
         return BlockOperators(
             forward=(*forward, *extra),
@@ -269,7 +269,7 @@ def _products(
             found[key] = _side_by_side(found[key], (m, n, k), step.phase, number)
             continue
         is_attention = op.kind is Kind.ATTENTION
-        made = Gemm(op.name, m, n, k, batch, is_attention, is_fp8=op.eight_bits)
+        made = Gemm(op.name, m, n, k, batch, is_attention, in_eight_bits=op.eight_bits)
         is_grouped = op.kind is Kind.GROUPED
         found[key] = _weighed(made, shape, step.phase, number) if is_grouped else made
     return found
@@ -284,7 +284,7 @@ def _weighed(product: Gemm, shape: BlockShape, phase: Phase, number: int) -> Gem
     if phase is Phase.BACKWARD and number == 1:
         width = shape.accumulated_bytes
         return product._replace(rows="k", weight_bytes=width * batch * m * n)
-    width = 1 if product.is_fp8 else shape.element_bytes
+    width = 1 if product.in_eight_bits else shape.element_bytes
     return product._replace(rows="m", weight_bytes=width * batch * n * k)
 
 

@@ -8,7 +8,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
-    Fp8Recipe,
+    EightBitRecipe,
     Precision,
     Recompute,
     RecomputeModule,
@@ -189,18 +189,18 @@ class BlockShape(WeightShape):
         return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
 
     @property
-    def fp8(self) -> Fp8Recipe | None:
-        """How linear layers multiply in fp8, if they do."""
-        return self.stack.fp8 if self.precision is Precision.FP8 else None
+    def recipe(self) -> EightBitRecipe | None:
+        """How linear layers multiply in 8 bits, if they do."""
+        return self.stack.recipes.get(self.precision)
 
     @property
     def linear_input_bytes(self) -> int:
         """Bytes of an element that a linear layer keeps of its input for backward."""
-        return self.fp8.saved_input_bytes if self.fp8 else self.element_bytes
+        return self.recipe.saved_input_bytes if self.recipe else self.element_bytes
 
     @property
-    def keeps_fp8_inputs(self) -> bool:
-        """Whether a linear layer keeps an fp8 copy of its input, not the input itself."""
+    def keeps_narrow_inputs(self) -> bool:
+        """Whether a linear layer keeps a copy of 8 bits of its input, not the input itself."""
         return self.linear_input_bytes < self.element_bytes
 
     @property

@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import repeat
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Recompute
@@ -14,7 +14,14 @@ from meshwright.simulator.blocks.operators import BlockOperators
 from meshwright.simulator.blocks.priced import PricedBlock, operator_rows
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor, column
-from meshwright.simulator.model import EMBEDDING, ENDS, BlockKind, ModelSpec
+from meshwright.simulator.model import (
+    EMBEDDING,
+    ENDS,
+    BlockKind,
+    KeptLayer,
+    LayerGroup,
+    ModelSpec,
+)
 
 
 class BlockMemory(NamedTuple):
@@ -80,6 +87,9 @@ class BlockTable:
     ) -> None:
         """Walk the blocks of all *shapes*, structure by structure: those of *kinds*, or all."""
         for kind in kinds or (shapes[0].parameters if shapes else ()):
+            if isinstance(kind, KeptLayer):
+                self.prepare([kept_shape(shape) for shape in shapes], [kind.layer], ending)
+                continue
             alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
             for shape in shapes:
                 if (shape, kind, ending) not in self._rows:
@@ -111,6 +121,9 @@ class BlockTable:
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
+        if isinstance(kind, LayerGroup):
+            each = [self.operators(shape, layer) for layer in kind.layers]
+            return BlockOperators(*(tuple(chain(*phase)) for phase in zip(*each, strict=True)))
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.operators[row]
 
@@ -132,6 +145,8 @@ class BlockTable:
             kind: Which block.
             repeats: Whether backward runs again what the plan recomputes; else all that it reads.
         """
+        if isinstance(kind, KeptLayer):
+            return self.saved_tensors(kept_shape(shape), kind.layer, repeats=repeats)
         key = (shape, kind, repeats)
         if key not in self._tensors:
             if repeats or shape.recompute is Recompute.NONE:  # that is what a pass holds anyway
@@ -142,6 +157,8 @@ class BlockTable:
         return self._tensors[key]
 
     def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
+        if isinstance(kind, KeptLayer):
+            return self._row(kept_shape(shape), kind.layer, ending)
         key = (shape, kind, ending)
         if key not in self._rows:
             found = walk(shape, kind, ending=ending)
@@ -157,6 +174,12 @@ class BlockTable:
         rows = [BlockMemory(*sizes) for sizes in zip(*columns, strict=True)]
         for shape, row in shapes.items():
             self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
+
+
+@lru_cache  # a table's shapes hash slowly, and each is asked for of every stage
+def kept_shape(shape: BlockShape) -> BlockShape:
+    """Return *shape* with layers that are not recomputed."""
+    return replace(shape, recompute=Recompute.NONE, modules=())
 
 
 def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:

@@ -2,8 +2,8 @@
 
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
+    ALIGNED_BYTES,
     ALIGNED_ELEMENTS,
-    ALIGNED_FP8_ELEMENTS,
     constant_cost,
     flash_attention_cost,
     gemm_cost,
@@ -21,8 +21,8 @@ from meshwright.simulator.costs.links import (
 )
 
 __all__ = [
+    "ALIGNED_BYTES",
     "ALIGNED_ELEMENTS",
-    "ALIGNED_FP8_ELEMENTS",
     "COMMUNICATION",
     "BlockCost",
     "Category",

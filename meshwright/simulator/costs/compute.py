@@ -12,7 +12,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (6
 REFERENCE_TILE = (256, 128)
 # 16-bit tensor-core kernels load 16 bytes at a time: 8 elements, in 8 bits 16.
 ALIGNED_ELEMENTS = 8
-ALIGNED_FP8_ELEMENTS = 16
+ALIGNED_BYTES = 16
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -39,16 +39,16 @@ def gemm_cost(
     ``w = batch ceil(m/tm) ceil(n/tn) / SMs`` waves run, of a last partial wave the share ``q``
     of the missing part is paid.  A tile's rate is ``I / (I + a0)`` with ``I = tm tn / (tm + tn)``,
     scaled so that the 256 x 128 tile reaches the plateau.  Never below the traffic's time.
-    Plateau and ``k0`` are those of fp8 for an fp8 product, whose inputs have one byte an element;
-    any other product of an fp8 *precision* is one of bf16.
+    Plateau and ``k0`` are those of *precision* for a product of 8 bits, whose inputs have one byte
+    an element; any other product of such a precision is one of bf16.
 
     Experts' weights are read, or their gradients added to, beside few rows each: of that traffic
     the device's share is not hidden by the products; nor are their starts, where each takes
     *expert_launch_s*.
     """
     kernels = device.gemm
-    # In fp8 training only the linear layers multiply in 8 bits; scores and logits stay in bf16.
-    precision = Precision.FP8 if gemm.is_fp8 else precision.storage
+    # Only the linear layers multiply in 8 bits; scores and logits stay in bf16.
+    precision = precision if gemm.in_eight_bits else precision.storage
     facts = kernels.of(precision)
     best_s = _tiled_s(gemm, device, precision) + _unhidden_s(gemm, device)
     if precision is not Precision.FP32 and _is_misaligned(gemm):
@@ -105,7 +105,7 @@ def convolution_cost(operator: ImplicitGemm, device: Device, precision: Precisio
 
 
 def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:
-    if not gemm.is_fp8:
+    if not gemm.in_eight_bits:
         return gemm.num_elements * precision.num_bytes
     # A byte for each element of the operands; the product comes out in bf16, which is one more.
     return gemm.num_elements + gemm.num_outputs * (precision.num_bytes - 1)
@@ -130,7 +130,7 @@ def _misaligned_fraction(gemm: Gemm, kernels: GemmKernels) -> float:
 
 
 def _is_misaligned(gemm: Gemm) -> bool:
-    aligned = ALIGNED_FP8_ELEMENTS if gemm.is_fp8 else ALIGNED_ELEMENTS
+    aligned = ALIGNED_BYTES if gemm.in_eight_bits else ALIGNED_ELEMENTS
     sizes = {"m": gemm.m, "n": gemm.n, "k": gemm.k}
     # No operand has the rows of an expert side by side: each begins where a row does.
     sizes.pop(gemm.rows, None)

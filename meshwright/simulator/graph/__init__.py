@@ -13,11 +13,13 @@ from meshwright.simulator.graph.attention import (
 from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import (
+    OUTSIDE,
+    PLAIN,
     Linear,
     cast_operands,
     columns,
-    fp8_scratch,
     kept_copy,
+    narrow_scratch,
     place,
     product,
     row,
@@ -76,11 +78,14 @@ from meshwright.simulator.graph.tensors import (
     rounded_up,
     several,
     share,
+    with_scales,
 )
 
 __all__ = [
     "NUMBER_BYTES",
+    "OUTSIDE",
     "PARTIAL",
+    "PLAIN",
     "STATISTIC_BYTES",
     "Activation",
     "Backward",
@@ -128,12 +133,12 @@ __all__ = [
     "cut",
     "dropout",
     "flash",
-    "fp8_scratch",
     "gradient_place",
     "kept_copy",
     "larger",
     "largest",
     "last_dim",
+    "narrow_scratch",
     "norm",
     "place",
     "pointwise",
@@ -150,4 +155,5 @@ __all__ = [
     "take",
     "view",
     "whole_product",
+    "with_scales",
 ]

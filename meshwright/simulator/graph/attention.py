@@ -311,7 +311,7 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     out = product(block, "values", (weights, value), *dims, kind=Kind.ATTENTION)
     out = copy(block, out, "attention")
     if is_local:
-        held.append(scores)
+        held += [scores, weights]
         block.buffers.append(scores.like("buffer of scores"))
     block.hold(*held)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))

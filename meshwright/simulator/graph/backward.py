@@ -48,6 +48,8 @@ class Backward:
     _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
     _summed: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
+    _named: set[Tensor] = field(default_factory=set)
+    _apart: list[Tensor] = field(default_factory=list)
     _redistributed: frozenset[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,9 +73,7 @@ class Backward:
         tape, storages = self.tape, self.tape.storages
         for each in [found for op in node for found in tape.given_up(op)]:
             _make_again(tape, each)
-        region = tape.repetition.region(node[0])
-        if region and node[0].node not in tape.saved and any(op.reads for op in node):
-            _repeat(tape, region, holds_output=region[-1] in tape.repetition.held)
+        region = self._run_again(node)
         again = placed_again(node)
         for op in again:
             tape.run(op, Phase.BACKWARD)
@@ -88,15 +88,41 @@ class Backward:
                 weights += self._inputs(op, arrived[0])
         late = [token for each, op in weights for token in self._weight(op, each)]
         storages.drop((*tape.saved.pop(node[0].node, []), *done, *scratch))
+        storages.hold(*self._apart)
         storages.touch(*self._sums)
         storages.drop((*(op.outputs[0] for op in again), *self._summed))
         self._summed.clear()
         self._sums.clear()
+        self._apart.clear()
         if any(len(each.of.dims) > 1 for each, _ in weights):
             self.arrivals.append(len(storages.events))
         storages.drop(late)
         if region and tape.order.repeated[region][0] is node:
             storages.drop(tape.order.inputs[region])
+
+    def _run_again(self, node: Node) -> Region:
+        """Run the part of *node* again, if it has one that has not yet; return which one."""
+        tape = self.tape
+        region = tape.repetition.region(node[0])
+        holds = bool(region) and region[-1] in tape.repetition.held
+        if region and node[0].node not in tape.saved and (holds or any(op.reads for op in node)):
+            if holds:
+                self._name_arrived(region)
+            _repeat(tape, region, holds_output=holds)
+        return region
+
+    def _name_arrived(self, region: Region) -> None:
+        """Keep the gradient of what *region* gave out until all gradients of the region are there.
+
+        It is an argument of the checkpoint's backward pass, which runs autograd once more inside
+        (CheckpointFunction of megatron/core/tensor_parallel/random.py, core 0.16).
+        """
+        tape = self.tape
+        output = tape.order.repeated[region][-1][-1].outputs[0]
+        token = self._arrived[output].token
+        tape.storages.hold(token)
+        tape.order.inputs[region].append(token)
+        self._named.add(token)
 
     def _inputs(self, op: Operator, arrived: Arrived) -> list[tuple[Gradient, Operator]]:
         """Make the gradients of an operator's inputs; return what is left, those of its weights."""
@@ -144,19 +170,25 @@ class Backward:
         self, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
     ) -> tuple[tuple[Work, ...], bool]:
         """Return the collectives that move a gradient back, and whether its storage stays."""
-        width = self.tape.block.width if op.eight_bits else None
-        work = place_work(found, op.outputs[0], of, cast_from=width)
+        block = self.tape.block
+        width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
+        work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled)
         is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
         return work, not found or (self.tape.block.lowering.fuses_places and is_sum)
 
     def _arrive(self, of: Tensor, arrived: Arrived) -> None:
         """Take a gradient; a second one is added to the first, in place, once its node is done.
 
-        Gradients of a DTensor are summed into a third tensor.
+        Gradients of a DTensor are summed into a third tensor, and so is one that has a name.
         """
         if of in self._arrived:
             self._summed.append(arrived.token)
-            if of in self._redistributed and not self.tape.block.lowering.fuses_places:
+            first = self._arrived[of]
+            if first.token in self._named:
+                self._summed.append(first.token)
+                self._apart.append(of.like(f"sum of {of.name} gradients", width=first.token.width))
+                self._arrived[of] = Arrived(self._apart[-1], first.at)
+            elif of in self._redistributed and not self.tape.block.lowering.fuses_places:
                 self._sums.append(arrived.token.like("sum of gradients"))
         else:
             self._arrived[of] = arrived
@@ -174,7 +206,9 @@ class Backward:
 
     def _token(self, of: Tensor, width: int | None = None) -> Tensor:
         # The gradient of an operand in fp8 is that of what it was cast from.
-        token = of.like(f"{of.name} gradient", width=width or max(of.width, self.tape.block.width))
+        scaled = self.tape.block.lowering.scaled if width else 0
+        width = width or max(of.width, self.tape.block.width)
+        token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
         self.tape.storages.hold(token)
         return token
 
@@ -218,7 +252,7 @@ def _repeat(tape: Tape, region: Region, *, holds_output: bool) -> None:
         for op in node:
             if not (stops and _ends_before(op)):
                 reached.add(op)
-                _run_again(tape, op)
+                _run_operator(tape, op)
                 own |= dict.fromkeys(out for out in op.outputs if out.base is None)
         tape.save(node)
         for op in node:
@@ -249,7 +283,7 @@ def _ends_before(op: Operator) -> bool:
     return op.saves_first and not any(out in op.reads for out in op.outputs)
 
 
-def _run_again(tape: Tape, op: Operator) -> None:
+def _run_operator(tape: Tape, op: Operator) -> None:
     """Run *op* again, unless what it made was kept."""
     if op in tape.repetition.kept:
         tape.copy_tokens(op.inputs[0], op.outputs[0], op.work)

@@ -44,6 +44,7 @@ class Linear(NamedTuple):
 
 
 PLAIN = Linear()
+OUTSIDE = Linear(in_layer=False)
 
 
 def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -> Tensor:
@@ -60,8 +61,8 @@ def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -
         return x
     stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
     out = x.like(f"{x.name} placed", at=at, base=x.storage if stays else None)
-    width = None if not eight_bits else block.width
-    work = place_work(changes(x.at, at), x, out, cast_from=width)
+    width = block.width if eight_bits else None
+    work = place_work(changes(x.at, at), x, out, cast_from=width, scaled=block.lowering.scaled)
     gradient = Gradient(x, at=gradient_place(x.at))
     return block.add([x], [out], [gradient], *work, kind=Kind.PLACE, eight_bits=eight_bits)
 
@@ -181,7 +182,7 @@ def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -
     if bits is not None and linear.in_layer:
         made = x.like(out.name, dims=(*x.dims[:-1], out), at=block.placed({Axis.TP: out}))
         ready = bits.keeps_copy and not again
-        scratch = fp8_scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
+        scratch = narrow_scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
     return product(block, out.name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
@@ -215,7 +216,7 @@ def row(
             made = x.like(name, dims=(*x.dims[:-1], out), at={})
             gathered = in_fp8 and bool(block.placed(at))
             again = 0 if bits.keeps_copy else 2
-            scratch = fp8_scratch(
+            scratch = narrow_scratch(
                 block, (x, weight), made, copies=1 if gathered else 2, again=again
             )
         partial = product(
@@ -230,19 +231,21 @@ def _gathers_in_fp8(block: Block, linear: Linear) -> bool:
 
 
 def kept_copy(block: Block, x: Tensor, linear: Linear = PLAIN) -> Tensor:
-    """Return what a linear layer keeps of its input: an fp8 copy, if the stack does."""
+    """Return what a linear layer keeps of its input: a narrow copy, if the stack does."""
     bits = block.lowering.eight_bits
     if bits is None or not bits.keeps_copy or not linear.in_layer:
         return x
     return block.add(
-        [x], [x.like(f"{x.name} in fp8", width=FP8_BYTES)], [Gradient(x, at=x.at, hands_on=True)]
+        [x],
+        [x.like(f"{x.name} in fp8", width=FP8_BYTES, scaled=bits.scaled)],
+        [Gradient(x, at=x.at, hands_on=True)],
     )
 
 
-def fp8_scratch(
+def narrow_scratch(
     block: Block, operands: tuple[Tensor, Tensor], made: Tensor, *, copies: int, again: int
 ) -> Scratch:
-    """Return the fp8 copies that live with a product beside what is kept.
+    """Return the narrow copies that live with a product beside what is kept.
 
     A product for gradients wants each operand the other way round than one for outputs, so there
     are two of each (see `fp8_casts`).
@@ -257,18 +260,26 @@ def fp8_scratch(
     x, weight = operands
     bits = block.lowering.eight_bits
     assert bits is not None
-    weights = [] if bits.keeps_weights else [_fp8(weight, 2)]
+    scaled = bits.scaled
+    weights = [] if bits.keeps_weights else [_narrow(weight, 2, scaled)]
+    again_made = [_narrow(x, again, scaled)] if again else []
     return Scratch(
-        (_fp8(x, x.width), *weights),
-        (_fp8(made, copies), *(_fp8(x, again) for _ in range(bool(again))), *weights),
+        (_narrow(x, x.width, scaled), *weights),
+        (_narrow(made, copies, scaled), *again_made, *weights),
     )
 
 
-def _fp8(x: Tensor, copies: int) -> Tensor:
-    return Tensor(f"{x.name} in fp8", x.dims, x.at, x.mesh, copies * FP8_BYTES)
+def _narrow(x: Tensor, copies: int, scaled: int) -> Tensor:
+    return x.like(f"{x.name} in fp8", width=copies * FP8_BYTES, scaled=scaled)
 
 
-def whole_product(block: Block, x: Tensor, out: Dim, name: str, *, bias: bool = False) -> Tensor:
+def whole_product(block: Block, x: Tensor, out: Dim, name: str, linear: Linear = OUTSIDE) -> Tensor:
     """Return a product with a weight that no axis splits."""
+    x = kept_copy(block, x, linear)
     weight = block.weight(f"{name}.weight", out, x.dims[-1])
-    return product(block, name, (x, weight), *x.dims[:-1], out, linear=Linear(bias=bias))
+    bits, scratch = block.lowering.eight_bits, None
+    if bits is not None and linear.in_layer:
+        made = x.like(name, dims=(*x.dims[:-1], out), width=block.width)
+        again = 0 if bits.keeps_copy else x.width
+        scratch = narrow_scratch(block, (x, weight), made, copies=2, again=again)
+    return product(block, name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)

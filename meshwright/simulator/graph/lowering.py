@@ -16,17 +16,19 @@ class WeightGradients(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EightBits:
-    """How linear layers multiply in fp8.
+    """How linear layers multiply in 8 bits.
 
     Args:
-        keeps_copy: A linear layer keeps the fp8 copy of its input, not the input.
-        keeps_weights: fp8 copies of weights are always there.
+        keeps_copy: A linear layer keeps the narrow copy of its input, not the input.
+        keeps_weights: Narrow copies of weights are always there.
         gathers: Operands of linear layers are cast before they are gathered.
+        scaled: Elements that share a scale of one byte; 0 where a tensor has one.
     """
 
     keeps_copy: bool
     keeps_weights: bool
     gathers: bool
+    scaled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ class Lowering:
         casts: Products cast fp32 inputs and weights (autocast).
         caches_casts: A weight's cast lives as long as the forward pass.
         copies_operands: Attention copies keys and values that do not lie as it knows.
-        eight_bits: How linear layers multiply in fp8, if they do.
+        eight_bits: How linear layers multiply in 8 bits, if they do.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -66,6 +68,11 @@ class Lowering:
     caches_casts: bool = True
     copies_operands: bool = False
     eight_bits: EightBits | None = None
+
+    @property
+    def scaled(self) -> int:
+        """Elements of 8 bits that share a scale of one byte; 0 where a tensor has one."""
+        return self.eight_bits.scaled if self.eight_bits else 0
 
     @property
     def is_eager(self) -> bool:

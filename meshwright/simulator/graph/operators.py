@@ -15,6 +15,7 @@ from meshwright.simulator.graph.tensors import (
     larger,
     product_of,
     product_place,
+    with_scales,
 )
 from meshwright.simulator.layout import MeshAxis
 
@@ -197,6 +198,7 @@ def place_work(
     other: Tensor,
     *,
     cast_from: int | None = None,
+    scaled: int = 0,
 ) -> tuple[Transfer, ...]:
     """Return the collectives that move a tensor between two places, as *one* and as *other*.
 
@@ -205,12 +207,14 @@ def place_work(
         one: Its part here.
         other: Its part there.
         cast_from: Bytes of an element that is cast to fp8 before it is gathered, if it is.
+        scaled: Elements that share a scale there; 0 where a tensor has one.
     """
     count = larger(one.numel, other.numel)
     width = max(one.width, other.width) if cast_from is None else cast_from
-    gathered = width if cast_from is None else FP8_BYTES
+    wide = count * width
+    gathered = wide if cast_from is None else with_scales(count, FP8_BYTES, scaled)
     return tuple(
-        Transfer(op, axis, count * (gathered if op is CollectiveOp.ALL_GATHER else width))
+        Transfer(op, axis, gathered if op is CollectiveOp.ALL_GATHER else wide)
         for op, axis in found
     )
 

@@ -51,6 +51,7 @@ class Tensor:
         width: Bytes of an element.
         base: The tensor whose storage it looks into.
         is_weight: Whether it is a parameter, which a pass neither makes nor frees.
+        scaled: Elements that share a scale of one byte beside them; 0 where there is none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Tensor:
     width: int = 2
     base: "Tensor | None" = None
     is_weight: bool = False
+    scaled: int = 0
     sizes: dict[Dim, Size] = field(init=False)
     numel: Size = field(init=False)
 
@@ -76,7 +78,7 @@ class Tensor:
     @property
     def nbytes(self) -> Size:
         """Bytes on one rank."""
-        return self.numel * self.width
+        return with_scales(self.numel, self.width, self.scaled)
 
     @property
     def storage(self) -> "Tensor":
@@ -91,8 +93,12 @@ class Tensor:
         at: Placement | None = None,
         width: int | None = None,
         base: "Tensor | None" = None,
+        scaled: int = 0,
     ) -> "Tensor":
-        """Return a new tensor with these dims, this place and width where no others are given."""
+        """Return a new tensor with these dims, this place and width where no others are given.
+
+        Scales go with a width.
+        """
         return Tensor(
             name,
             self.dims if dims is None else dims,
@@ -100,7 +106,17 @@ class Tensor:
             self.mesh,
             self.width if width is None else width,
             base,
+            scaled=self.scaled if width is None else scaled,
         )
+
+
+def with_scales(count: Size, width: int, scaled: int) -> Size:
+    """Return the bytes of *count* elements of *width*, and of a scale for every *scaled* of them.
+
+    >>> with_scales(64, 1, 32), with_scales(64, 2, 0)
+    (66, 128)
+    """
+    return count * width + (count * width // scaled if scaled else 0)
 
 
 def larger(one: Size, other: Size) -> Size:

@@ -13,7 +13,6 @@ from meshwright.simulator.layout.axes import (
     divides,
     near_multiples,
 )
-from meshwright.simulator.layout.defaults import default_attention, default_precision
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
@@ -21,13 +20,14 @@ from meshwright.simulator.layout.formats import (
     Formats,
     casts_of,
     chosen_formats,
+    default_precision,
     gradient_bytes,
     main_gradient_bytes,
     offered_formats,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
-from meshwright.simulator.layout.parts import attention_kernels
+from meshwright.simulator.layout.parts import attention_kernels, default_attention
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -47,7 +47,6 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
-    ParameterServer,
     repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
@@ -63,13 +62,17 @@ from meshwright.simulator.layout.refusals import (
     sums_microbatches,
     syncs_by_default,
 )
+from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
+    Checkpoints,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
     rank_stages,
+    read_layout,
+    repeated_layers,
     resolve_stages,
     stages_rule,
     whole_model,
@@ -92,6 +95,7 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
+    "Checkpoints",
     "ExpertAxis",
     "Formats",
     "GroupSpan",
@@ -131,8 +135,10 @@ __all__ = [
     "pair_span",
     "parse_stages",
     "rank_stages",
+    "read_layout",
     "redistribute",
     "reduces_once",
+    "repeated_layers",
     "repeated_modules",
     "reshards_units",
     "resolve_stages",

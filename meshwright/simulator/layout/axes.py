@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
 
@@ -143,3 +144,20 @@ def divides(job: TrainingJob, axis: Axis, degree: int) -> bool:
     known = AXES[axis]
     small_enough = known.most is None or degree <= known.most(job)
     return small_enough and known.refusal(job, degree) is None
+
+
+def check_expert_degrees(ep: int, etp: int | None, tp: int, of_stage: int, of_shards: int) -> None:
+    """Refuse degrees of experts that the ranks of a stage, and those of a set of shards, lack.
+
+    Raises:
+        PlanError: Naming them.
+    """
+    if etp is not None and etp < 1:
+        raise PlanError(f"etp must be >= 1, got {etp}")
+    if ep == 1 and etp not in (None, tp):
+        raise PlanError(f"etp={etp} does not go with ep=1; allowed: tp, which is {tp}")
+    sharing = tp if etp is None else etp
+    whose = {"of a stage": of_stage, "that have a set of shards between them": of_shards}
+    for words, ranks in whose.items():
+        if ep > 1 and ranks % (ep * sharing):
+            raise PlanError(f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}")

@@ -43,6 +43,7 @@ class Declaration:
         after: Field behind which the option stands in help, where it is not the one before.
         heading: Head of its column in tables of plans; such a field is searched.
         is_limited: Whether a search takes a largest value.
+        is_rare: Whether files leave it out where it has its default.
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
         offered_by: Trait of the stacks that offer it, or that lists which values they offer.
@@ -61,6 +62,7 @@ class Declaration:
     heading: str | None = None
     is_limited: bool = False
     is_basic: bool = False
+    is_rare: bool = False
     choices: Callable[[], tuple[str, ...]] | None = None
     offered_by: str | None = None
     acts_on: str | None = None

@@ -1,11 +1,30 @@
-"""In which number formats gradients are kept and reduced, and what the casts between them cost."""
+"""Number formats: of training, and of gradients as they are kept and reduced, with their casts."""
 
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Precision, StackProfile
+from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile
 
 FULL_BYTES = Precision.FP32.num_bytes
 HALF_BYTES = Precision.BF16.num_bytes
+# Published 16-bit training runs used fp16 before this year, bf16 from it on.
+FIRST_BF16_DATE = "2022"
+
+
+def default_precision(device: Device, stack: StackProfile | None = None) -> Precision:
+    """Return bf16 where device and stack have it and it was usual, else fp16, else fp32.
+
+    Where they share none it is what the stack has, which the device then refuses.
+
+    >>> from meshwright.hwprofiles import load_cluster, load_stack
+    >>> core = load_stack("megatron-core")
+    >>> [default_precision(load_cluster(name).device, core) for name in ("dgx-a100", "dgx-1v")]
+    [<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>]
+    """
+    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, *EIGHT_BITS]
+    if stack is not None and stack.date < FIRST_BF16_DATE:
+        usual = [*others, bf16]
+    offered = [each for each in usual if stack is None or each in stack.precisions]
+    return next((each for each in offered if each in device.peak_flops_per_s), offered[0])
 
 
 class Formats(NamedTuple):

@@ -2,9 +2,11 @@
 
 from meshwright.hwprofiles import (
     Attention,
+    Device,
     Kernels,
     LayerFact,
-    Precision,
+    PipelineRuntime,
+    RecomputeMethod,
     RecomputeModule,
     StackProfile,
 )
@@ -20,6 +22,7 @@ from meshwright.simulator.model import (
     Experts,
     ModelSpec,
 )
+from meshwright.simulator.schedules import SCHEDULES
 
 
 def layer_refusal(
@@ -55,20 +58,47 @@ def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, 
     return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 
+def default_attention(device: Device, stack: StackProfile) -> Attention:
+    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
+    flash, unfused = Attention.FLASH, Attention.UNFUSED
+    lacks_kernel = stack.flash_kernel not in device.flash
+    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
+        return unfused
+    return stack.attention
+
+
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
     """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
     if model.experts is None and model.latent is None:
         return None
-    is_alike = len({run.kind for run in model.layer_runs}) == 1
-    in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED and is_alike
-    if job.precision is Precision.FP8 and (model.latent is not None or not in_one_kernel):
-        return f"precision=fp8 is not offered for {model.name}; allowed: another one"
+    in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED
+    if job.precision.is_eight_bit and not in_one_kernel:
+        return f"precision={job.precision} is not offered for {model.name}; allowed: another one"
     if model.latent is not None and stack.fused_qkv and stack.kernels is Kernels.EAGER:
         return f"kernels=eager is not offered for {model.name}; allowed: {Kernels.FUSED}"
     kinds = _kinds(model)
     if stack.is_fully_sharded and len(kinds) > 1:
         return f"stack {stack.name} shards layers of one kind; {model.name} has {len(kinds)}"
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
+
+
+def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
+    """Return which size is no multiple of what shares a scale, or None when all are.
+
+    Both products of a layer's gradients sum over tokens, so that these are scaled in blocks, too.
+    """
+    recipe = stack.recipes.get(job.precision)
+    if recipe is None or not recipe.scaled_elements:
+        return None
+    linear = (each for each in job.model.product_sizes(1) if each.is_linear)
+    sizes = [(each.name.removesuffix(" / tp"), each.size) for each in linear]
+    for name, size in (*sizes, ("seq_len", job.seq_len)):
+        if size % recipe.scaled_elements:
+            return (
+                f"precision={job.precision} does not go with {name}={size}; "
+                f"allowed: multiples of {recipe.scaled_elements}, which share a scale"
+            )
+    return None
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -82,8 +112,45 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
         lacking = _lacking(job.model, each)
         if lacking is not None:
             return f"recompute_modules={each} does not go with {job.model.name}, which {lacking}"
-    if RecomputeModule.LAYERNORM in plan.recompute_modules and job.precision is Precision.FP8:
-        return "recompute_modules=layernorm is not offered with precision=fp8; allowed: other parts"
+    if RecomputeModule.LAYERNORM in plan.recompute_modules and job.precision.is_eight_bit:
+        return (
+            f"recompute_modules=layernorm is not offered with precision={job.precision}; "
+            "allowed: other parts"
+        )
+    return None
+
+
+def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why the layers that *plan* counts cannot be recomputed, or None when they can.
+
+    Megatron-Core asks a stage for layers that it has not where checkpoints do not divide them.
+    """
+    number, method = plan.recompute_layers, plan.recompute_method or RecomputeMethod.BLOCK
+    if number is None:
+        return None
+    if method not in stack.recompute_methods:
+        known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
+        return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    uneven = [count for count in plan.stages if count % number]
+    if method is RecomputeMethod.UNIFORM and uneven:
+        return (
+            f"recompute_layers={number} of method {method} does not divide a stage of {uneven[0]} "
+            f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
+        )
+    return None
+
+
+def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why microbatches cannot go in groups of the size of *plan*, or None when they can."""
+    size = plan.microbatch_group_size
+    if size is None:
+        return None
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        said = f"microbatch_group_size={size} is not offered by stack {stack.name}"
+        return f"{said}; allowed: leave it out"
+    if not SCHEDULES[plan.schedule].interleaves:
+        said = f"microbatch_group_size={size} does not go with schedule={plan.schedule}"
+        return f"{said}; allowed: interleaved"
     return None
 
 

@@ -3,58 +3,36 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
     Offload,
+    PipelineRuntime,
     Precision,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis
+from meshwright.simulator.layout.axes import (
+    AXES,
+    DP_CP,
+    JOINT_AXES,
+    Axis,
+    check_expert_degrees,
+)
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.schedules import SCHEDULES
+from meshwright.simulator.layout.servers import ParameterServer
+from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
 # Numbers of ranks that share a set of shards, and one of those experts that they hold the same of.
 SHARDS, EXPERT_SHARDS = "shards", "expert shards"
-MAX_SERVERS = 1024
-MAX_SLOWDOWN = 1000.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer:
-    """Where parameters live when workers pull them, and how workers keep step."""
-
-    servers: int | Literal["all"] = Declaration(
-        help="Parameter servers: own hosts, or all [1].", metavar="N|all", group="replication"
-    ).field(1)
-    """Hosts of their own over which parameters are spread, or all workers."""
-
-    asynchronous: bool = Declaration(
-        help="Workers loop on their own.", option="async", group="replication"
-    ).field(False)
-    """Each worker loops on its own; if not, all wait for the update."""
-
-    slow_worker: float = Declaration(
-        help="How much slower the last worker is [1].", metavar="FACTOR", group="replication"
-    ).field(1.0)
-    """How many times longer the last worker computes than the others."""
-
-    def __post_init__(self) -> None:
-        """Refuse values that no run can have."""
-        if self.servers != "all" and not 1 <= self.servers <= MAX_SERVERS:
-            raise PlanError(f"servers={self.servers} is out of range; allowed 1 to {MAX_SERVERS}")
-        if not 1 <= self.slow_worker <= MAX_SLOWDOWN:
-            raise PlanError(
-                f"slow_worker={self.slow_worker:g} is out of range; allowed 1 to {MAX_SLOWDOWN:g}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +134,23 @@ class PlanFields(Degrees):
     """Parts of a layer that backward computes again, with selective recomputation; none given is
     the attention core."""
 
+    recompute_layers: int | None = Declaration(
+        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+    ).field(None)
+    """With full recomputation, how many layers `recompute_method` speaks of; None is all of them,
+    each in a checkpoint of its own."""
+
+    recompute_method: RecomputeMethod | None = Declaration(
+        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        group="replication",
+        is_rare=True,
+        offered_by="recompute_methods",
+    ).field(None)
+    """Which layers a number of `recompute_layers` is of; None is `BLOCK`."""
+
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
         heading="attention",
@@ -175,8 +170,18 @@ class PlanFields(Degrees):
         acts_on=Axis.PP,
     ).field("1f1b")
 
+    microbatch_group_size: int | None = Declaration(
+        help="Microbatches in a row through a virtual stage [the fewest].",
+        metavar="N",
+        group="replication",
+        is_rare=True,
+        acts_on=Axis.PP,
+    ).field(None)
+    """Microbatches that an interleaved schedule takes through a virtual stage in a row; None is as
+    few as the stack can."""
+
     stages: tuple[int, ...] = Declaration(
-        help="Layers of the stages: even, ends, balanced, greedy or 3,2,2,1 [the stack's].",
+        help="Layers of stages: even, ends, balanced, greedy, 3,2,2,1 or Et*3|tt|tL [the stack's].",
         metavar="RULE|LIST",
         heading="stages",
         choices=lambda: tuple(StageSplit),
@@ -263,13 +268,15 @@ class ParallelPlan(PlanFields):
         for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
-        self._check_experts()
+        ranks = self.world_size // self.pp, self.tp * self.num_shards
+        check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
         if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
             said = ",".join(self.recompute_modules)
             raise PlanError(
                 f"recompute_modules={said} does not go with recompute={self.recompute}; "
                 f"allowed: {Recompute.SELECTIVE}"
             )
+        self._check_layers()
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -285,24 +292,19 @@ class ParallelPlan(PlanFields):
                 f"hold the embedding and the head; got {min(self.stages)}"
             )
 
-    def _check_experts(self) -> None:
-        """Refuse degrees of experts that the ranks of a stage cannot have."""
-        if self.etp is not None and self.etp < 1:
-            raise PlanError(f"etp must be >= 1, got {self.etp}")
-        if self.ep == 1 and self.etp not in (None, self.tp):
+    def _check_layers(self) -> None:
+        """Refuse layers to recompute where they are not recomputed in full."""
+        number, method = self.recompute_layers, self.recompute_method
+        if method is not None and number is None:
+            raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
+        if number is None:
+            return
+        if number < 1:
+            raise PlanError(f"recompute_layers must be >= 1, got {number}")
+        if self.recompute is not Recompute.FULL:
             raise PlanError(
-                f"etp={self.etp} does not go with ep=1; allowed: tp, which is {self.tp}"
-            )
-        ranks = self.world_size // self.pp
-        if self.ep > 1 and ranks % (self.ep * self.expert_tp):
-            raise PlanError(
-                f"ep={self.ep} x etp={self.expert_tp} does not divide the {ranks} ranks of a stage"
-            )
-        shared = self.tp * self.num_shards
-        if self.ep > 1 and shared % (self.ep * self.expert_tp):
-            raise PlanError(
-                f"ep={self.ep} x etp={self.expert_tp} does not divide the {shared} ranks that "
-                f"have a set of shards between them (dp_shard={self.dp_shard})"
+                f"recompute_layers={number} does not go with recompute={self.recompute}; "
+                f"allowed: {Recompute.FULL}"
             )
 
     @property
@@ -368,6 +370,10 @@ class ParallelPlan(PlanFields):
     def num_stages(self) -> int:
         """Virtual stages over all pipeline ranks."""
         return self.pp * self.num_virtual_stages
+
+    def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
+        """Return the schedule as *runtime* runs it."""
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""

@@ -22,7 +22,14 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.parts import layer_refusal, modules_refusal, parts_refusal
+from meshwright.simulator.layout.parts import (
+    group_refusal,
+    layer_refusal,
+    methods_refusal,
+    modules_refusal,
+    parts_refusal,
+    scales_refusal,
+)
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
@@ -273,6 +280,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
     refusal = _job_refusal(job, plan, stack) or modules_refusal(job, plan, stack)
+    refusal = refusal or methods_refusal(plan, stack) or group_refusal(plan, stack)
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):
@@ -294,8 +302,11 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
     if not isinstance(job.model, ModelSpec):
         if stack.is_fully_sharded:
             return f"stack {stack.name} shards layers of transformers; {job.model.name} has none"
-        if job.precision is Precision.FP8:
-            return f"precision=fp8 is not offered for {job.model.name}; allowed: another one"
+        if job.precision.is_eight_bit:
+            return (
+                f"precision={job.precision} is not offered for {job.model.name}; "
+                "allowed: another one"
+            )
     for field in PLAN_FIELDS.values():
         refusal = model_refusal(field, getattr(plan, field.name), job.model)
         if refusal is not None and known_values(field, job.model):
@@ -308,7 +319,7 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
-    return None
+    return scales_refusal(job, stack)
 
 
 def _not_offered(

@@ -1,12 +1,13 @@
 """Which layers each pipeline stage holds."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit, shown
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
@@ -15,11 +16,61 @@ from meshwright.simulator.model import (
     HEAD,
     AnyModel,
     BlockRun,
+    KeptLayer,
+    LayerGroup,
     ModelSpec,
     cut_runs,
     join_runs,
     layer_flops,
 )
+
+
+class Checkpoints(NamedTuple):
+    """Which layers of a virtual stage full recomputation runs again.
+
+    Args:
+        num_again: How many, from its first one on; None is all of them.
+        num_together: Layers of a checkpoint.
+    """
+
+    num_again: int | None = None
+    num_together: int = 1
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> "Checkpoints":
+        """Return those of *plan*: of each virtual stage as of a TransformerBlock.
+
+        So Megatron-Core counts them (`_checkpointed_forward` of transformer_block.py, core 0.16).
+        """
+        if plan.recompute_layers is None:
+            return cls()
+        if plan.recompute_method is RecomputeMethod.UNIFORM:
+            return cls(num_together=plan.recompute_layers)
+        return cls(num_again=plan.recompute_layers)
+
+    def behind(self, num_layers: int) -> "Checkpoints":
+        """Return those of what follows the first *num_layers*, if it is less than a stage.
+
+        What it computes; its checkpoints may begin in what is ahead of it.
+        """
+        again = self.num_again
+        return Checkpoints(None if again is None else max(0, again - num_layers))
+
+    def passes(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
+        """Return *layers* by what becomes of them: kept, or together in a checkpoint."""
+        if self.num_again is not None:
+            first, end = self.num_again, sum(count for _, count in layers)
+            kept = (BlockRun(KeptLayer(kind), n) for kind, n in cut_runs(layers, first, end))
+            return (*cut_runs(layers, 0, first), *kept)
+        if self.num_together == 1:
+            return layers
+        kinds = [kind for kind, count in layers for _ in range(count)]
+        size = self.num_together
+        groups = (kinds[first : first + size] for first in range(0, len(kinds), size))
+        return join_runs([BlockRun(LayerGroup(group), 1) for group in groups])
+
+
+ALL_ALONE = Checkpoints()
 
 
 class Stage(NamedTuple):
@@ -28,6 +79,7 @@ class Stage(NamedTuple):
     layers: tuple[BlockRun, ...]
     has_embedding: bool
     has_head: bool
+    checkpoints: Checkpoints = ALL_ALONE
 
     @property
     def num_layers(self) -> int:
@@ -37,9 +89,17 @@ class Stage(NamedTuple):
     @property
     def blocks(self) -> tuple[BlockRun, ...]:
         """Layers and ends in model order."""
+        return self._between_ends(self.layers)
+
+    @property
+    def passes(self) -> tuple[BlockRun, ...]:
+        """The same as a pass goes through them: by what backward computes again."""
+        return self._between_ends(self.checkpoints.passes(self.layers))
+
+    def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = (BlockRun(EMBEDDING, 1),) if self.has_embedding else ()
         last = (BlockRun(HEAD, 1),) if self.has_head else ()
-        return (*first, *self.layers, *last)
+        return (*first, *layers, *last)
 
     @property
     def num_blocks(self) -> int:
@@ -53,12 +113,22 @@ class Stage(NamedTuple):
             cut_runs(self.layers, max(0, first - offset), end - offset),
             has_embedding=self.has_embedding and first == 0,
             has_head=self.has_head and first < end == self.num_blocks,
+            checkpoints=self.checkpoints.behind(max(0, first - offset)),
         )
 
 
 def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
     return Stage(model.layer_runs, has_embedding=True, has_head=True)
+
+
+def repeated_layers(model: AnyModel, plan: ParallelPlan) -> tuple[BlockRun, ...]:
+    """Return the layers of *model* of which backward computes again what the plan recomputes."""
+    first = Checkpoints.of(plan).num_again
+    if first is None:
+        return model.layer_runs
+    stages = model_stages(model, plan.stages)
+    return join_runs([run for stage in stages for run in cut_runs(stage.layers, 0, first)])
 
 
 def join_stages(stages: Sequence[Stage]) -> Stage:
@@ -70,16 +140,18 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
+def model_stages(
+    model: AnyModel, layers: Sequence[int], checkpoints: Checkpoints = ALL_ALONE
+) -> tuple[Stage, ...]:
     """Return *model* cut into stages with so many *layers* each, in model order.
 
     >>> from meshwright.simulator.model import load_model
-    >>> model_stages(load_model("gpt2"), (5, 7))[0]
-    Stage(layers=(BlockRun(kind='layer', num_blocks=5),), has_embedding=True, has_head=False)
+    >>> model_stages(load_model("gpt2"), (5, 7))[0].blocks
+    (BlockRun(kind='embedding', num_blocks=1), BlockRun(kind='layer', num_blocks=5))
     """
     last = len(layers) - 1
     return tuple(
-        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last)
+        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last, checkpoints)
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
     )
 
@@ -89,10 +161,10 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
 
     >>> from meshwright.simulator.model import load_model
     >>> plan = ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 6))
-    >>> rank_stages(load_model("gpt2"), plan, 0)[1]
-    Stage(layers=(BlockRun(kind='layer', num_blocks=3),), has_embedding=False, has_head=False)
+    >>> rank_stages(load_model("gpt2"), plan, 0)[1].blocks
+    (BlockRun(kind='layer', num_blocks=3),)
     """
-    return model_stages(model, plan.stages)[pp_rank :: plan.pp]
+    return model_stages(model, plan.stages, Checkpoints.of(plan))[pp_rank :: plan.pp]
 
 
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
@@ -180,23 +252,63 @@ def _level(num_layers: int, counts: list[int], head_cost: float) -> tuple[int, .
 
 
 def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
-    """Read the value of ``--stages``: a rule's name or layer counts such as ``3,2,2,1``.
+    """Read the value of ``--stages``: a rule's name, layer counts such as ``3,2,2,1``, or a layout.
 
     Raises:
-        PlanError: If it is neither.
+        PlanError: If it is none of them.
 
-    >>> parse_stages("3,2,1")
-    (3, 2, 1)
+    >>> parse_stages("3,2,1"), parse_stages("Et*3|(tt|)*2,L")
+    ((3, 2, 1), (3, 2, 2, 0))
     """
     if text in list(StageSplit):
         return StageSplit(text)
+    if LAYOUT_TEXT.fullmatch(text):
+        return read_layout(text)
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         rules = ", ".join(StageSplit)
         raise PlanError(
-            f"stages={text!r} is neither a rule ({rules}) nor layer counts such as 3,2,2,1"
+            f"stages={shown(text)} is neither a rule ({rules}), nor layer counts such as 3,2,2,1, "
+            "nor a layout such as Et*2|(t*3|)*2L"
         ) from None
+
+
+# What a text begins with, and consists of, that is neither a rule nor numbers.
+LAYOUT_TEXT = re.compile(r"[E(][EtmL|()*,0-9]*")
+REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]{1,6})"), re.compile(r"([EtmL|])\*([0-9]{1,6})")
+MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
+
+
+def read_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each virtual stage of a layout, in model order.
+
+    It has a letter for the embedding (E), each layer (t) and the loss (L) with stages between
+    borders (|), and repeats letters and groups, as ``t*4`` and ``(t|)*4``; commas say nothing
+    (`PipelineParallelLayerLayout` of megatron/core/transformer, core 0.16).
+
+    Raises:
+        PlanError: If it is no such text, or has layers of multi-token prediction (m).
+
+    >>> read_layout("E|(t|)*2,t*3L")
+    (0, 1, 1, 3)
+    """
+    plain = text.replace(",", "")
+    for pattern in REPEATED:
+        size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
+        if size > MAX_LAYOUT:
+            raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")
+        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+    if "m" in plain:
+        raise PlanError(
+            f"stages={shown(text)} has multi-token prediction (m), which is not modelled; "
+            "allowed: E, t, L"
+        )
+    if not re.fullmatch(r"Et*(\|t*)*L", plain):
+        raise PlanError(
+            f"stages={shown(text)} is no layout; allowed: E, layers t and stages | between them, L"
+        )
+    return tuple(part.count("t") for part in plain.split("|"))
 
 
 def resolve_stages(

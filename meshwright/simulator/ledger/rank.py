@@ -66,7 +66,7 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
         part = StagePart(stage, ())
-        for kind, num_blocks in stage.blocks:
+        for kind, num_blocks in stage.passes:
             operators = blocks.operators(shape, kind)
             calls = tuple(
                 StepCollective(each.axis, op, size_bytes, spans[each.axis], num_blocks * num_calls)

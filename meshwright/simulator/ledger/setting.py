@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, TrainingJob, model_stages
+from meshwright.simulator.layout import (
+    Checkpoints,
+    Mesh,
+    ParallelPlan,
+    Stage,
+    TrainingJob,
+    model_stages,
+)
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
     Replication,
@@ -19,7 +26,6 @@ from meshwright.simulator.schedules import (
     NO_REFETCHES,
     Refetches,
     count_refetches,
-    get_schedule,
 )
 
 
@@ -47,7 +53,7 @@ class StepSetting:
         """Return the setting of *plan* on nodes of so many devices."""
         mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)
         replication = replication_of(plan, stack, mesh)
-        stages = model_stages(job.model, plan.stages)
+        stages = model_stages(job.model, plan.stages, Checkpoints.of(plan))
         return cls(
             job=job,
             plan=plan,
@@ -88,6 +94,6 @@ class StepSetting:
         plan, vpp = self.plan, self.plan.num_virtual_stages
         if not self.replication.keeps_units or vpp <= MOST_GATHERED:
             return [NO_REFETCHES] * vpp
-        schedule = get_schedule(plan.schedule, self.shape.stack.pipeline_runtime)
+        schedule = plan.schedule_of(self.shape.stack.pipeline_runtime)
         actions = schedule.rank_actions(pp_rank, plan.pp, self.num_microbatches, vpp)
         return count_refetches(actions, vpp)

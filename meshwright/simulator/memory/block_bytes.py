@@ -1,6 +1,6 @@
 """What blocks of one shape keep and need, kind by kind, and what that makes of a stage's passes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from meshwright.simulator.blocks import (
@@ -64,10 +64,18 @@ class BlockBytes(NamedTuple, Generic[Size]):
 
 
 def block_bytes(
-    table: BlockTable, shape: BlockShape, ending: Ending = ADDED
+    table: BlockTable,
+    shape: BlockShape,
+    ending: Ending = ADDED,
+    *,
+    others: Iterable[BlockKind] = (),
 ) -> dict[BlockKind, BlockBytes[int]]:
-    """Return the bytes of a block of each kind of the model, whose backward ends with *ending*."""
-    blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in shape.parameters}
+    """Return the bytes of a block of each kind of the model, whose backward ends with *ending*.
+
+    *others* are kinds that a plan makes of the model's, as those of `Stage.passes`.
+    """
+    kinds = dict.fromkeys((*shape.parameters, *others))
+    blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in kinds}
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
     blocks[HEAD] = head._replace(
         saved=head.saved + logits,
@@ -128,9 +136,10 @@ def pass_workspace_bytes(
     """
     nothing = blocks[stage.blocks[0].kind].saved * 0
     forward = backward = kept_behind = waiting = cached = nothing
-    for kind, count in stage.blocks:
+    passes = stage.passes
+    for kind, count in passes:
         cached = cached + blocks[kind].cached * count
-    for kind, count in reversed(stage.blocks):
+    for kind, count in reversed(passes):
         block = blocks[kind]
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
         forward = most(forward, block.forward + cached - block.cached - kept_behind)

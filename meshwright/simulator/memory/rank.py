@@ -208,7 +208,7 @@ def virtual_stage_memory(
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(blocks, stage, max)
-    saved = sum(count * blocks[kind].saved for kind, count in stage.blocks)
+    saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
     return VirtualStageMemory(
         saved_bytes=saved + int(kept_output_bytes(shape, stage_messages(blocks, stage))),
         forward_workspace_bytes=forward,

@@ -1,7 +1,8 @@
 """Kinds of blocks by name, and the order in which a model has its layers."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, Self
 
 BlockKind = str
 
@@ -16,6 +17,42 @@ WINDOWED_EXPERT_LAYER: BlockKind = "windowed expert layer"  # both
 EXPERT_LAYERS = (EXPERT_LAYER, WINDOWED_EXPERT_LAYER)
 WINDOWED_LAYERS = (WINDOWED_LAYER, WINDOWED_EXPERT_LAYER)
 LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER, *EXPERT_LAYERS)
+
+
+class KeptLayer(str):
+    """A layer that is not recomputed where others are: a kind of block made of another.
+
+    >>> KeptLayer("layer"), KeptLayer("layer").layer
+    ('kept layer', 'layer')
+    """
+
+    __slots__ = ("layer",)
+    layer: BlockKind
+
+    def __new__(cls, layer: BlockKind) -> Self:
+        """Return the kind of such a *layer*."""
+        made = super().__new__(cls, f"kept {layer}")
+        made.layer = layer
+        return made
+
+
+class LayerGroup(str):
+    """Layers that are checkpointed together: a kind of block made of others.
+
+    >>> LayerGroup(["layer", "expert layer", "expert layer"])
+    '1-layer 2-expert-layer checkpoint'
+    """
+
+    __slots__ = ("layers",)
+    layers: tuple[BlockKind, ...]
+
+    def __new__(cls, layers: Sequence[BlockKind]) -> Self:
+        """Return the kind of such *layers*, in model order."""
+        runs = ((len([*run]), kind.replace(" ", "-")) for kind, run in groupby(layers))
+        words = (f"{count}-{kind}" for count, kind in runs)
+        made = super().__new__(cls, f"{' '.join(words)} checkpoint")
+        made.layers = tuple(layers)
+        return made
 
 
 class BlockRun(NamedTuple):

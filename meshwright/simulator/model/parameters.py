@@ -164,6 +164,23 @@ def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dic
     return dict(counts)
 
 
+def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counter[BlockKind]:
+    """Return the weights of linear layers, of experts too, that one rank holds of a layer.
+
+    By its kind. Routers and gates choose and weigh in full width: they are none.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> linear_weights(load_model("gpt3-175b"), 8, 1, None)["layer"]
+    226492416
+    """
+    counts: Counter[BlockKind] = Counter()
+    for tensor in parameter_tensors(model):
+        chooses = tensor.name in {"router.weight", "shared_gate.weight"}
+        if tensor.block in LAYERS and len(tensor.shape) > 1 and not (chooses or is_bias(tensor)):
+            counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
+    return counts
+
+
 def is_expert(tensor: ParameterTensor) -> bool:
     """Return whether a tensor holds a weight, or a bias, of each of a layer's routed experts."""
     return tensor.name.startswith(ROUTED)

@@ -50,10 +50,10 @@ def _levels(
     """
     freed = waiting = 0
     for part in reversed(parts):
-        for kind, count in part.stage.blocks:
+        for kind, count in part.stage.passes:
             freed += count * blocks[kind].saved
             waiting += count * blocks[kind].waiting if stage.has_embedding else 0
-        first = part.stage.blocks[0].kind
+        first = part.stage.passes[0].kind
         # All blocks behind that one have freed theirs.
         level = blocks[first].arrival - (freed - blocks[first].saved)
         # The embedding's gradient of a tied table is added to the one that waits, in place.

@@ -25,6 +25,7 @@ from meshwright.simulator.layout import (
     zero_communication,
 )
 from meshwright.simulator.memory import Shards
+from meshwright.simulator.model import BlockRun
 
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
@@ -288,9 +289,9 @@ def held_parameters(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameter
     return HeldParameters(sum_parameters(shape, stages) - experts, experts)
 
 
-def sum_layers(stages: Sequence[Stage]) -> int:
-    """Return the layers of a rank that holds *stages*."""
-    return sum(stage.num_layers for stage in stages)
+def blocks_of(stages: Sequence[Stage]) -> list[BlockRun]:
+    """Return the layers and ends of a rank that holds *stages*."""
+    return [run for stage in stages for run in stage.blocks]
 
 
 def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:

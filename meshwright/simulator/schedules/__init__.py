@@ -1,12 +1,13 @@
 """Pipeline schedules as data: one module each, and this registry."""
 
 from difflib import get_close_matches
+from functools import cache
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, ActionLists, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
-from meshwright.simulator.schedules.interleaved import interleaved
+from meshwright.simulator.schedules.interleaved import core_group, interleaved
 from meshwright.simulator.schedules.lookahead import (
     MOST_GATHERED,
     NO_REFETCHES,
@@ -27,6 +28,7 @@ __all__ = [
     "Phase",
     "Refetches",
     "Schedule",
+    "core_group",
     "count_refetches",
     "get_schedule",
     "next_virtual_stages",
@@ -45,16 +47,32 @@ RUNTIMES: dict[PipelineRuntime, dict[str, Schedule]] = {
 SCHEDULES = RUNTIMES[PipelineRuntime.PUBLISHED]
 
 
-def get_schedule(name: str, runtime: PipelineRuntime = PipelineRuntime.PUBLISHED) -> Schedule:
+_interleaved_in_groups = cache(interleaved)
+
+
+def get_schedule(
+    name: str,
+    runtime: PipelineRuntime = PipelineRuntime.PUBLISHED,
+    group_size: int | None = None,
+) -> Schedule:
     """Return the schedule called *name* as *runtime* runs it.
+
+    Args:
+        name: Of the registry.
+        runtime: Whose.
+        group_size: Microbatches that an interleaved one takes through a virtual stage in a row;
+            None is as many as the runtime does.
 
     Raises:
         PlanError: If there is none, with the nearest names.
     """
     try:
-        return RUNTIMES[runtime][name]
+        schedule = RUNTIMES[runtime][name]
     except KeyError:
         near = get_close_matches(name, SCHEDULES, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}" if near else ""
         known = ", ".join(SCHEDULES)
         raise PlanError(f"unknown schedule {name!r}{hint}; known: {known}") from None
+    if group_size is None or not schedule.interleaves:
+        return schedule
+    return _interleaved_in_groups(runtime, group_size)

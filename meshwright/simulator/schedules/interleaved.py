@@ -63,16 +63,31 @@ ALLOWED = {
 }
 
 
-def interleaved(runtime: PipelineRuntime) -> Schedule:
-    """Return the interleaved 1F1B order with the groups of *runtime*.
+def any_core_group(size: int) -> Callable[[int, int], int | None]:
+    """Return what gives groups of *size* where Megatron-Core takes them; see `core_group`.
+
+    >>> [any_core_group(6)(4, count) for count in (5, 6, 8, 10)]
+    [None, 6, None, 6]
+    """
+
+    def group(pp: int, num_microbatches: int) -> int | None:
+        is_whole = pp <= size <= num_microbatches
+        return size if is_whole and not 0 < num_microbatches % size < pp else None
+
+    return group
+
+
+def interleaved(runtime: PipelineRuntime, group_size: int | None = None) -> Schedule:
+    """Return the interleaved 1F1B order with the groups of *runtime*, or of one size.
 
     >>> lists = interleaved(PipelineRuntime.PUBLISHED).actions(2, 2, 2)
     >>> "".join(f"{a.phase}{a.virtual_stage}" for a in lists[1])
     'F0F0F1B1F1B1B0B0'
     """
+    groups = _groups(runtime, group_size)
 
     def group_of(pp: int, num_microbatches: int) -> int:
-        size = GROUPS[runtime](pp, num_microbatches)
+        size = groups(pp, num_microbatches)
         assert size is not None, "refused before"
         return size
 
@@ -106,7 +121,7 @@ def interleaved(runtime: PipelineRuntime) -> Schedule:
         in_flight=in_flight,
         around_last=around_last,
         bubble_fraction=plain_bubble_fraction,
-        refusal=lambda *size: _refusal(runtime, *size),
+        refusal=lambda *size: _refusal(runtime, group_size, *size),
         interleaves=True,
         holds_sent=True,
     )
@@ -127,13 +142,31 @@ def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], 
     return forward, backward
 
 
-def _refusal(runtime: PipelineRuntime, pp: int, num_microbatches: int, vpp: int) -> str | None:
+def _groups(runtime: PipelineRuntime, group_size: int | None) -> Callable[[int, int], int | None]:
+    return GROUPS[runtime] if group_size is None else any_core_group(group_size)
+
+
+def _refusal(
+    runtime: PipelineRuntime, group_size: int | None, pp: int, num_microbatches: int, vpp: int
+) -> str | None:
     if vpp < 2 or pp < 2:
         return f"interleaved needs vpp >= 2 and pp >= 2, got vpp={vpp}, pp={pp}"
-    if GROUPS[runtime](pp, num_microbatches) is None:
-        allowed = ALLOWED[runtime].format(pp=pp, rounds=num_microbatches // pp)
-        return f"interleaved needs num_microbatches={num_microbatches} to be {allowed}"
-    return None
+    if _groups(runtime, group_size)(pp, num_microbatches) is not None:
+        return None
+    if group_size is not None:
+        return _group_refusal(group_size, pp, num_microbatches)
+    allowed = ALLOWED[runtime].format(pp=pp, rounds=num_microbatches // pp)
+    return f"interleaved needs num_microbatches={num_microbatches} to be {allowed}"
+
+
+def _group_refusal(size: int, pp: int, num_microbatches: int) -> str:
+    rest = num_microbatches % size
+    if pp <= size <= num_microbatches:
+        return (
+            f"microbatch_group_size={size} leaves {rest} of {num_microbatches} microbatches; "
+            f"allowed: one that leaves none, or at least pp={pp}"
+        )
+    return f"microbatch_group_size={size} is out of range; allowed {pp} to {num_microbatches}"
 
 
 def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> list[tuple[int, int]]:

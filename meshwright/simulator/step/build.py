@@ -26,9 +26,9 @@ from meshwright.simulator.memory import (
     with_workspace,
 )
 from meshwright.simulator.replication import (
+    blocks_of,
     bucket_cast_peak,
     held_parameters,
-    sum_layers,
     sum_parameters,
     unit_shards,
 )
@@ -89,7 +89,9 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     host = HostSide(costs, setting.wire, setting.state, setting.replication)
     shape, table = setting.shape, costs.blocks
     late = LateGradients.of(table, shape, setting.state.gradient)
-    context = StepContext(setting, costs, block_bytes(table, shape), host, late)
+    kinds = (kind for stage in setting.parts for kind, _ in stage.passes)
+    blocks = block_bytes(table, shape, others=kinds)
+    context = StepContext(setting, costs, blocks, host, late)
     passes = {stage: virtual_stage_cost(costs, setting.shape, stage) for stage in setting.parts}
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
     memory = _memory(context, tuple(dict.fromkeys(by_rank)))
@@ -121,7 +123,7 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
     setting, stack = context.setting, context.costs.stack
     plan, replication = setting.plan, setting.replication
-    schedule = get_schedule(plan.schedule, stack.pipeline_runtime)
+    schedule = plan.schedule_of(stack.pipeline_runtime)
     messages_cross = plan.pp > 1 and setting.mesh.crosses_nodes(0, plan.pp - 1)
     overlaps = (
         stack.overlap_gradient_reduce or stack.overlap_parameter_gather or replication.gathers_units
@@ -170,7 +172,7 @@ def _memory_of_units(
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    return with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -197,7 +199,7 @@ def _memory_of_stages(
     for each in others:
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
-    memory = with_copies(memory, weight_copy_bytes(shape, sum_layers(stages)))
+    memory = with_copies(memory, weight_copy_bytes(shape, blocks_of(stages)))
     if context.setting.parts[stages[0]]:
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy

@@ -19,7 +19,7 @@ from meshwright.simulator.ledger import (
 )
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import buffer_copies, held_parameters, sum_layers
+from meshwright.simulator.replication import blocks_of, buffer_copies, held_parameters
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 
 
@@ -64,7 +64,7 @@ class PricedRank(NamedTuple):
 def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
     """Return the cost of a pass through *stage*."""
     forward = backward = PhaseCost()
-    for kind, count in stage.blocks:
+    for kind, count in stage.passes:
         block = costs.block_cost(shape, kind)
         forward, backward = forward + block.forward * count, backward + block.backward * count
     return VirtualStageCost(forward, backward)
@@ -109,7 +109,7 @@ def _priced_rank(
         for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
     held = held_parameters(setting.shape, stages)
-    cast_bytes = step_cast_bytes(setting.shape, sum_layers(stages))
+    cast_bytes = step_cast_bytes(setting.shape, blocks_of(stages))
     update = rank_update_cost(context.host, held, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),

@@ -47,6 +47,9 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if plan is not None and plan.recompute_modules:
         said = ",".join(plan.recompute_modules)
         raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
+    if plan is not None and plan.recompute_layers:
+        said = f"recompute_layers={plan.recompute_layers}"
+        raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(

@@ -13,6 +13,7 @@ from meshwright.hwprofiles import (
     Precision,
     ProfileError,
     Recompute,
+    RecomputeModule,
     load_stack,
 )
 from meshwright.simulator import (
@@ -60,6 +61,10 @@ class PublishedPhase(StrEnum):
 
 def _empty_is_zero(value: object) -> object:
     return 0 if value == "" else value
+
+
+def _words(value: object) -> object:
+    return tuple(value.split()) if isinstance(value, str) else value
 
 
 OptionalCount = Annotated[int, Field(ge=0), BeforeValidator(_empty_is_zero)]
@@ -128,6 +133,7 @@ class PublishedRun(_ModelRow):
         dense_layers: Layers before any with experts.
         etp: Ranks that split an expert; empty for as many as split other layers.
         dispatcher: How tokens go to experts; empty for the stack's habit.
+        recompute_modules: Parts of a layer that run again, with spaces between them.
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
@@ -155,6 +161,7 @@ class PublishedRun(_ModelRow):
     dispatcher: Annotated[Dispatcher | None, BeforeValidator(empty_is_none)] = None
     vpp: Count
     schedule: Text
+    recompute_modules: Annotated[tuple[RecomputeModule, ...], BeforeValidator(_words)] = ()
     stages: Note
     gradients: Annotated[Precision | None, BeforeValidator(empty_is_none)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
@@ -222,6 +229,7 @@ class PublishedRun(_ModelRow):
             reduce_precision=self.gradients,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
+            recompute_modules=self.recompute_modules,
             attention=self.attention,
             schedule=self.schedule,
             stages=resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),

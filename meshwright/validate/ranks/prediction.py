@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, PlanError, StepResult, get_schedule, simulate
+from meshwright.simulator import ParallelPlan, PlanError, StepResult, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,
     HostTraffic,
@@ -69,7 +69,7 @@ def capped(saved: SavedPlan, ranks: Iterable[int] = ()) -> SavedPlan:
     beside the gradients, to which later passes add.
     """
     plan, job = saved.plan, saved.job
-    schedule = get_schedule(plan.schedule, saved.stack.pipeline_runtime)
+    schedule = plan.schedule_of(saved.stack.pipeline_runtime)
     whole, vpp = plan.num_microbatches(job), plan.num_virtual_stages
     shown = {min(pipeline_rank(plan, rank), plan.pp - 1) for rank in ranks} or range(plan.pp)
 

@@ -1,6 +1,7 @@
 """Linear layers one after the other: a block for each kind that a chain lists."""
 
 from meshwright.simulator.graph import (
+    OUTSIDE,
     Block,
     Dim,
     Linear,
@@ -47,4 +48,4 @@ def _multiplied(block: Block, x: Tensor, outputs: Dim, kind: LinearLayer) -> Ten
         case "rows":
             return row(block, x, outputs, "outputs", {}, Linear(bias=kind.bias))
         case "none":
-            return whole_product(block, x, outputs, "outputs", bias=kind.bias)
+            return whole_product(block, x, outputs, "outputs", OUTSIDE._replace(bias=kind.bias))

@@ -6,6 +6,7 @@ ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385; stride in the 3 x 3 convolutio
 
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
+    OUTSIDE,
     PARTIAL,
     STATISTIC_BYTES,
     Block,
@@ -60,7 +61,7 @@ def classifier(block: Block, model: ImageModel, num_images: Size) -> Tensor:
     x = _stack(block, num_images, last.out_channels, last.out_side)
     with block.module(x):
         classes = Dim("classes", model.num_classes)
-        whole_product(block, mean(block, x), classes, "logits", bias=True)
+        whole_product(block, mean(block, x), classes, "logits", OUTSIDE._replace(bias=True))
     return x
 
 

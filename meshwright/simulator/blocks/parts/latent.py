@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import RecomputeModule
 from meshwright.simulator.graph import (
+    PLAIN,
     Block,
     Dim,
     Gradient,
@@ -86,7 +87,7 @@ def latent_attention(
         (turned,) = rotary(block, turned)
         query = _joined(block, plain, turned, dims.queries)
         width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
-        both = whole_product(block, x, width, "kv down")
+        both = whole_product(block, x, width, "kv down", PLAIN)
         narrow, shared = cut(block, both, dims.latent, dims.shared_key)
         (shared,) = rotary(block, shared)
         narrow = norm(block, narrow, "kv latent norm", centers=False)
@@ -103,7 +104,7 @@ def latent_attention(
 def _queries(block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims) -> Tensor:
     """Return queries, of a latent of their own if there is one."""
     if latent.query_rank:
-        x = whole_product(block, x, Dim("query latent", latent.query_rank), "query down")
+        x = whole_product(block, x, Dim("query latent", latent.query_rank), "query down", PLAIN)
         x = norm(block, x, "query latent norm", centers=False)
     (queries,) = columns(block, x, dims.queries)
     return queries

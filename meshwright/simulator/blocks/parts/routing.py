@@ -25,9 +25,9 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     cast,
-    fp8_scratch,
     gradient_place,
     kept_copy,
+    narrow_scratch,
     pointwise,
     product,
     take,
@@ -286,7 +286,9 @@ def grouped(
     ]
     scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
     if bits is not None:
-        scratch = fp8_scratch(block, (x, weight), made, copies=2, again=0 if bits.keeps_copy else 2)
+        scratch = narrow_scratch(
+            block, (x, weight), made, copies=2, again=0 if bits.keeps_copy else 2
+        )
     work = Product(rows, n, k, num)
     return block.add(
         [x, weight],

@@ -48,9 +48,9 @@ def _kernels(kernels: Profile) -> list[str]:
 
 def _beside(gemm: GemmKernels) -> list[str]:
     """Return the tables of products that differ, where they are there."""
-    tables = {"fp8": gemm.fp8, "grouped": gemm.grouped}
+    tables = [*gemm.eight_bit.items(), ("grouped", gemm.grouped)]
     lines: list[str] = []
-    for name, kernels in tables.items():
+    for name, kernels in tables:
         if kernels is not None:
             lines += ["", f"[gemm.{name}]", *_kernels(kernels)]
     return lines

@@ -23,13 +23,15 @@ class Parts(Protocol):
 
     Widths are those of the whole model; a part that splits a weight over ranks divides them.
     ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
-    sequence, one from each of ``starts`` on.
+    sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
+    more inside its backward pass, and has names there for what came out and for its gradient.
     """
 
     seq_dim: int
     starts: tuple[int, ...]
     fuses_qkv: bool
     fuses_gate: bool
+    is_reentrant: bool
 
     def norm(self, model: ModelSpec) -> nn.Module:
         """Return a norm of the model's kind and width."""
@@ -245,13 +247,14 @@ class VirtualStage(nn.Module):
         )
         self.head = parts.head(model) if has_head else None
         self.recomputes = options.recompute is Recompute.FULL
+        self.is_reentrant = parts.is_reentrant
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is."""
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         for layer in self.layers.values():
             if self.recomputes and self.training:
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
+                hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)
             else:
                 hidden = layer(hidden)
         return hidden if self.head is None else self.head(hidden)

@@ -154,6 +154,7 @@ class MegatronParts:
     seq_dim = 0
     fuses_qkv = True
     fuses_gate = True
+    is_reentrant = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import Precision
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
-from meshwright.simulator.schedules import Phase, get_schedule
+from meshwright.simulator.schedules import Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
@@ -66,7 +66,7 @@ class MegatronProgram:
         self.stages, self.buffers = _virtual_stages(request, self._groups)
         self.adam = ShardedAdam(self.buffers, self._groups.norm)
         index = self._groups.pipeline.index
-        actions = get_schedule(plan.schedule, stack.pipeline_runtime).rank_actions(
+        actions = plan.schedule_of(stack.pipeline_runtime).rank_actions(
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages
         )
         self._last_backward = {

@@ -93,6 +93,7 @@ class PlainParts:
     seq_dim = 1
     starts: tuple[int, ...] = (0,)
     fuses_gate = False
+    is_reentrant = False
 
     def __init__(self, vocab_size: int, dropout: float, *, fuses_qkv: bool) -> None:
         self.vocab_size = vocab_size

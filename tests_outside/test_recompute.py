@@ -1,0 +1,110 @@
+"""Layers of a stage that Megatron-Core's own TransformerBlock recomputes: bytes and FLOPs."""
+
+from dataclasses import replace
+
+import pytest
+from block_witness import Given, Measured, count_pass
+from witnesses import megatron_job
+from witnesses.boundary import modules_converted, objects_shared, values_answered
+
+from meshwright.hwprofiles import Recompute, RecomputeMethod
+from meshwright.planner.reports import SavedPlan
+from meshwright.simulator.account.counts import counted_flops
+from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.layout import rank_stages
+from meshwright.simulator.memory import block_bytes, virtual_stage_memory
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.outside import load_outside_plans
+
+PLANS = {plan.name: plan for plan in load_outside_plans()}
+SCALE_BYTES = 4  # of the softmax, of each layer: a GPU has it on the host
+NUM_LAYERS = 6
+BLOCK, UNIFORM = RecomputeMethod.BLOCK, RecomputeMethod.UNIFORM
+
+
+def recomputing(name: str, method: RecomputeMethod | None, number: int | None) -> SavedPlan:
+    """Return a plan of six layers a virtual stage, of which some run again."""
+    saved = PLANS[name].saved()
+    count = saved.plan.num_stages
+    model = saved.job.transformer.model_copy(update={"num_layers": NUM_LAYERS * count})
+    recompute = Recompute.NONE if number == 0 else Recompute.FULL
+    plan = replace(
+        saved.plan,
+        stages=(NUM_LAYERS,) * count,
+        recompute=recompute,
+        recompute_method=method,
+        recompute_layers=number or None,
+    )
+    return replace(saved, job=replace(saved.job, model=model), plan=plan)
+
+
+def counted(saved: SavedPlan) -> Measured:
+    """Return what the layers of the first rank's last virtual stage do."""
+    model, plan = saved.job.transformer, saved.plan
+    tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
+    with (
+        fake_cluster(0, plan.world_size),
+        values_answered(),
+        modules_converted(),
+        objects_shared(),
+        megatron_job.answers(),
+    ):
+        job = megatron_job.MegatronJob(saved)
+        gpt = job._chunks[-1].module.module
+        gpt.decoder.final_layernorm, turned = None, None
+        if model.positions == "rotary":
+            turned = gpt.rotary_pos_emb(saved.job.seq_len)
+        given = Given((tokens, plan.microbatch_size, model.hidden_size))
+
+        def run(x: object) -> object:
+            gpt.decoder.set_input_tensor(x)
+            return gpt.decoder(x, None, rotary_pos_emb=turned)
+
+        return count_pass(run, [given], RankOracle(job.groups))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "number"),
+    [
+        ("megatron zero 0", None, 0),
+        ("megatron zero 0", None, None),
+        ("megatron zero 0", UNIFORM, 1),
+        ("megatron zero 0", UNIFORM, 2),
+        ("megatron zero 0", UNIFORM, 6),
+        ("megatron zero 0", BLOCK, 1),
+        ("megatron zero 0", BLOCK, 4),
+        ("megatron zero 0", BLOCK, 9),
+        ("megatron tp", UNIFORM, 3),
+        ("megatron tp sp", UNIFORM, 3),
+        ("megatron tp sp", BLOCK, 5),
+        ("megatron llama", None, None),
+        ("megatron llama", UNIFORM, 2),
+        ("megatron llama", BLOCK, 2),
+        ("megatron interleaved", BLOCK, 2),
+        ("megatron interleaved", UNIFORM, 3),
+        ("megatron llama interleaved", BLOCK, 3),
+    ],
+)
+def test_layers_that_run_again_are_byte_exact(
+    name: str, method: RecomputeMethod | None, number: int | None
+) -> None:
+    saved = recomputing(name, method, number)
+    witness, table = counted(saved), BlockTable()
+    shape = BlockShape.of(saved.job, saved.plan, saved.stack)
+    stage = rank_stages(saved.job.model, saved.plan, 0)[-1]
+    stage = stage._replace(has_embedding=False, has_head=False)
+    kinds = [kind for kind, _ in stage.passes]
+    found = virtual_stage_memory(shape, stage, block_bytes(table, shape, others=kinds))
+    derived = (
+        found.saved_bytes,
+        found.saved_bytes + found.forward_workspace_bytes,
+        found.saved_bytes + found.backward_workspace_bytes,
+    )
+    measured = witness.saved_bytes, witness.forward_peak_bytes, witness.backward_peak_bytes
+    beside = [
+        theirs - ours - found.buffer_bytes for theirs, ours in zip(measured, derived, strict=True)
+    ]
+    # A scale for each layer whose scores are there.
+    assert all(each in range(0, SCALE_BYTES * NUM_LAYERS + 1, SCALE_BYTES) for each in beside)
+    flops = sum(counted_flops(table.operators(shape, kind)) * count for kind, count in stage.passes)
+    assert flops == witness.forward_flops + witness.backward_flops
