@@ -6,15 +6,19 @@ depends on it.  On a rank without data a grouped product counts its padding, too
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from block_witness import Given, count_pass
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.models.deepseek_v3.model import model as deepseek
 from torchtitan.models.llama3.model import model as llama
+from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.moe import utils
-from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.model import args as qwen3_args
 from torchtitan.models.qwen3.model import model as qwen3
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -35,6 +39,7 @@ from witnesses.expert_layers import (
     counted,
     derived,
 )
+from witnesses.torchtitan_job import answers, moe_args, places, rows_answered
 
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -43,7 +48,11 @@ from meshwright.simulator.model import (
     Experts,
     ModelSpec,
 )
+from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.fused import Context
+from meshwright.validate.programs.megatron import default_dtype
+
+INT32_BYTES = 4
 
 
 def transformers_layer(model: ModelSpec) -> Run:
@@ -118,20 +127,6 @@ def test_a_layer_of_gpt_oss_is_byte_exact(kind: BlockKind, monkeypatch: pytest.M
     assert derived(OSS, "fsdp", kind=kind) == counted(gpt_oss_layer, NUM_SEQUENCES, TOKENS)
 
 
-def moe_args(experts: Experts) -> MoEArgs:
-    """Return torchtitan's arguments of experts."""
-    return MoEArgs(
-        num_experts=experts.num_experts,
-        num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
-        score_func=experts.scores,
-        route_norm=True,
-        score_before_experts=False,
-        top_k=experts.experts_per_token,
-        load_balance_coeff=None,
-        _debug_force_load_balance=True,
-    )
-
-
 def torchtitan_layer(experts: Experts) -> Run:
     """Return a layer of torchtitan's Llama with torchtitan's experts in the place of its MLP."""
     width, heads = SPEC.hidden_size, {"n_heads": SPEC.num_heads, "n_kv_heads": SPEC.num_kv_heads}
@@ -183,12 +178,6 @@ def deepseek_layer(experts: Experts) -> Run:
     return lambda x: layer(x, angles, None)
 
 
-def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tuple[Tensor, ...]:
-    """Return places of rows, and rows and ends of experts, as a kernel of Triton makes them."""
-    made = (torch.empty(size, dtype=torch.int32) for size in (most, experts, experts))
-    return tuple(made)
-
-
 @pytest.mark.parametrize(
     ("make", "model"),
     [
@@ -212,3 +201,51 @@ def test_an_expert_layer_of_torchtitan_is_byte_exact(
         forward_flops=found.forward_flops - padding,
         backward_flops=found.backward_flops - 2 * padding,
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "model"),
+    [
+        (torchtitan_layer, SPEC),
+        (torchtitan_layer, SHARING),
+        (qwen3_layer, HEADS),
+        (deepseek_layer, LATENT),
+    ],
+    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
+)
+def test_a_layer_of_torchtitan_with_experts_of_several_ranks_is_byte_exact(
+    make: Callable[[Experts], Run], model: ModelSpec
+) -> None:
+    """Beyond a pass the module keeps the places of its last rows."""
+    experts, ep = model.experts, 4
+    assert experts is not None
+
+    def divided() -> Run:
+        run = make(experts)
+        apply_moe_ep_tp(model_of(run), None, mesh, None, None)
+        return run
+
+    rows = NUM_SEQUENCES * TOKENS * experts.experts_per_token
+    with fake_cluster(0, ep), answers(), rows_answered(rows // ep), default_dtype(torch.bfloat16):
+        mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
+        found = count_pass(
+            divided(),
+            [Given((NUM_SEQUENCES, TOKENS, SPEC.hidden_size))],
+            RankOracle({tuple(range(ep)): "ep"}),
+        )
+    own = experts.num_experts // ep
+    padding = 2 * 8 * own * 3 * SPEC.hidden_size * experts.hidden_size
+    assert derived(model, "torchtitan", ep=ep) == replace(
+        found,
+        forward_flops=found.forward_flops - padding,
+        backward_flops=found.backward_flops - 2 * padding,
+        left_bytes=found.left_bytes - INT32_BYTES * (rows + 8 * own),
+    )
+
+
+def model_of(run: Run) -> object:
+    """Return a model of the one layer that *run* passes through, its experts named as a MoE's."""
+    cells = [each.cell_contents for each in run.__closure__]
+    (layer,) = (each for each in cells if isinstance(each, torch.nn.Module))
+    layer.moe_enabled, layer.moe = True, getattr(layer, "moe", None) or layer.feed_forward
+    return SimpleNamespace(layers={"0": layer})

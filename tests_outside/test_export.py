@@ -53,6 +53,7 @@ TITAN_PLANS = (
     f"{TITAN} 64 --tp 2 --pp 4 --sequence-parallel",
     f"{TITAN} 16 --pp 2 --vpp 2 --stages 7,9,8,8",
     f"{TITAN} 8 --pp 4 --schedule gpipe --micro-batch 2",
+    f"{TITAN} 64 --ep 8".replace("llama3-8b", "qwen3-30b-a3b"),
 )
 CORE_PLANS = (
     f"{LLAMA} --gpus 64 --tp 4 --pp 4",
@@ -109,7 +110,8 @@ def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
     if told.activation_checkpoint.mode != "selective":  # else it is not looked at
         told.activation_checkpoint.selective_ac_option = "2"
     assert read.activation_checkpoint == told.activation_checkpoint
-    assert (read.model.name, read.model.flavor) == ("llama3", "8B")
+    flavor = ("llama3", "8B") if saved.plan.ep == 1 else ("qwen3", "30B-A3B")
+    assert (read.model.name, read.model.flavor) == flavor
     for name in ("seq_len", "local_batch_size", "global_batch_size", "mixed_precision_param"):
         assert getattr(read.training, name) == getattr(told.training, name)
     assert read.training.enable_cpu_offload is read.compile.enable is False

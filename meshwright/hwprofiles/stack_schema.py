@@ -281,10 +281,13 @@ def _check_gradients(stack: StackProfile) -> None:
 
 def _check_experts(stack: StackProfile) -> None:
     """Raise ProfileError where experts would be divided among ranks as no code here does it."""
-    if stack.expert_parallel and not (stack.megatron_layers and max(stack.zero_stages) <= 1):
+    in_buckets = stack.megatron_layers and max(stack.zero_stages) <= 1
+    in_units = stack.is_fully_sharded and not stack.transformers_layers
+    if stack.expert_parallel and not (in_buckets or in_units):
         raise ProfileError(
-            "expert_parallel: true is of Megatron-Core's layers and optimizer; allowed: with "
-            "megatron_layers and zero_stages 0 and 1"
+            "expert_parallel: true is of Megatron-Core's layers and optimizer, or of torchtitan's "
+            "units; allowed: with megatron_layers and zero_stages 0 and 1, or zero_stages 3 alone "
+            "without transformers_layers"
         )
     if stack.expert_parallel != bool(stack.dispatchers):
         raise ProfileError(

@@ -20,6 +20,7 @@ from meshwright.validate.cli import plan_of_words
 WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
+QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
 GROUPED = ["--microbatch-group-size", "12"]
 # Plans by framework: options of simulate, and what an import has to be told.
 CORE = ["--model", "llama3-8b"]
@@ -101,6 +102,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*TITAN, "--gpus", "8", "--pp", "4", "--schedule", "gpipe", "--micro-batch", "2"], []),
         ([*TITAN, "--gpus", "8", "--offload", "parameters", "--no-reshard-after-forward"], []),
         ([*TITAN, "--gpus", "8", "--precision", "fp8", "--set", "kernels=eager"], []),
+        ([*QWEN, "--gpus", "64", "--ep", "8"], []),
     ],
 }
 ROUNDS = [
@@ -125,8 +127,8 @@ def stack_of(version: str | None, word: str) -> str:
 
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
-    lacking = {"0.3": "fp8", "fsdp1": "--dp-shard"}
-    return version not in lacking or lacking[version] not in words
+    lacking = {"0.3": ("fp8", "--ep"), "fsdp1": ("--dp-shard",)}
+    return not {*words}.intersection(lacking.get(version or "", ()))
 
 
 @pytest.mark.parametrize(("name", "words", "told"), ROUNDS)
@@ -168,6 +170,7 @@ REFUSED = [
     ("torchtitan", [*LLAMA, "--gpus", "8"], "zero_stage=1"),
     ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
+    ("torchtitan", [*QWEN, "--gpus", "64", "--pp", "2"], "pp=2"),
     ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
     ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--precision", "fp8"], "precision=fp8"),
     ("torchtitan 0.3", ["llama3-405b", *TITAN[1:], "--gpus", "8"], "model=llama3-405b"),

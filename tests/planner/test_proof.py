@@ -281,6 +281,21 @@ CASES = {
         32,
         limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
         changes=(("casts_shards_alone", False),),
+        imbalance=1.5,
+    ),
+    "experts cut along their widths": Case(
+        ROUTED,
+        "dgx-h100",
+        "torchtitan",
+        8,
+        256,
+        limits=SpaceLimits(
+            ep=(2, 4),
+            max_tp=1,
+            max_pp=1,
+            microbatch_size=(16, 32),
+            reduce_precision=(None,),
+        ),
     ),
     "context parallel in a ring": Case(
         SMALL, "dgx-h100", "megatron-core", 8, 8, limits=SpaceLimits(**FEW_CUT, max_cp=4)

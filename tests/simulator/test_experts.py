@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hwprofiles import (
+    Attention,
     CollectiveOp,
     Precision,
     Recompute,
@@ -35,6 +36,7 @@ from meshwright.simulator.model import (
     parameters_by_kind,
     parse_model,
 )
+from meshwright.simulator.replication import replication_of
 
 TOKENS, HIDDEN, WIDTH = 512, 1024, 2816
 DENSE = ModelSpec(
@@ -296,7 +298,25 @@ def test_an_all_to_all_takes_what_was_published(
             {"ep": 8, "dp": 8},
             "ep=8 does not go with llama3-8b, which",
         ),
-        ("mixtral-8x7b", "torchtitan", {"ep": 8, "dp": 8}, "ep=8 is not offered by stack torchtit"),
+        ("mixtral-8x7b", "fsdp", {"ep": 8, "dp": 8}, "ep=8 is not offered by stack fsdp; allowed"),
+        (
+            "mixtral-8x7b",
+            "torchtitan",
+            {"ep": 2, "etp": 2, "dp": 8},
+            "etp=2 is not offered by stack torchtitan for mixtral-8x7b; allowed: 1, or that of tp",
+        ),
+        (
+            "mixtral-8x7b",
+            "torchtitan",
+            {"ep": 2, "dp": 12, "dp_shard": 6},
+            "dp=12 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of",
+        ),
+        (
+            "mixtral-8x7b",
+            "torchtitan",
+            {"ep": 2, "dp": 48},
+            "dp=48 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of 2048",
+        ),
     ],
 )
 def test_what_no_stack_runs_is_refused(
@@ -311,3 +331,16 @@ def test_what_no_stack_runs_is_refused(
     refusal = stack_refusal(job, plan, profile)
     assert refusal is not None
     assert refusal.startswith(message)
+
+
+def test_experts_of_several_ranks_are_slices_of_a_set_of_shards() -> None:
+    with pytest.raises(PlanError, match="ep=8 x etp=1 does not divide the 4 ranks that have a set"):
+        ParallelPlan(dp=8, dp_shard=4, ep=8, zero_stage=3)
+    plan = ParallelPlan(dp=16, dp_shard=8, ep=4, zero_stage=3, attention=Attention.FLASH)
+    found = replication_of(plan, load_stack("torchtitan"), Mesh.of(plan, 8))
+    assert found.experts is not None
+    of_all, of_experts = (
+        (each.span.num_ranks, each.replica_span and each.replica_span.num_ranks)
+        for each in (found, found.experts)
+    )
+    assert (of_all, of_experts) == ((8, 2), (2, 2))

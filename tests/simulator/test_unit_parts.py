@@ -30,15 +30,10 @@ from meshwright.simulator.replication.buckets import unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.replication.parts import StagePart, part_gathers
 from meshwright.simulator.step.build import build_step
-from meshwright.simulator.units.bytes import (
-    ParameterBytes,
-    PassBytes,
-    Sharding,
-    StageWeights,
-    UnitBytes,
-)
+from meshwright.simulator.units.bytes import PassBytes, StageWeights, UnitBytes
 from meshwright.simulator.units.memory import unit_rank_memory
 from meshwright.simulator.units.passes import StagePass
+from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, _SummingPass
 
 TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")

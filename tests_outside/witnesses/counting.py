@@ -73,7 +73,7 @@ def count_rank(plan: OutsidePlan, rank: int) -> OutsideCount:
             rank=rank,
             world_size=world_size,
             backend="fake",
-            flops=oracle.flops,
+            flops=oracle.flops - getattr(program, "unpriced_flops", 0),
             collectives=_messages_named(oracle.collectives),
             peak_bytes=oracle.peak_bytes,
             bytes_at_peak=oracle.bytes_at_peak,

@@ -29,6 +29,12 @@ def groups_of(plan: ParallelPlan, rank: int) -> Mapping[tuple[int, ...], str]:
         "dp": [stage + index * tp + own_tp for index in range(first, first + shards)],
         "pp": [index * tp * dp + own_dp * tp + own_tp for index in range(pp)],
     }
+    if plan.ep > 1:  # of a set of shards; the same ranks, if there are no more
+        own = rank - rank % plan.ep
+        found["ep"] = range(own, own + plan.ep)
+        own = stage + first + rank % plan.ep
+        found["edp"] = range(own, own + shards, plan.ep)
+        found["dp"] = found.pop("dp")
     ends = [found["pp"][0], found["pp"][-1]]
     axes = {tuple(ends): "table"} if pp > 2 else {}
     for axis, ranks in found.items():

@@ -1,35 +1,39 @@
 """torchtitan's own training job, one rank of it: its `Trainer`, configured and fed."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_impls import op_implementations_dict
 
 from meshwright.hwprofiles import Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator.model import Experts
+from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
     PARAMETERS,
     SCHEDULES,
     QuietMetrics,
     TrainerJob,
-    answers,
     local_batch_size,
     stage_modules,
     stages_with_shapes,
 )
-
-__all__ = ["answers", "job"]
 
 # Without a GPU torchtitan would speak to torch.cuda all the same.
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
     from torchtitan.distributed import pipeline_parallel
-    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+    from torchtitan.models import llama3, qwen3
     from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.moe import utils as moe_utils
     from torchtitan.protocols import train_spec
 
 NAME = "meshwright"
@@ -42,6 +46,39 @@ CHECKPOINTS = {
     Recompute.SELECTIVE_OP: ("selective", "op"),
     Recompute.FULL: ("full", "op"),
 }
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """Let the job run, also where a kernel of Triton's or a histogram of a GPU's is asked for."""
+    with (
+        torchtitan_parts.answers(),
+        patch.object(moe_utils, "generate_permute_indices", places),
+        patch.object(torch, "histc", counts),
+    ):
+        yield
+
+
+def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tuple[Tensor, ...]:
+    """Return places of rows, and rows and ends of experts, as a kernel of Triton makes them."""
+    made = (torch.empty(size, dtype=torch.int32) for size in (most, experts, experts))
+    return tuple(made)
+
+
+def counts(x: Tensor, bins: int, **_: object) -> Tensor:
+    """Return how many elements are in each bin: a histogram of whole numbers, as on a GPU."""
+    return x.new_empty(bins)
+
+
+def rows_answered(rows: int) -> AbstractContextManager[object]:
+    """Tell how many *rows* go to each rank of experts, and come from it: as many to all."""
+
+    def answer(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else rows
+
+    return patch.dict(op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: answer})
 
 
 def job(saved: SavedPlan) -> "TorchtitanJob":
@@ -58,9 +95,11 @@ class TorchtitanJob(TrainerJob):
 
     def __init__(self, saved: SavedPlan) -> None:
         job, plan = saved.job, saved.plan
+        family = llama3 if job.transformer.experts is None else qwen3
         spec = replace(
-            get_train_spec(),
+            family.get_train_spec(),
             model_args={NAME: model_args(job)},
+            pipelining_fn=pipeline_parallel.pipeline_llm,  # that of its models which have one
             build_tokenizer_fn=None,
             build_dataloader_fn=lambda **_: None,
             build_metrics_processor_fn=QuietMetrics,
@@ -73,6 +112,33 @@ class TorchtitanJob(TrainerJob):
         ):
             super().__init__(saved, train.Trainer(job_config(job, plan)))
 
+    def run_step(self, step: int) -> list[Tensor]:
+        """Run one whole training step."""
+        with rows_answered(self._rows()):
+            return super().run_step(step)
+
+    @property
+    def unpriced_flops(self) -> int:
+        """FLOPs of a step's rows that only fill up, and of sums of a token's rows by their weights.
+
+        A product of rows without data cannot skip the former; the latter are priced as traffic.
+        """
+        job, plan = self.saved.job, self.saved.plan
+        experts, width = job.transformer.experts, job.transformer.hidden_size
+        if experts is None:
+            return 0
+        filling = 8 * experts.num_experts // plan.ep * 3 * experts.hidden_size
+        chosen = plan.microbatch_size * job.seq_len * experts.experts_per_token
+        passes = 3 + (plan.recompute is Recompute.FULL)
+        layers = plan.stages[dist.get_rank() // (plan.world_size // plan.pp) :: plan.pp]
+        return 2 * (filling + chosen) * width * passes * sum(layers) * plan.num_microbatches(job)
+
+    def _rows(self) -> int:
+        """Return the rows that a rank sends to each rank of experts in a pass."""
+        job, plan = self.saved.job, self.saved.plan
+        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len
+        return 1 if experts is None else tokens * experts.experts_per_token // plan.ep
+
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""
         job, plan = self.saved.job, self.saved.plan
@@ -82,17 +148,42 @@ class TorchtitanJob(TrainerJob):
             yield {"input": ids}, labels
 
 
-def model_args(job: TrainingJob) -> TransformerModelArgs:
-    """Return the arguments of torchtitan's Llama for a job's model."""
+def model_args(job: TrainingJob) -> llama3.TransformerModelArgs | qwen3.Qwen3ModelArgs:
+    """Return the arguments of torchtitan's Llama, or Qwen3 with experts, for a job's model."""
     model = job.transformer
-    return TransformerModelArgs(
-        dim=model.hidden_size,
-        n_layers=model.num_layers,
-        n_heads=model.num_heads,
-        n_kv_heads=model.num_kv_heads,
-        vocab_size=model.vocab_size,
+    sizes = {
+        "dim": model.hidden_size,
+        "n_layers": model.num_layers,
+        "n_heads": model.num_heads,
+        "n_kv_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size,
+    }
+    if model.experts is not None:
+        return qwen3.Qwen3ModelArgs(
+            **sizes,
+            head_dim=model.head_dim,
+            moe_enabled=True,
+            moe_inter_dim=model.experts.hidden_size,
+            moe_args=moe_args(model.experts),
+        )
+    return llama3.TransformerModelArgs(
+        **sizes,
         # Rounded up to itself: 8 / 3 of the width, torchtitan's own choice, is less.
         multiple_of=model.ffn_hidden_size,
+    )
+
+
+def moe_args(experts: Experts) -> MoEArgs:
+    """Return torchtitan's arguments of experts."""
+    return MoEArgs(
+        num_experts=experts.num_experts,
+        num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
+        score_func=experts.scores,
+        route_norm=True,
+        score_before_experts=False,
+        top_k=experts.experts_per_token,
+        load_balance_coeff=None,
+        _debug_force_load_balance=True,
     )
 
 
@@ -101,6 +192,7 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     config = JobConfig()
     config.model.name = config.model.flavor = NAME
     config.debug.seed = 0
+    config.debug.moe_force_load_balance = True
     config.training.seq_len = job.seq_len
     config.training.local_batch_size = local_batch_size(job, plan)
     config.training.global_batch_size = job.global_batch_size
@@ -110,6 +202,7 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     parallelism.data_parallel_shard_degree = shards
     parallelism.data_parallel_replicate_degree = plan.dp // shards
     parallelism.tensor_parallel_degree = plan.tp
+    parallelism.expert_parallel_degree = plan.ep
     parallelism.pipeline_parallel_degree = plan.pp
     parallelism.pipeline_parallel_schedule = SCHEDULES[plan.schedule]
     parallelism.pipeline_parallel_microbatch_size = plan.microbatch_size

@@ -261,8 +261,9 @@ def _norm_ps(
     pp = costs.world_size // (shape.tp * replication.dp_cp)
     node_size = costs.cluster.devices_per_node
     dp = replication.dp_cp // shape.cp
-    mesh = Mesh(node_size=node_size, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
-    return price(costs, gradient_norm(shape, stages, mesh, replication.span)).time_ps
+    experts = shape.expert_tp, shape.ep
+    mesh = Mesh(node_size=node_size, experts=experts, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
+    return price(costs, gradient_norm(shape, stages, mesh, replication)).time_ps
 
 
 def _first_gathers(
@@ -301,10 +302,7 @@ class _StageCopies(NamedTuple):
         replication: Replication,
     ) -> "_StageCopies":
         """Return the copies of a stage's *parts*; gradients of one microbatch, which are fewer."""
-        copies = [
-            buffer_copies(costs, sum(part.buckets), wire, replication, adds_up=False)
-            for part in parts
-        ]
+        copies = [buffer_copies(costs, part, wire, replication, adds_up=False) for part in parts]
         stays = [part.stays or not replication.reshards for part in parts]
         freed = [each for stay, each in zip(stays, copies, strict=True) if not stay]
         return cls(

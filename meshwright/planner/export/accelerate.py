@@ -10,8 +10,7 @@ from typing import cast
 
 from meshwright.hwprofiles import Offload, Precision, Recompute
 from meshwright.planner.export import deepspeed
-from meshwright.planner.export.framework import Framework
-from meshwright.planner.export.launch import Starter
+from meshwright.planner.export.launch import Framework, Starter
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import read_yaml, remarks, yaml_text
 from meshwright.simulator import PlanError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
-from meshwright.planner.export.framework import Export, Framework
+from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import json_keys, read_json
 from meshwright.simulator import PlanError

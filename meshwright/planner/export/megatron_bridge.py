@@ -9,7 +9,7 @@ Megatron-Core's TransformerConfig.
 from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export.framework import Export, Framework
+from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import command_words

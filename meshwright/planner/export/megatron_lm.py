@@ -9,7 +9,7 @@ from math import prod
 from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
-from meshwright.planner.export.framework import Export, Framework
+from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 from meshwright.planner.export.texts import command_words, flags, read_flags

@@ -14,8 +14,15 @@ from meshwright.planner.export import (
     torchrun,
     torchtitan,
 )
-from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.launch import Launch, hand_script, job_name, nodes_of, slurm_script
+from meshwright.planner.export.launch import (
+    Export,
+    Framework,
+    Launch,
+    hand_script,
+    job_name,
+    nodes_of,
+    slurm_script,
+)
 from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError

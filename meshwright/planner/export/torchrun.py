@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
-from meshwright.planner.export.framework import Export, Framework
+from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 
 WORDS = Words("torchrun")

@@ -7,9 +7,9 @@ Keys are those of JobConfig (torchtitan/config/job_config.py of 0.2.2), and of T
 from collections.abc import Mapping
 from typing import cast
 
-from meshwright.hwprofiles import Attention, Kernels, Offload, Precision, Recompute, StageSplit
-from meshwright.planner.export.framework import Export, Framework
-from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.hwprofiles import Attention, Kernels, Offload, Precision, Recompute
+from meshwright.planner.export.launch import Export, Framework
+from meshwright.planner.export.table import Facts, Keys, Row, not_offered
 from meshwright.planner.export.texts import (
     command_words,
     read_toml,
@@ -18,24 +18,32 @@ from meshwright.planner.export.texts import (
     toml_text,
     tyro_options,
 )
+from meshwright.planner.export.torchtitan_ranks import (
+    COMMAND,
+    PARTS,
+    PP,
+    TOML,
+    WORDS,
+    batch_row,
+    replicas_row,
+    reshard_row,
+    stages_row,
+)
 from meshwright.simulator import PlanError
 
-WORDS = Words("torchtitan")
-TOML, COMMAND = "0.2", "0.3"
 # Module and flavor by the name of a model; a configuration of 0.3 is MODULE_FLAVOR.
 MODELS: Mapping[str, tuple[str, str]] = {
     "llama3-8b": ("llama3", "8B"),
     "llama3-70b": ("llama3", "70B"),
     "llama3-405b": ("llama3", "405B"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
 }
 # Whose configuration of 0.3 has linear layers in float8, which no option takes out (llama3_405b of
 # torchtitan/models/llama3/config_registry.py).
 FLOAT8_ALONE = ("llama3-405b",)
-# Names of a Llama's modules before its layers and after them.
-ENDS = {
-    TOML: (["tok_embeddings"], ["norm", "output"]),
-    COMMAND: (["tok_embeddings"], ["norm", "lm_head"]),
-}
+# Modules with a `pipelining_fn` in 0.2.2 (models/*/__init__.py), of those above.
+PIPELINED = ("llama3",)
 SCHEDULES: dict[object, object] = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -48,22 +56,15 @@ CHECKPOINTS: dict[object, object] = {
 }
 OFFLOADS: dict[object, object] = {Offload.NONE: False, Offload.PARAMETERS: True}
 FLOAT8 = "quantize.linear.float8"
-PARTS = "parallelism.module_fqns_per_model_part"
-REPLICATE = "parallelism.data_parallel_replicate_degree"
-SHARD = "parallelism.data_parallel_shard_degree"
-LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-PP = "parallelism.pipeline_parallel"
 # What no plan speaks of, and what changes a layout.
 HELD: Mapping[str, object] = {
     "training.dtype": "float32",
     "parallelism.context_parallel_degree": 1,
-    "parallelism.expert_parallel_degree": 1,
     f"{PP}_first_stage_less_layers": 1,
     f"{PP}_last_stage_less_layers": 1,
     f"{PP}_schedule_csv": "",
 }
 REDUCED, GRAPHLESS = "training.mixed_precision_reduce", "training.disable_cuda_graphs"
-RESHARD = "parallelism.fsdp_reshard_after_forward"
 
 
 def table(version: str) -> tuple[Row, ...]:
@@ -74,13 +75,14 @@ def table(version: str) -> tuple[Row, ...]:
         words.same("seq_len", "training.seq_len", 2048),
         words.same("tp", "parallelism.tensor_parallel_degree", 1),
         words.same("pp", f"{PP}_degree", 1),
+        words.same("ep", "parallelism.expert_parallel_degree", 1),
         words.choice("schedule", f"{PP}_schedule", SCHEDULES, default="1F1B"),
-        _replicas(),
-        _batch(),
-        _stages(version),
+        replicas_row(),
+        batch_row(),
+        stages_row(version),
         words.only("zero_stage", 3),
         words.choice("offload", "training.enable_cpu_offload", OFFLOADS, default=False),
-        _reshard(),
+        reshard_row(),
         # attention of its Llama is PyTorch's scaled_dot_product_attention.
         words.only("attention", Attention.FLASH),
         # Shards are fp32, and so are their gradients.
@@ -109,22 +111,16 @@ def _toml_rows() -> tuple[Row, ...]:
 
 
 def _command_rows() -> tuple[Row, ...]:
-    words = WORDS
     return (
-        words.choice(
-            "sequence_parallel",
-            "parallelism.enable_sequence_parallel",
-            {True: True, False: False},
-            default=True,
-        ),
-        words.choice(
+        WORDS.same("sequence_parallel", "parallelism.enable_sequence_parallel", default=True),
+        WORDS.choice(
             "precision",
             "training.mixed_precision_param",
             {Precision.BF16: "bfloat16", Precision.FP32: "float32"},
             default="bfloat16",
         ),
-        words.choice("recompute", "activation-checkpoint", CHECKPOINTS),
-        words.held("compile.enable_async_tensor_parallel", (False,)),
+        WORDS.choice("recompute", "activation-checkpoint", CHECKPOINTS),
+        WORDS.held("compile.enable_async_tensor_parallel", (False,)),
         _graphless(),
     )
 
@@ -151,15 +147,23 @@ def _model(version: str) -> Row:
     """Return the row of the model, which torchtitan knows by two words."""
     keys = ("model.name", "model.flavor") if version == TOML else ("module", "config")
 
+    # What 0.3 calls its others is held against none of its files.
+    models = {
+        model: each
+        for model, each in MODELS.items()
+        if version == TOML or (each[0] in PIPELINED and model not in FLOAT8_ALONE)
+    }
+
     def name(module: str, flavor: str) -> tuple[str, str]:
         return module, flavor if version == TOML else f"{module}_{flavor.lower()}"
 
-    models = {each: MODELS[each] for each in MODELS if version == TOML or each not in FLOAT8_ALONE}
     known = {name(*each): model for model, each in models.items()}
 
     def write(facts: Facts) -> Keys:
-        model = cast("str", WORDS.known("model", facts, models))
-        return dict(zip(keys, name(*models[model]), strict=True))
+        theirs = models[cast("str", WORDS.known("model", facts, models))]
+        if facts.number("pp") > 1 and theirs[0] not in PIPELINED:
+            raise not_offered("pp", facts.number("pp"), WORDS.framework, ("1 with Qwen3",))
+        return dict(zip(keys, name(*theirs), strict=True))
 
     def read(found: Keys, _: Facts) -> Keys:
         theirs = tuple(str(found[key]) for key in keys if key in found)
@@ -230,112 +234,6 @@ def _toml_recompute() -> Row:
         return {**row.read(keys, facts)}
 
     return Row(fields=("recompute",), keys=(mode, option), write=write, read=read)
-
-
-def _replicas() -> Row:
-    """Return the row of the data-parallel ranks, in groups that share a set of shards."""
-
-    def write(facts: Facts) -> Keys:
-        shards = facts.number("dp_shard")
-        return {REPLICATE: facts.number("dp") // shards, SHARD: shards}
-
-    def read(keys: Keys, facts: Facts) -> Keys:
-        replicas, shards = WORDS.whole(keys, REPLICATE, 1), WORDS.whole(keys, SHARD, -1, least=-1)
-        others = facts.number("tp") * facts.number("pp")
-        if shards == -1:
-            if facts.get("world_size") is None:
-                raise PlanError(f"--gpus is missing; {SHARD} is what it leaves")
-            shards = facts.world_size // (others * replicas)
-        dp = replicas * shards
-        return {"dp": dp, "dp_shard": shards, "world_size": dp * others}
-
-    return Row(
-        fields=("dp", "dp_shard", "world_size"), keys=(REPLICATE, SHARD), write=write, read=read
-    )
-
-
-def _batch() -> Row:
-    """Return the row of the batches: a pipeline takes all microbatches of a rank in one call."""
-    own = f"{PP}_microbatch_size"
-
-    def write(facts: Facts) -> Keys:
-        size = facts.number("microbatch_size")
-        found: Keys = {GLOBAL_BATCH: facts.number("global_batch_size")}
-        if facts.number("pp") == 1:
-            return {**found, LOCAL_BATCH: size}
-        return {**found, LOCAL_BATCH: size * facts.num_microbatches, own: size}
-
-    def read(keys: Keys, facts: Facts) -> Keys:
-        local = WORDS.whole(keys, LOCAL_BATCH, 8)
-        once = local * facts.number("dp")
-        batch = WORDS.whole(keys, GLOBAL_BATCH, -1, least=-1)
-        batch = once if batch < 0 else batch
-        if facts.number("pp") == 1:
-            return {"global_batch_size": batch, "microbatch_size": local}
-        if batch != once:
-            raise WORDS.unknown(LOCAL_BATCH, local, (batch // facts.number("dp"),))
-        return {"global_batch_size": batch, "microbatch_size": keys.get(own, 1)}
-
-    return Row(
-        fields=("global_batch_size", "microbatch_size"),
-        keys=(LOCAL_BATCH, GLOBAL_BATCH, own),
-        write=write,
-        read=read,
-    )
-
-
-def _stages(version: str) -> Row:
-    """Return the row of the layers of each stage: its modules by name."""
-    first, last = ENDS[version]
-
-    def write(facts: Facts) -> Keys:
-        if facts.number("pp") == 1:
-            return {}
-        layers = iter(range(sum(stages := cast("tuple[int, ...]", facts.get("stages")))))
-        parts = [[f"layers.{next(layers)}" for _ in range(count)] for count in stages]
-        parts[0][:0] = first
-        parts[-1] += last
-        return {PARTS: parts}
-
-    def read(keys: Keys, facts: Facts) -> Keys:
-        if facts.number("pp") == 1:
-            return {}
-        if PARTS not in keys:  # generate_llm_fqn_per_model_part: two stages a rank, or one
-            virtual = 2 if facts.get("schedule") == "interleaved" else 1
-            return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
-        pp, parts = facts.number("pp"), WORDS.lists(keys, PARTS)
-        stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-        again = write(Facts({"pp": pp, "stages": stages}))
-        if again != {PARTS: parts} or len(parts) % pp:
-            raise PlanError(
-                f"{PARTS} of torchtitan is in no plan; allowed: the modules in their order, "
-                f"stages a multiple of {pp}"
-            )
-        return {"stages": stages, "num_virtual_stages": len(parts) // pp}
-
-    return Row(fields=("stages", "num_virtual_stages"), keys=(PARTS,), write=write, read=read)
-
-
-def _reshard() -> Row:
-    """Return the row of what is freed after its forward pass: by default, but for pipelines."""
-
-    def usual(facts: Facts) -> bool:
-        return facts.number("pp") == 1
-
-    def write(facts: Facts) -> Keys:
-        frees = facts.get("reshard_after_forward")
-        if frees == usual(facts):
-            return {}
-        return {RESHARD: "always" if frees else "never"}
-
-    def read(keys: Keys, facts: Facts) -> Keys:
-        choices = {"default": usual(facts), "always": True, "never": False}
-        theirs = str(keys.get(RESHARD, "default"))
-        if theirs not in choices:
-            raise WORDS.unknown(RESHARD, theirs, choices)
-        return {"reshard_after_forward": choices[theirs]}
-
-    return Row(fields=("reshard_after_forward",), keys=(RESHARD,), write=write, read=read)
 
 
 def _files(export: Export) -> Mapping[str, str]:

@@ -52,15 +52,16 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, space: Space, index: int, *, has_replicas: bool) -> "Kind":
         """Return that of layout *index*, with two replicas in place of any number of them."""
-        # Only whether a layout has replicas, and sets of shards, decides its parts: any degrees
-        # above 1 stand for all.
+        # Only whether a layout has replicas, sets of shards, and units of experts, decides its
+        # parts: any degrees above 1 stand for all.
         plan = space.plan_without_stages(index)
+        ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded)
         uncut = replace(plan, cp=1, cp_type=None, cp_inner=None)
         if plan.num_shards < plan.dp_cp:
-            plan = replace(uncut, tp=1, dp=4, dp_shard=2, ep=1, etp=None)
+            plan = replace(uncut, tp=1, dp=4, dp_shard=2, ep=ep, etp=None)
         else:
             dp = 1 + has_replicas
-            plan = replace(uncut, tp=1, dp=dp, dp_shard=None, ep=1, etp=None)
+            plan = replace(uncut, tp=1, dp=dp, dp_shard=None, ep=ep, etp=None)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision
@@ -91,7 +92,8 @@ def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Colu
     """Return the ways in which layouts share states, and which one each has."""
     has_replicas = space.column(DP_CP)[indices] > 1
     zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
-    flags = (has_replicas, space.column("pp")[indices] > 1)
+    divides = space.column("ep")[indices] > (1 if space.stack.is_fully_sharded else np.inf)
+    flags = (has_replicas, space.column("pp")[indices] > 1, divides)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
     first, member = distinct([*columns, makes_gradients_once(space, indices)])
     pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)

@@ -47,6 +47,7 @@ class UnitStates(NamedTuple):
     of_layout: Column
     shapes: Column
     num_ranks: Column
+    num_expert_ranks: Column
     kinds: Column
     shardings: list[Sharding]
     columns: Sharding
@@ -58,7 +59,10 @@ class UnitStates(NamedTuple):
         """Return those of *indices*, each of which has one of *kinds*."""
         # A step of one microbatch reduces at once.
         steps = np.minimum(space.num_microbatches[indices], 2) - 1
-        columns = [table.index[indices], space.num_shards[indices], 2 * member + steps]
+        own = space.num_shards[indices]
+        ep = space.column("ep")[indices]
+        of_experts = np.where(ep > 1, own // ep, 1)
+        columns = [table.index[indices], own, of_experts, 2 * member + steps]
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)
         of_layout[indices] = state
@@ -70,36 +74,41 @@ class UnitStates(NamedTuple):
             for kind in kinds
             for count in (1, 2)
         ]
-        shapes, num_ranks, numbers = (column[first] for column in columns)
-        return cls(of_layout, shapes, num_ranks, numbers, shardings, columns_of(shardings))
+        shapes, num_ranks, num_experts, numbers = (column[first] for column in columns)
+        degrees = num_ranks, num_experts
+        return cls(of_layout, shapes, *degrees, numbers, shardings, columns_of(shardings))
 
     def sharding(self, states: Column) -> Sharding:
         """Return how *states* are sharded, all of it as columns."""
-        return taken(self.columns, self.kinds[states])._replace(num_ranks=self.num_ranks[states])
+        found = taken(self.columns, self.kinds[states])
+        ranks = self.num_ranks[states], self.num_expert_ranks[states]
+        return found._replace(num_ranks=ranks[0], num_expert_ranks=ranks[1])
 
     def alike(self, states: Column) -> Iterator[tuple[NDArray[np.bool_], Sharding]]:
         """Yield which of *states* are alike in structure, and how these are sharded."""
         kinds = self.kinds[states]
         members: dict[Sharding, list[int]] = defaultdict(list)
         for kind in sorted(set(kinds.tolist())):
-            members[self.shardings[kind]._replace(num_ranks=0, num_replicas=0)].append(kind)
+            members[self.shardings[kind].with_ranks(0, 0, 0)].append(kind)
         for structure, alike in members.items():
             chosen = np.isin(kinds, alike)
             columns = self.sharding(states[chosen])
             yield (
                 chosen,
-                structure._replace(num_ranks=columns.num_ranks, num_replicas=columns.num_replicas),
+                structure.with_ranks(
+                    columns.num_ranks, columns.num_replicas, columns.num_expert_ranks
+                ),
             )
 
 
 class PartSizes(NamedTuple):
-    """Sizes of a part by state: parameters, `StageUnits.surplus` to buffers, then `pass_sizes`."""
+    """Sizes by state: parameters, experts, `StageUnits.surplus` to buffers, then `pass_sizes`."""
 
     row_of: Column
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 4, 6  # columns before those of passes; and that one of them
+NUM_STATIC, REDUCED = 5, 6  # columns before those of passes; and that one of them
 
 
 class BesideWeights:
@@ -129,9 +138,11 @@ class UnitPeaks:
             blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
         self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
         self._beside = BesideWeights(table)
-        by_tp = {shape.tp: shape for shape in table.shapes}
-        self._shapes = [*by_tp.values()]
-        self._tp = np.array([[*by_tp].index(shape.tp) for shape in table.shapes], np.int64)
+        by_degrees = {(shape.tp, shape.ep): shape for shape in table.shapes}
+        self._shapes = [*by_degrees.values()]
+        places = {degrees: place for place, degrees in enumerate(by_degrees)}
+        members = [places[shape.tp, shape.ep] for shape in table.shapes]
+        self._member = np.array(members, np.int64)
         self._tables: dict[tuple[object, ...], PassTable] = {}
 
     def add_to(
@@ -180,13 +191,14 @@ class UnitPeaks:
         rows = np.empty((len(used), 0), np.int64)
         for chosen, sharding in states.alike(used):
             shape = self._table.shapes[shapes[chosen][0]]
-            weights = taken(weights_of, self._tp[shapes[chosen]])
+            weights = taken(weights_of, self._member[shapes[chosen]])
             passes = taken(self._passes, shapes[chosen])
             units = UnitBytes.of(shape, stage, weights, sharding)
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            static = (weights.total, found.surplus, found.copied, found.buffers)
+            experts = stage.num_layers * weights.layer_experts
+            static = (weights.total, experts, found.surplus, found.copied, found.buffers)
             columns = (*static, *pass_sizes(found))
             if not rows.size:
                 rows = np.empty((len(used), len(columns)), np.int64)
@@ -204,9 +216,9 @@ class UnitPeaks:
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
-        weights, surplus, copied, buffers, *passes = np.asarray(total).T
+        weights, experts, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
-        held = RankStates.of(weights, sharding)
+        held = RankStates.of(weights, experts, sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
         static = held.parameters + held.gradients + held.optimizer + surplus + beside
         microbatches = self._space.num_microbatches[group.indices]

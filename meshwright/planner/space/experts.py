@@ -1,13 +1,16 @@
 """How the ranks of a stage may share routed experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space.limits import SpaceLimits
-from meshwright.planner.space.switches import divisors
+from meshwright.planner.space.switches import Column, divisors
 from meshwright.simulator import TrainingJob
-from meshwright.simulator.layout import PLAN_FIELDS, experts_refusal
+from meshwright.simulator.layout import PLAN_FIELDS, SHARDS, experts_refusal
 from meshwright.simulator.model import ModelSpec
 
 
@@ -29,3 +32,10 @@ def expert_degrees(
         and (ep > 1 or etp in {None, tp})
         and experts_refusal(model, ep, etp or tp) is None
     ]
+
+
+def slices_shards(column: Callable[[str], Column]) -> NDArray[np.bool_]:
+    """Return in which layouts ranks of all experts are slices of a set of shards."""
+    tp, etp, ep, shards = (column(name) for name in ("tp", "etp", "ep", SHARDS))
+    is_whole = tp * shards % (ep * np.where(etp, etp, tp)) == 0
+    return np.asarray((ep == 1) | is_whole)

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     StageSplit,
 )
-from meshwright.planner.space.experts import expert_degrees
+from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
 from meshwright.planner.space.switches import (
@@ -38,9 +38,11 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import (
     AXES,
     DP_CP,
+    EXPERT_SHARDS,
     JOINT_AXES,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
+    SHARDS,
     Axis,
     PlanField,
     attention_kernels,
@@ -54,8 +56,8 @@ from meshwright.simulator.model import AnyModel
 
 # Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
-LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 BASIC = tuple(each.name for each in BASIC_FIELDS)
+LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Space:
         """Return the numbers of one field, or of the ranks that share parameters."""
         if name in JOINT_AXES:
             return self._joint[name]
+        if name in {SHARDS, EXPERT_SHARDS}:
+            return self.num_shards if name == SHARDS else self.expert_shards
         return self.rows[:, COLUMNS.index(name)]
 
     @cached_property
@@ -101,7 +105,7 @@ class Space:
     def expert_shards(self) -> Column:
         """Ranks of each layout that share the optimizer's states of the same routed experts."""
         tp, etp, ep = (self.column(name) for name in ("tp", "etp", "ep"))
-        ranks = tp * self.column(DP_CP) // (ep * np.where(etp, etp, tp))
+        ranks = tp * self.num_shards // (ep * np.where(etp, etp, tp))
         return np.where(self.column("zero_stage"), ranks, 1)
 
     @cached_property
@@ -174,12 +178,9 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
-    return Space(
-        job=job,
-        stack=stack,
-        num_gpus=num_gpus,
-        rows=_with_switches(job, stack, limits, rows),
-    )
+    rows = _with_switches(job, stack, limits, rows)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, rows=rows)
+    return replace(space, rows=rows[slices_shards(space.column)])
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:

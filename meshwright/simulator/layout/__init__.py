@@ -48,9 +48,11 @@ from meshwright.simulator.layout.placement import (
     zero_communication,
 )
 from meshwright.simulator.layout.plan import (
+    EXPERT_SHARDS,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     SERVER_FIELDS,
+    SHARDS,
     ParallelPlan,
     repeated_modules,
 )
@@ -87,6 +89,7 @@ from meshwright.simulator.layout.stages import (
 __all__ = [
     "AXES",
     "DP_CP",
+    "EXPERT_SHARDS",
     "IN_STEP",
     "JOINT_AXES",
     "MAX_ZERO_STAGE",
@@ -94,6 +97,7 @@ __all__ = [
     "REPLICATED",
     "SEARCHED_FIELDS",
     "SERVER_FIELDS",
+    "SHARDS",
     "STACKS_OWN",
     "TP_CP",
     "Axis",

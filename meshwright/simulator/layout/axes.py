@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwright.hwprofiles import ContextParallel
+from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
@@ -187,3 +187,33 @@ def divides(job: TrainingJob, axis: Axis, degree: int) -> bool:
     known = AXES[axis]
     small_enough = known.most is None or degree <= known.most(job)
     return small_enough and known.refusal(job, degree) is None
+
+
+def check_expert_degrees(ep: int, etp: int | None, tp: int, of_stage: int, of_shards: int) -> None:
+    """Refuse degrees of experts that the ranks of a stage, and those of a set of shards, lack.
+
+    Raises:
+        PlanError: Naming them.
+    """
+    if etp is not None and etp < 1:
+        raise PlanError(f"etp must be >= 1, got {etp}")
+    if ep == 1 and etp not in (None, tp):
+        raise PlanError(f"etp={etp} does not go with ep=1; allowed: tp, which is {tp}")
+    sharing = tp if etp is None else etp
+    whose = {"of a stage": of_stage, "that have a set of shards between them": of_shards}
+    for words, ranks in whose.items():
+        if ep > 1 and ranks % (ep * sharing):
+            raise PlanError(f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}")
+
+
+def check_layers(recompute: Recompute, number: int | None, method: RecomputeMethod | None) -> None:
+    """Refuse layers to recompute where they are not recomputed in full."""
+    if method is not None and number is None:
+        raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
+    if number is not None and number < 1:
+        raise PlanError(f"recompute_layers must be >= 1, got {number}")
+    if number is not None and recompute is not Recompute.FULL:
+        raise PlanError(
+            f"recompute_layers={number} does not go with recompute={recompute}; "
+            f"allowed: {Recompute.FULL}"
+        )

@@ -18,12 +18,23 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, JOINT_AXES, Axis, check_inner
+from meshwright.simulator.layout.axes import (
+    AXES,
+    DP_CP,
+    JOINT_AXES,
+    Axis,
+    check_expert_degrees,
+    check_inner,
+    check_layers,
+)
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
+
+# Numbers of ranks that share a set of shards, and one of those experts that they hold the same of.
+SHARDS, EXPERT_SHARDS = "shards", "expert shards"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,20 +258,6 @@ class PlanFields(Recomputation):
     otherwise wait for, and tell the other data-parallel ranks which they are."""
 
 
-def _check_layers(plan: PlanFields) -> None:
-    """Refuse layers to recompute where they are not recomputed in full."""
-    number, method = plan.recompute_layers, plan.recompute_method
-    if method is not None and number is None:
-        raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
-    if number is not None and number < 1:
-        raise PlanError(f"recompute_layers must be >= 1, got {number}")
-    if number is not None and plan.recompute is not Recompute.FULL:
-        raise PlanError(
-            f"recompute_layers={number} does not go with recompute={plan.recompute}; "
-            f"allowed: {Recompute.FULL}"
-        )
-
-
 def repeated_modules(
     recompute: Recompute, modules: tuple[RecomputeModule, ...]
 ) -> tuple[RecomputeModule, ...]:
@@ -283,14 +280,15 @@ class ParallelPlan(PlanFields):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
         check_inner(self.cp, self.cp_type, self.cp_inner)
-        self._check_experts()
+        ranks = self.world_size // self.pp, self.tp * self.num_shards
+        check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
         if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
             said = ",".join(self.recompute_modules)
             raise PlanError(
                 f"recompute_modules={said} does not go with recompute={self.recompute}; "
                 f"allowed: {Recompute.SELECTIVE}"
             )
-        _check_layers(self)
+        check_layers(self.recompute, self.recompute_layers, self.recompute_method)
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         if not self.stages:
@@ -304,20 +302,6 @@ class ParallelPlan(PlanFields):
             raise PlanError(
                 "every stage needs at least one layer, but for the first and the last one, which "
                 f"hold the embedding and the head; got {min(self.stages)}"
-            )
-
-    def _check_experts(self) -> None:
-        """Refuse degrees of experts that the ranks of a stage cannot have."""
-        if self.etp is not None and self.etp < 1:
-            raise PlanError(f"etp must be >= 1, got {self.etp}")
-        if self.ep == 1 and self.etp not in (None, self.tp):
-            raise PlanError(
-                f"etp={self.etp} does not go with ep=1; allowed: tp, which is {self.tp}"
-            )
-        ranks = self.world_size // self.pp
-        if self.ep > 1 and ranks % (self.ep * self.expert_tp):
-            raise PlanError(
-                f"ep={self.ep} x etp={self.expert_tp} does not divide the {ranks} ranks of a stage"
             )
 
     @property
@@ -334,6 +318,11 @@ class ParallelPlan(PlanFields):
     def num_shards(self) -> int:
         """Ranks that share one set of shards: context-parallel ones always do."""
         return self.cp * (self.dp if self.dp_shard is None else self.dp_shard)
+
+    @property
+    def expert_shards(self) -> int:
+        """Of these, ranks that hold the same experts, or parts of them."""
+        return self.tp * self.num_shards // (self.ep * self.expert_tp)
 
     @property
     def dp_cp(self) -> int:
@@ -365,9 +354,13 @@ class ParallelPlan(PlanFields):
         }
 
     def number(self, name: str) -> int:
-        """Return a field as the whole number of a column, or the ranks over several axes."""
+        """Return a field as the whole number of a column, or the ranks of axes or of shards."""
         if name in JOINT_AXES:
             return prod(map(self.number, JOINT_AXES[name]))
+        if name == SHARDS:
+            return self.num_shards
+        if name == EXPERT_SHARDS:
+            return self.expert_shards
         return PLAN_FIELDS[name].code(getattr(self, name))
 
     @property

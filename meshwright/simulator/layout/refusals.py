@@ -3,10 +3,9 @@
 What a stack lacks is said once, in whole numbers, and read for one plan and for columns of plans.
 """
 
-from collections.abc import Callable, Iterator
-from functools import reduce
-from operator import and_, eq, gt
-from typing import NamedTuple
+from collections.abc import Iterator
+from math import gcd
+from operator import eq, gt
 
 from meshwright.hwprofiles import (
     Attention,
@@ -20,8 +19,8 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Axis
-from meshwright.simulator.layout.fields import PlanField
-from meshwright.simulator.layout.formats import Number, formats_refusal
+from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
+from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import (
     layer_refusal,
@@ -29,44 +28,16 @@ from meshwright.simulator.layout.parts import (
     passes_refusal,
     scales_refusal,
 )
-from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 MAX_ZERO_STAGE = 3
 # Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
 SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
-
-
-class Condition(NamedTuple):
-    """A comparison of a field's number with a constant."""
-
-    field: str
-    compare: Callable[[Number, int], Number]
-    value: int
-
-
-class Gap(NamedTuple):
-    """Values of a field that a stack does not offer.
-
-    Args:
-        field: Name of the field.
-        reason: The values in words.
-        conditions: What holds of the plans that have such a value, all of them.
-        allowed: What a plan may have instead.
-        model: Name of the model that the stack has other plans for.
-    """
-
-    field: str
-    reason: str
-    conditions: tuple[Condition, ...]
-    allowed: tuple[object, ...]
-    model: str = ""
-
-    def lacks(self, number: Callable[[str], Number]) -> Number:
-        """Return whether a plan has such a value, from the numbers of its fields by name."""
-        return reduce(
-            and_, (each.compare(number(each.field), each.value) for each in self.conditions)
-        )
+WITHOUT_EXPERT_RANKS = (
+    "each rank gathers all experts of a layer; how transformers itself divides them (ep_size of "
+    "its DistributedConfig) is not modelled"
+)
 
 
 def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
@@ -103,7 +74,8 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
             is_on = Condition(field.name, gt, field.code(field.default))
             said = field.name if field.kind is bool else f"{field.name} > {field.default}"
-            yield Gap(field.name, said, (is_on, *effect), (field.default,))
+            why = WITHOUT_EXPERT_RANKS if field.name == "ep" and stack.transformers_layers else ""
+            yield Gap(field.name, said, (is_on, *effect), (field.default,), why=why)
 
 
 def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
@@ -123,10 +95,10 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
         unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
         yield Gap(kernels.name, "latent attention unfused", (unfused,), (Attention.FLASH,))
     if model.experts is not None:
-        yield from _expert_gaps(stack, model.experts)
+        yield from _expert_gaps(stack, model.experts, model.hidden_size)
 
 
-def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
+def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[Gap]:
     """Yield the plans with routed experts that *stack* does not run.
 
     Megatron-Core refuses experts and tensor parallelism without sequence parallelism (MoELayer of
@@ -139,7 +111,8 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         reason = f"dp that does not divide the {num} experts"
         ranks = "dp x cp" if stack.context_parallel else "dp"
         allowed = f"a divisor of the {num} experts for {ranks}"
-        yield Gap(Axis.DP, reason, (cuts, whole), (allowed,))
+        yield Gap(Axis.DP, reason, (cuts, whole, Condition("ep", eq, 1)), (allowed,))
+        yield from _sharded_expert_gaps(experts, width)
     offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
@@ -148,6 +121,27 @@ def _expert_gaps(stack: StackProfile, experts: Experts) -> Iterator[Gap]:
         yield from _bias_gaps()
     reason = "experts and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
+
+
+def _sharded_expert_gaps(experts: Experts, width: int) -> Iterator[Gap]:
+    """Yield the plans whose ranks of experts share no equal shards of them, or not so many ranks.
+
+    torchtitan knows as many ranks of an expert as of other layers, or one (`_validate` of 0.2.2,
+    distributed/parallel_dims.py).  Where a set of shards has more ranks than there are experts, it
+    cuts each along its widths (`apply_fsdp`, models/llama4/infra/parallelize.py), which fully_shard
+    takes in equal parts alone.
+    """
+    num, divided = experts.num_experts, Condition("ep", gt, 1)
+    yield Gap("etp", "etp beside tp", (divided, Condition("etp", gt, 1)), ("1, or that of tp",))
+    cuts = Condition(SHARDS, lambda ranks, total: (total % ranks != 0) & (ranks <= total), num)
+    reason = f"ep > 1 and a set of shards that does not divide the {num} experts"
+    allowed = (f"a divisor of the {num} experts for dp_shard x cp",)
+    yield Gap(Axis.DP, reason, (divided, cuts), allowed)
+    widths = gcd(experts.hidden_size, width)
+    uneven = Condition(EXPERT_SHARDS, lambda ranks, size: size % ranks != 0, widths)
+    reason = f"shards of an expert that do not divide its widths, {experts.hidden_size} and {width}"
+    allowed = (f"a divisor of {widths} for dp_shard x cp / ep",)
+    yield Gap(Axis.DP, reason, (divided, Condition(SHARDS, gt, num), uneven), allowed)
 
 
 def _bias_gaps() -> Iterator[Gap]:
@@ -302,7 +296,8 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
         if gap.lacks(plan.number):
             value = getattr(plan, gap.field)
             whose = f" for {gap.model}" if gap.model else ""
-            return _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
+            refusal = _not_offered(gap.field, value, gap.allowed, plan, stack, whose)
+            return f"{refusal} ({gap.why})" if gap.why else refusal
     if plan.num_shards < plan.dp_cp and not (stack.hybrid_sharding and plan.zero_stage):
         return _not_offered("dp_shard", plan.dp_shard, (plan.dp,), plan, stack)
     if plan.reshard_after_forward is False and not (stack.hybrid_sharding and plan.zero_stage >= 3):

@@ -15,11 +15,20 @@ from math import prod
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Axis, GroupSpan, Mesh, Stage, pair_span, strided_span
+from meshwright.simulator.layout import (
+    Axis,
+    ExpertAxis,
+    GroupSpan,
+    Mesh,
+    MeshAxis,
+    Stage,
+    pair_span,
+    strided_span,
+)
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import BlockKind, ModelSpec, buffer_bytes, parameter_tensors
-from meshwright.simulator.replication import WireBytes, unit_shards
+from meshwright.simulator.replication import Replication, WireBytes, unit_shards
 
 HEAD_NORMS = "query_norm.", "key_norm."
 NORM_BYTES = 4
@@ -114,22 +123,27 @@ def tied_table(
 
 
 def gradient_norm(
-    shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh, shards: GroupSpan
+    shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh, replication: Replication
 ) -> list[StepCollective]:
     """Return the gradient norm's all-reduces, for which all ranks meet, and the sum of tokens.
 
     That comes before the first pass, but costs the same there: a step waits for it.  DTensor sums
-    the norms of a rank's weights as one vector, axis by axis (`clip_grad_norm_` of torchtitan
-    0.2.2, distributed/utils.py).
+    the norms of a rank's weights as one vector, axis by axis, those of experts that other ranks
+    hold apart (`clip_grad_norm_` of torchtitan 0.2.2, distributed/utils.py).
     """
     world = strided_span(0, 1, mesh.world_size, mesh.node_size)
     # Experts that other ranks hold have an optimizer, and a norm, of their own
     # (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    sums: list[tuple[MeshAxis, int, GroupSpan]]
     sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters else 1)
     if shape.stack.norm_by_axis:
-        norms = sum(len(unit_shards(shape, stage, 1)) for stage in stages) * NORM_BYTES
+        norms, of_experts = (
+            NORM_BYTES * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
+            for own in (False, True)
+        )
         sums = [
-            (Axis.DP, norms, shards),
+            *_expert_norms(of_experts, mesh, replication),
+            (Axis.DP, norms, replication.span),
             (Axis.TP, norms, mesh.span(Axis.TP)),
             (Axis.PP, NORM_BYTES, mesh.span(Axis.PP)),
         ]
@@ -139,6 +153,24 @@ def gradient_norm(
         StepCollective(axis, CollectiveOp.ALL_REDUCE, size_bytes, span)
         for axis, size_bytes, span in sums
     ]
+
+
+def _expert_norms(
+    nbytes: int, mesh: Mesh, replication: Replication
+) -> list[tuple[MeshAxis, int, GroupSpan]]:
+    """Return the sums of the norms of experts that other ranks hold, so many bytes of them.
+
+    One goes over both axes of a set of shards where these ranks are a mesh of their own, as they
+    are for the loss if all replicas share one set (`_flatten` of torchtitan 0.2.2,
+    distributed/parallel_dims.py).
+    """
+    experts = replication.experts
+    if experts is None:
+        return []
+    if replication.replica_span is None:
+        return [(Axis.DP, nbytes, replication.span)]
+    over_ep = ExpertAxis.EP, nbytes, mesh.span(ExpertAxis.EP)
+    return [(experts.axis, nbytes, experts.span), over_ep]
 
 
 def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[StepCollective]:

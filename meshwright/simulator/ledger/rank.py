@@ -117,7 +117,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
-        Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication.span),
+        Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
         Moment.UPDATED: [],
     }
     if not setting.parts[stages[0]]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.layout import Axis
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.replication import HeldParameters, Replication, StagePart, WireBytes
 
@@ -28,7 +29,7 @@ def gradient_reductions(
     if replication.replica_span is not None:
         share, filled = (-(-each // span.num_ranks) for each in (size_bytes, filled_bytes))
         over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
-        calls.append(StepCollective(replication.axis, *over, padding_bytes=filled - share))
+        calls.append(StepCollective(Axis.DP, *over, padding_bytes=filled - share))
     return calls
 
 
@@ -59,12 +60,9 @@ def bucket_exchanges(
     exchange: Exchange, part: StagePart, wire: WireBytes, replication: Replication
 ) -> tuple[StepCollective, ...]:
     """Return the *exchange* of each bucket of *part*, equal ones as calls of one."""
-    by_holders = [(part.buckets, replication)]
-    if replication.experts is not None:
-        by_holders.append((part.expert_buckets, replication.experts))
     return tuple(
         each._replace(num_calls=num_calls)
-        for buckets, holders in by_holders
+        for buckets, holders in part.by_holders(replication)
         for num_parameters, num_calls in Counter(buckets).items()
         for each in exchange(num_parameters, wire, holders)
     )

@@ -17,7 +17,6 @@ from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
     blocks_of,
-    buffer_copies,
     held_parameters,
     replication_of,
     spread,
@@ -25,7 +24,7 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
-from meshwright.simulator.replication.parts import StagePart, part_gathers
+from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
 from meshwright.simulator.replication.reductions import reduced_parts
 
 __all__ = [

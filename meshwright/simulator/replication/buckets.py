@@ -305,6 +305,10 @@ def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
     root is gathered first and reduced last: it goes with the part before all layers.
     """
     nothing = Stage((), has_embedding=False, has_head=False)
+
+    def experts_of(unit: Stage) -> tuple[int, ...]:
+        return _units(sum(unit_shards(shape, unit, 1, of_experts=True)))  # nothing fills them up
+
     root, table, head = EndUnits.of(shape, stage, num_shards)
     embedding = nothing._replace(has_embedding=stage.has_embedding)
     parts = [StagePart(nothing if table else embedding, root, stays=True)] if root else []
@@ -313,7 +317,7 @@ def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
     for kind, count in stage.layers:
         one = nothing._replace(layers=(BlockRun(kind, 1),))
         gathered = num_shards * sum(unit_shards(shape, one, num_shards))
-        parts += [StagePart(one, (gathered,))] * count
+        parts += [StagePart(one, (gathered,), expert_buckets=experts_of(one))] * count
     if keeps_last_layer(shape, stage):
         parts[-1] = parts[-1]._replace(stays=True)
     if stage.has_head:
@@ -322,7 +326,12 @@ def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
 
 
 def unit_shards(
-    shape: BlockShape, unit: Stage, num_shards: int, shard: int | None = None
+    shape: BlockShape,
+    unit: Stage,
+    num_shards: int,
+    shard: int | None = None,
+    *,
+    of_experts: bool = False,
 ) -> list[int]:
     """Return the elements of one shard of each weight of *unit*.
 
@@ -331,26 +340,31 @@ def unit_shards(
         unit: Layers and ends of the model that it holds.
         num_shards: Over how many ranks rows are split.
         shard: Which one, without what fills it up: the last ones may have fewer rows.
+        of_experts: Those of experts that other ranks than those of a replica hold, not the others:
+            in a layer they are a unit of their own.
     """
     sizes = []
-    for rows, width in _unit_weights(shape, unit):
+    for rows, width in _unit_weights(shape, unit, of_experts=of_experts):
         most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
         num_rows = most if shard is None else min(most, max(0, rows - shard * most))
         sizes.append(num_rows * width)
     return sizes
 
 
-def _unit_weights(shape: BlockShape, unit: Stage) -> Iterator[tuple[int, int]]:
+def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
     for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
+        if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
+            continue
         rows, *rest = shape.local_shape(tensor)
         parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
         weights = [(part, prod(rest)) for part in parts]
         if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
             weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
         yield from weights * num_blocks[tensor.block]
-    if unit.has_head and not unit.has_embedding and shape.tied_parameters:
+    is_copied = unit.has_head and not unit.has_embedding and not of_experts
+    if is_copied and shape.tied_parameters:
         yield shape.local_vocab_size, shape.model.hidden_size

@@ -165,8 +165,10 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
     if plan.ep == 1:
         return found
     # Weights of experts have buffers and optimizers of their own (core/distributed and
-    # core/optimizer of Megatron-Core 0.16: parameters whose `allreduce` is not set).
-    span, each = mesh.span(ExpertAxis.EDP), found.reduces_each_microbatch
+    # core/optimizer of Megatron-Core 0.16: parameters whose `allreduce` is not set), or units
+    # (efsdp of torchtitan 0.2.2, distributed/parallel_dims.py).
+    span = mesh.span_of(mesh.stride(ExpertAxis.EDP), plan.expert_shards)
+    each = found.reduces_each_microbatch
     shards = Shards.of(span.num_ranks, plan.zero_stage, reduces_each_microbatch=each)
     return found._replace(experts=found._replace(span=span, shards=shards, axis=ExpertAxis.EDP))
 
@@ -224,7 +226,7 @@ class BufferCopies(NamedTuple):
     pack_ps: int
 
 
-def buffer_copies(
+def unit_copies(
     costs: CostModel,
     num_parameters: int,
     wire: WireBytes,

@@ -2,9 +2,15 @@
 
 from typing import NamedTuple
 
+from meshwright.simulator.costs import CostModel
 from meshwright.simulator.engine import num_gathers
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.replication.data_parallel import Replication
+from meshwright.simulator.replication.data_parallel import (
+    BufferCopies,
+    Replication,
+    WireBytes,
+    unit_copies,
+)
 from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 
 
@@ -32,6 +38,13 @@ class StagePart(NamedTuple):
     stays: bool = False
     expert_buckets: tuple[int, ...] = ()
 
+    def by_holders(self, replication: Replication) -> list[tuple[tuple[int, ...], Replication]]:
+        """Return the buckets with the ranks that hold the same weights."""
+        found = [(self.buckets, replication)]
+        if replication.experts is not None:
+            found.append((self.expert_buckets, replication.experts))
+        return found
+
     @property
     def all_buckets(self) -> tuple[int, ...]:
         """Buckets of all weights."""
@@ -54,6 +67,22 @@ def cut_at(
         parts.append(StagePart(stage.part(first, end), completed, expert_buckets=experts))
         end = first
     return tuple(reversed(parts))
+
+
+def buffer_copies(
+    costs: CostModel,
+    part: StagePart,
+    wire: WireBytes,
+    replication: Replication,
+    *,
+    adds_up: bool,
+) -> BufferCopies:
+    """Return the times of the copies of a *part*; see `unit_copies`."""
+    copies = [
+        unit_copies(costs, sum(buckets), wire, holders, adds_up=adds_up)
+        for buckets, holders in part.by_holders(replication)
+    ]
+    return BufferCopies(*map(sum, zip(*copies, strict=True)))
 
 
 def part_gathers(

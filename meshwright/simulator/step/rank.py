@@ -178,9 +178,7 @@ def _units(
     for gather_ps, entry in zip(gathered, reductions, strict=True):
         part, pass_cost = entry.part, _pass_cost(context, entry)
         copies = part_copies(context.host, part)
-        copied = buffer_copies(
-            context.costs, sum(part.buckets), setting.wire, replication, adds_up=adds_up
-        )
+        copied = buffer_copies(context.costs, part, setting.wire, replication, adds_up=adds_up)
         unit = UnitWork(
             pass_cost.forward.time_ps,
             gather_ps + copies.in_ps,

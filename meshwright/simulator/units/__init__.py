@@ -1,13 +1,6 @@
 """The memory of states that are gathered unit by unit, as fully_shard does."""
 
-from meshwright.simulator.units.bytes import (
-    ENDINGS,
-    ParameterBytes,
-    PassBytes,
-    Sharding,
-    StageWeights,
-    UnitBytes,
-)
+from meshwright.simulator.units.bytes import ENDINGS, PassBytes, StageWeights, UnitBytes
 from meshwright.simulator.units.memory import (
     RankStates,
     StageUnits,
@@ -15,6 +8,7 @@ from meshwright.simulator.units.memory import (
     unit_rank_memory,
 )
 from meshwright.simulator.units.passes import StagePass
+from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 
 __all__ = [
     "ENDINGS",

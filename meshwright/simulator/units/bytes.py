@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import LossKernel, Offload, Units
+from meshwright.hwprofiles import LossKernel, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
-from meshwright.simulator.graph import Size, chosen, several
+from meshwright.simulator.graph import Size, several
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import StateBytes, kept_logits_bytes
+from meshwright.simulator.memory import kept_logits_bytes
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, layer_kinds
 from meshwright.simulator.replication import (
     EndUnits,
-    Replication,
     is_tied,
     keeps_last_layer,
     stage_parameters,
 )
+from meshwright.simulator.units.sharding import Sharding
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
@@ -32,66 +32,6 @@ def layer_kind(shape: BlockShape) -> BlockKind:
     A window changes neither parameters nor what is kept; experts are refused beside other layers.
     """
     return layer_kinds(shape.trained)[0]
-
-
-class ParameterBytes(NamedTuple):
-    """Bytes a parameter costs: its states, and on the wire of a reduction."""
-
-    state: StateBytes
-    reduce_bytes: int
-
-
-class Sharding(NamedTuple):
-    """How units are sharded, in which formats, and until when they and their gradients stay.
-
-    Args:
-        num_ranks: Of a set of shards.
-        num_replicas: Ranks with the same shard.
-        reshards: Units are freed after a forward pass.
-        keeps_units: They stay from a backward pass to the next, as in a pipeline.
-        sums: Gradients stay whole, outside a pipeline, and are summed so until the last microbatch.
-        on_host: Shards are, and their gradients once they are reduced.
-        is_plain: There are no units: weights and gradients are as a pass reads and makes them.
-        parameter: Bytes of one.
-    """
-
-    num_ranks: Size
-    num_replicas: Size
-    reshards: bool
-    keeps_units: bool
-    sums: bool
-    on_host: bool
-    is_plain: bool
-    parameter: ParameterBytes
-
-    @classmethod
-    def of(cls, replication: Replication, parameter: ParameterBytes) -> "Sharding":
-        """Return that of *replication*."""
-        keeps_units, replicas = replication.keeps_units, replication.replica_span
-        on_host = replication.offload is Offload.PARAMETERS
-        casts = parameter.state.gathered_parameter != parameter.state.sharded_parameter
-        is_plain = replication.is_unwrapped and not (casts or on_host)
-        return cls(
-            num_ranks=replication.span.num_ranks,
-            num_replicas=replicas.num_ranks if replicas else 1,
-            reshards=replication.reshards,
-            keeps_units=keeps_units,
-            sums=replication.keeps_whole_gradients and not (keeps_units or is_plain),
-            on_host=on_host,
-            is_plain=is_plain,
-            parameter=parameter,
-        )
-
-    @property
-    def keeps_whole_gradients(self) -> bool:
-        """Whether gradients stay whole until the last microbatch."""
-        return self.keeps_units | self.sums | self.is_plain
-
-    def kept_bytes(self, num_parameters: Size) -> Size:
-        """Return what is kept of gradients; those that stay whole are in the wire's format."""
-        whole, (state, reduce_bytes) = self.keeps_whole_gradients, self.parameter
-        shards = chosen(whole, 1, self.num_ranks)
-        return -(-num_parameters // shards) * chosen(whole, reduce_bytes, state.gradient)
 
 
 class PassBytes(NamedTuple):
@@ -165,8 +105,9 @@ class StageWeights(NamedTuple):
     """Parameters of a stage on one rank; which units there are is structure.
 
     Args:
-        total: Of the stage.
-        layer: Of one layer.
+        total: Of the stage, but for experts of which other ranks hold others.
+        layer: Of one layer, without those.
+        layer_experts: Those of one layer.
         matrix: Of the table, or of the output matrix.
         positions: Of the embedding beside its table.
         tp: Ranks that share a table.
@@ -177,6 +118,7 @@ class StageWeights(NamedTuple):
 
     total: Size
     layer: Size
+    layer_experts: Size
     matrix: Size
     positions: Size
     tp: Size
@@ -196,9 +138,12 @@ class StageWeights(NamedTuple):
             last = matrix * (stage.has_head and not is_tied(shape, stage))
         elif not is_tied(shape, stage):
             last = sum(ends.root)  # of positions alone, however few words there are beside them
+        kind = layer_kind(shape)
+        experts = shape.expert_parameters.get(kind, 0)
         return cls(
-            total=stage_parameters(shape, stage),
-            layer=shape.parameters[layer_kind(shape)],
+            total=stage_parameters(shape, stage) - stage.num_layers * experts,
+            layer=shape.parameters[kind] - experts,
+            layer_experts=experts,
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.tp,
@@ -257,13 +202,22 @@ class Unit(NamedTuple):
             last=last * state.gathered_parameter * several(sharding.num_ranks),
         )
 
+    def beside(self, other: "Unit") -> "Unit":
+        """Return the bytes of both units."""
+        return Unit(*(one + more for one, more in zip(self, other, strict=True)))
+
+    def without(self, other: "Unit") -> "Unit":
+        """Return the bytes of what is left without another, a part of it."""
+        return Unit(*(one - less for one, less in zip(self, other, strict=True)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """Bytes of a stage's units.
 
     Args:
-        layer: Of one layer.
+        layer: Of one layer, with its experts.
+        experts: Of that, experts of which other ranks hold others: a unit within the layer's.
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
@@ -272,6 +226,7 @@ class UnitBytes:
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
             a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
+        gathers_experts: The same of experts.
         is_copied: Whether gradients are summed in another format than a backward pass makes.
         end_gradient: Gradients of a pipeline's embedding as a backward pass makes them, beside the
             first copy of the largest in the format in which they are summed.
@@ -287,6 +242,7 @@ class UnitBytes:
     """
 
     layer: Unit
+    experts: Unit
     roots: tuple[Unit, ...]
     table: Unit
     head: Unit
@@ -294,6 +250,7 @@ class UnitBytes:
     has_head: bool
     keeps_last: bool
     gathers: Size
+    gathers_experts: Size
     is_copied: bool
     end_gradient: Size
     positions: Size
@@ -324,8 +281,12 @@ class UnitBytes:
         made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
+        experts = Unit.of(EndUnit(weights.layer_experts, 0), sharding.of_experts)
+        whole = Unit.of(EndUnit(weights.total, 0), sharding)
+        of_experts = stage.num_layers * weights.layer_experts
         return cls(
-            layer=Unit.of(EndUnit(weights.layer, 0), sharding),
+            layer=Unit.of(EndUnit(weights.layer, 0), sharding).beside(experts),
+            experts=experts,
             roots=roots,
             table=tables[0] if tables else Unit(),
             head=heads[0] if heads else Unit(),
@@ -333,20 +294,31 @@ class UnitBytes:
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
+            gathers_experts=several(sharding.num_expert_ranks),
             is_copied=is_copied,
             end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=Unit.of(EndUnit(weights.total, 0), sharding).kept,
+            gradients=whole.kept + stage.num_layers * experts.kept,
             surplus=others * reduce_bytes,  # it stays whole
-            shard=-(-weights.total // sharding.num_ranks) * sharded_bytes,
+            shard=sharding.shares(weights.total, of_experts) * sharded_bytes,
         )
 
     @property
     def buffer(self) -> Size:
         """In which the weights of a layer are gathered."""
-        return self.layer.weights * self.gathers
+        return self.dense.weights * self.gathers + self.expert_buffer
+
+    @property
+    def expert_buffer(self) -> Size:
+        """In which the weights of a layer's experts are gathered."""
+        return self.experts.weights * self.gathers_experts
+
+    @property
+    def dense(self) -> Unit:
+        """A layer without the experts that are a unit of their own."""
+        return self.layer.without(self.experts)
 
     @property
     def root(self) -> Size:

@@ -17,15 +17,10 @@ from meshwright.simulator.memory import (
     kept_output_bytes,
     message_buffer_bytes,
 )
-from meshwright.simulator.replication import Replication, sum_parameters
-from meshwright.simulator.units.bytes import (
-    ParameterBytes,
-    PassBytes,
-    Sharding,
-    StageWeights,
-    UnitBytes,
-)
+from meshwright.simulator.replication import Replication, held_parameters
+from meshwright.simulator.units.bytes import PassBytes, StageWeights, UnitBytes
 from meshwright.simulator.units.passes import StagePass, fuller, reduction
+from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, SummingPeaks
 
 NO_PEAK: PassPeak[Size] = PassPeak(0, 0)
@@ -193,12 +188,13 @@ class RankStates(NamedTuple):
     update_temporary: Size
 
     @classmethod
-    def of(cls, num_parameters: Size, sharding: Sharding) -> "RankStates":
-        """Return those of so many parameters; shards are filled up to one size."""
-        state, share = sharding.parameter.state, -(-num_parameters // sharding.num_ranks)
+    def of(cls, num_parameters: Size, num_experts: Size, sharding: Sharding) -> "RankStates":
+        """Return those of so many parameters, and of experts of which other ranks hold others."""
+        state, share = sharding.parameter.state, sharding.shares(num_parameters, num_experts)
+        experts = sharding.of_experts.kept_bytes(num_experts)
         return cls(
             parameters=share * state.sharded_parameter,
-            gradients=sharding.kept_bytes(num_parameters),
+            gradients=sharding.kept_bytes(num_parameters) + experts,
             optimizer=share * state.optimizer,
             update_temporary=share * state.update_temporary,
         )
@@ -231,7 +227,7 @@ def unit_rank_memory(
         virtual_stages[stage] = found.virtual_stage(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
-    states = RankStates.of(sum_parameters(shape, stages), sharding)
+    states = RankStates.of(*held_parameters(shape, stages), sharding)
     return RankMemory(
         parameters_bytes=int(states.parameters),
         gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),

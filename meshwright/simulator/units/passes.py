@@ -14,7 +14,8 @@ from typing import NamedTuple
 from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
-from meshwright.simulator.units.bytes import PassBytes, Sharding, UnitBytes
+from meshwright.simulator.units.bytes import PassBytes, UnitBytes
+from meshwright.simulator.units.sharding import Sharding
 
 
 def fuller(one: PassPeak[Size], other: PassPeak[Size]) -> PassPeak[Size]:
@@ -118,7 +119,7 @@ class StagePass(NamedTuple):
         else:
             # The unit behind has left the input of its reduction: FSDP2 holds on to one such buffer
             # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
-            left = units.layer.wire if done else units.head.wire
+            left = units.dense.wire if done else units.head.wire
             others = others + left + done * units.layer.replicas + units.head.replicas
         arrives = self.sends_output and not done
         work = passes.sent_layer if arrives else passes.layer[1]
@@ -192,7 +193,7 @@ def _forward_bytes(stage_pass: StagePass, *, whole: bool) -> Size:
         head: Size = whole * units.head.weights
         work: Size = passes.layer[0] - counted + units.root + head
         stay = stage_pass.stays(whole=False, otherwise=layer)
-        moments.append(work + stay + (0 if whole else units.buffer))
+        moments += [work + stay, *(() if whole else _with_buffers(stage_pass, work + stay))]
         if whole:
             # It frees them one by one: at the first layer all are there, and little is saved.
             table = 0 if sharding.reshards else units.table.weights
@@ -201,6 +202,23 @@ def _forward_bytes(stage_pass: StagePass, *, whole: bool) -> Size:
         here = passes.head[0] + units.root + units.head.weights
         moments.append(here + stage_pass.stays(whole=False))
     return largest(moments)
+
+
+def _with_buffers(stage_pass: StagePass, here: Size) -> Iterator[Size]:
+    """Yield what is live while the last layers run forward, *here* without what is gathered.
+
+    Where experts are units of their own, torchtitan has the next layer gathered ahead: beside its
+    buffers, or the head's, that of the experts that run is still there (`apply_fsdp` of 0.2.2,
+    models/llama4/infra/parallelize.py).
+    """
+    passes, stage, sharding, units = stage_pass
+    if not sharding.divides_experts:
+        yield here + units.buffer
+        return
+    here = here + units.expert_buffer
+    yield here + units.head.weights * units.gathers
+    if stage.num_layers > 1:
+        yield here + units.buffer - passes.saved_layer
 
 
 def _gathering(stage_pass: StagePass) -> Iterator[Size]:
@@ -237,7 +255,9 @@ def _after_head(
     """
     passes, _, sharding, units = stage_pass
     head = units.head
-    here = units.root + stage_pass.stays(whole=whole, otherwise=units.buffer)
+    # Experts, a unit of their own, are not gathered ahead of the last layer's backward.
+    ahead = units.buffer - units.expert_buffer
+    here = units.root + stage_pass.stays(whole=whole, otherwise=ahead)
     yield PassPeak(here + head.weights + passes.products[1], late)
     here = here + passes.message - stage_pass.freed_head
     if sharding.keeps_units:
@@ -259,10 +279,16 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     passes, stage, sharding, units = stage_pass
     scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
     output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
-    runs = [*((unit, 1) for unit in units.last), (units.layer, stage.num_layers), (units.head, 1)]
+    experts, layers, own = sharding.of_experts, stage.num_layers, sharding
+    runs = [(unit, own, 1) for unit in units.last]
+    if sharding.divides_experts:
+        runs += [(units.dense, own, min(1, layers)), (units.experts, experts, min(1, layers))]
+        runs += [(units.dense, own, layers - 1), (units.experts, experts, layers - 1)]
+    else:
+        runs.append((units.layer, own, layers))
     most, gone = -output, 0 * output
-    for unit, count in runs:
-        shard = unit.wire // sharding.num_ranks
+    for unit, shared, count in (*runs, (units.head, own, 1)):
+        shard = unit.wire // shared.num_ranks
         if count:
             beside = larger(unit.wire, unit.last * scale + shard)
             most = larger(most, beside - unit.weights - gone)

@@ -56,15 +56,16 @@ class SumBytes:
         apart = made_bytes != wire_bytes
         kept_bytes = 0 if sharding.on_host else state.gradient
 
-        def shard(wire: Size) -> Size:
-            return -(-wire // wire_bytes // sharding.num_ranks) * kept_bytes
+        def shard(wire: Size, experts: Size = 0) -> Size:
+            counts = (wire - experts) // wire_bytes, experts // wire_bytes
+            return sharding.shares(*counts) * kept_bytes
 
         return cls(
             apart=apart,
             scale=wire_bytes // made_bytes,
-            layer_shard=shard(units.layer.wire),
+            layer_shard=shard(units.layer.wire, units.experts.wire),
             head_shard=shard(units.head.wire),
-            shard=shard(units.gradients),
+            shard=shard(units.gradients, stage.num_layers * units.experts.kept),
             copying=_copying(shape, stage_pass, weights.matrix),
             positions=positions * made_bytes,
             cut_table=units.cut_table * (sharding.is_plain and tied),
@@ -168,7 +169,7 @@ class _SummingPass(NamedTuple):
             if sharding.reshards and (done or not units.keeps_last):
                 # Before the layer runs: its gathered buffer, and the weights copied out of it.
                 here = larger(here, passes.message + units.layer.weights + units.buffer)
-            left = units.layer.wire if done else units.head.wire
+            left = units.dense.wire if done else units.head.wire
             here = here + (left if self.is_last else 0)
             yield PassPeak(others + here - done * passes.saved_layer, self._absent(done))
 

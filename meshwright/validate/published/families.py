@@ -16,6 +16,7 @@ class Family(StrEnum):
     QWEN3_MOE = "qwen3-moe"
     DEEPSEEK_V2 = "deepseek-v2"
     DEEPSEEK_V3 = "deepseek-v3"
+    GPT_OSS = "gpt-oss"
 
 
 _LLAMA: dict[str, object] = {
@@ -55,6 +56,16 @@ SWITCHES: dict[Family, dict[str, object]] = {
     Family.QWEN3_MOE: {**_LLAMA, "head_dim": 128, "qk_norm": "head"},
     Family.DEEPSEEK_V2: {**_LLAMA, "latent": _LATENT},
     Family.DEEPSEEK_V3: {**_LLAMA, "latent": _LATENT},
+    # OpenAI 2025 (arXiv 2508.10925), section 2.
+    Family.GPT_OSS: {
+        **_LLAMA,
+        "head_dim": 64,
+        "attention_bias": True,
+        "output_bias": True,
+        "window": 128,
+        "layer_pattern": "WF",
+        "attention_sinks": True,
+    },
     Family.BERT: {
         "causal": False,
         "token_types": 2,
@@ -66,7 +77,7 @@ SWITCHES: dict[Family, dict[str, object]] = {
 }
 
 
-# How experts are chosen: in so many of so many groups (sections 2.2.2 and 2.1.2 of the two).
+# How experts are chosen: in so many of so many groups (sections 2.2.2 and 2.1.2 of the first two).
 ROUTING: dict[Family, dict[str, object]] = {
     Family.DEEPSEEK_V2: {"num_groups": 8, "groups_per_token": 3},
     Family.DEEPSEEK_V3: {
@@ -75,4 +86,5 @@ ROUTING: dict[Family, dict[str, object]] = {
         "num_groups": 8,
         "groups_per_token": 4,
     },
+    Family.GPT_OSS: {"scores": "softmax of chosen", "bias": True, "activation": "clamped"},
 }

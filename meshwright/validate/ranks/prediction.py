@@ -19,7 +19,7 @@ from meshwright.simulator.account import (
     rank_flops,
     rank_traffic,
 )
-from meshwright.simulator.layout import Axis, MeshAxis
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -179,7 +179,12 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
 
 
 def group_name(axis: MeshAxis, plan: ParallelPlan) -> str:
-    """Return the name of an axis' group: replicas that only share sequences are those of cp."""
+    """Return the name of an axis' group: replicas that only share sequences are those of cp.
+
+    Ranks with different experts may be all that share a set of shards.
+    """
+    if axis is ExpertAxis.EP and plan.tp == 1 and plan.ep == plan.num_shards:
+        axis = Axis.DP
     return Axis.CP.value if axis is Axis.DP and plan.dp == 1 < plan.cp else axis.value
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks.parts.clamped import clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    exchanged,
     grouped,
     logits_of,
     moved,
@@ -26,6 +28,7 @@ from meshwright.simulator.graph import (
     Placement,
     Reads,
     Tensor,
+    Transfer,
     activation,
     cast,
     place,
@@ -35,6 +38,7 @@ from meshwright.simulator.graph import (
     rounded_up,
     view,
 )
+from meshwright.simulator.layout import ExpertAxis
 from meshwright.simulator.model import Experts
 
 ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
@@ -57,30 +61,58 @@ def torchtitan(
     rows = taken(block, flat, "rows", (dims.rows, hidden)).values
     names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
     block.add([rows], [*names], [])
-    one_more = Dim("rows and an empty one", dims.rows.size + 1)
-    more = block.add(
-        [rows],
-        [rows.like(one_more.name, dims=(one_more, hidden))],
-        [Gradient(rows, hands_on=True)],
-        block.traffic(rows, rows),
-    )
-    space = dims.rows.size + ALIGNED_ROWS * dims.experts.size
-    padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
-    places = numbers(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
-    lines = moved(
-        block, more, padded.name, (padded, hidden), Numbers(made=(places, starts(x, dims)))
-    )
-    made = _computed(block, lines, dims, block.operators[-1].outputs[2])
-    back = moved(block, made, "rows in order", (one_more, hidden), Numbers((places,)))
-    cut = back.like("rows again", dims=(dims.rows, hidden), base=back.storage)
-    cut = block.add([back], [cut], [Gradient(back)])
+    back = _grouped_experts(block, rows, x, dims)
     out = None if shared is None else shared(block, x)
     order = numbers(rows, "order of rows")
-    unsorted = moved(block, cut, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
+    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
     result = _weighted(block, shares, unsorted, dims)
     block.hold(rows, back, unsorted, *names)
     result = place(block, view(block, result, *x.dims), outside)
     return result if out is None else _sum(block, out, result)
+
+
+def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what `GroupedExperts` makes of a rank's *rows*, sorted by expert, of tokens *x*.
+
+    Other ranks' experts get theirs and send them back (`ExpertParallel` of torchtitan 0.2.2,
+    distributed/expert_parallel.py); only a call's arguments hold them while they are copied.
+    """
+    hidden, is_divided = rows.dims[-1], dims.mesh.ranks > 1
+    told = _told(block, rows, x, dims) if is_divided else ()
+    given = exchanged(block, rows, dims)
+    one_more = Dim("rows and an empty one", dims.arrived.size + 1)
+    more = block.add(
+        [given],
+        [given.like(one_more.name, dims=(one_more, hidden))],
+        [Gradient(given, hands_on=True)],
+        block.traffic(given, given),
+    )
+    own = Dim("own experts", dims.num_local)
+    space = dims.arrived.size + ALIGNED_ROWS * own.size
+    padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
+    places = numbers(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
+    begin = x.like("starts of own experts", dims=(own,), at={}, width=INT32_BYTES)
+    lines = moved(block, more, padded.name, (padded, hidden), Numbers(made=(places, begin)))
+    block.hold(*told, *((given,) if is_divided else ()))
+    made = _computed(block, lines, dims, block.operators[-1].outputs[2])
+    back = moved(block, made, "rows in order", (one_more, hidden), Numbers((places,)))
+    cut = back.like("rows again", dims=(dims.arrived, hidden), base=back.storage)
+    cut = block.add([back], [cut], [Gradient(back)])
+    if not is_divided:
+        return cut
+    cut = exchanged(block, cut, dims, back=True)
+    block.hold(made)
+    return cut
+
+
+def _told(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
+    """Tell each rank how many rows it gets for its experts, and return that with both splits."""
+    counts = starts(x, dims, NUMBER_BYTES)
+    ranks = Dim("ranks of experts", dims.mesh.ranks)
+    splits = [x.like(name, dims=(ranks,), at={}, width=NUMBER_BYTES) for name in ("sent", "got")]
+    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, counts.nbytes)
+    block.add([rows], [counts, *splits], [], call)
+    return (counts, *splits)
 
 
 def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
