@@ -75,7 +75,7 @@ EXPERT_LIMITS = {
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.23,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.28,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
     "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.12,
@@ -142,9 +142,9 @@ def test_runs_printed_as_out_of_memory_are_predicted_so(board: Scoreboard) -> No
 def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     routed = {run.id for run in load_published_runs() if run.num_experts}
     fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
-    # The others: 340B and 405B runs on few devices that print no recomputation, and three within
+    # The others: 340B and 70B runs on few devices that print no recomputation, and three within
     # 2 % of what there is.
-    assert len(fits) == 478
+    assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
     # Of experts: twelve whose recipes run parts of layers again, which is not offered, and two of
     # Qwen3 30B in fp8 with two sequences a microbatch.
@@ -154,7 +154,7 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
     assert len(board.verdicts) == len(load_published_runs())
     errors = [error for own in peaks.errors_by_kind().values() for error in own]
-    assert len(errors) == 232
+    assert len(errors) == 294
     assert abs(median(errors)) < 0.02
     assert sum(error < -0.05 for error in errors) <= 0.05 * len(errors)
 
@@ -165,8 +165,9 @@ def test_the_allocator_holds_what_runs_print_that_print_both() -> None:
     assert sum(row.is_fitted for row in rows) == 12
     zero = [row.fraction for row in rows if "DeepSpeed ZeRO" in row.series]
     for name in list_stacks():
-        # Three digits: the rows spread from 0.028 to 0.079.
-        printed = fmean(zero) if name == "deepspeed" else fitted
+        # Three digits: the rows spread from 0.028 to 0.079. Segments that grow hold nothing beyond.
+        others = {"deepspeed": fmean(zero), "megatron-core-blackwell": 0.0}
+        printed = others.get(name, fitted)
         assert load_stack(name).allocator_fraction == pytest.approx(printed, abs=5e-4)
     # With one series left out the verdicts above hold but for one run.
     series = {row.series for row in rows if row.is_fitted}
@@ -180,7 +181,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (581, 10, 99)
+    assert (len(runs), len(layers), len(board.excluded)) == (590, 10, 90)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:
