@@ -40,7 +40,7 @@ def complaint(words: list[str]) -> str:
 MISTAKES = {
     "command": (["serach"], ["'serach'", "nearest: search"]),
     "option": ([*STEP, "--gpu", "8"], ["--gpu", "--gpus"]),
-    "unbuilt option": ([*STEP, "--recompute-layers", "2"], ["--recompute-layers"]),
+    "unbuilt option": ([*STEP, "--recompute-chunks", "2"], ["--recompute-chunks"]),
     "option of another command": ([*STEP, "--max-tp", "2"], ["--max-tp"]),
     "option without value": (["simulate", "gpt2", "--gpus"], ["--gpus"]),
     "extra word": ([*STEP, "extra"], ["extra"]),

@@ -29,6 +29,7 @@ from meshwright.simulator.replication.data_parallel import (
     HeldParameters,
     Replication,
     WireBytes,
+    replication_of,
     spread,
     stage_parameters,
     sum_parameters,
@@ -121,8 +122,8 @@ def test_fp32_reduces_gathers_and_updates_fp32() -> None:
 def norm_of(stack: StackProfile, plan: ParallelPlan, mesh: Mesh) -> list[StepCollective]:
     job = TrainingJob(model=load_model("llama2-7b"), global_batch_size=plan.dp, seq_len=64)
     stages = (Stage((BlockRun("layer", 3),), has_embedding=True, has_head=False),)
-    shards = mesh.span_of(mesh.stride(Axis.DP), plan.num_shards)
-    return gradient_norm(BlockShape.of(job, plan, stack), stages, mesh, shards)
+    shape = BlockShape.of(job, plan, stack)
+    return gradient_norm(shape, stages, mesh, replication_of(plan, stack, mesh))
 
 
 def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:

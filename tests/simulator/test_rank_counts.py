@@ -207,10 +207,11 @@ def block_of(shape: BlockShape, kind: str) -> BlockOperators:
 
 
 def titan_shape(model: ModelSpec, *, pp: int = 1, sequence_parallel: bool = True) -> BlockShape:
-    job = TrainingJob(model=model, global_batch_size=1, seq_len=512, precision=Precision.BF16)
+    job = TrainingJob(model=model, global_batch_size=2, seq_len=512, precision=Precision.BF16)
     plan = plan_of(
         tp=2,
         pp=pp,
+        dp=2,
         sequence_parallel=sequence_parallel,
         attention=Attention.FLASH,
         stages=(model.num_layers // pp,) * pp,
@@ -227,8 +228,8 @@ def test_dtensor_sums_norms_in_every_microbatch_but_at_the_end_of_a_pipeline() -
     assert norm not in collectives(block_of(titan_shape(model, pp=2), "head").backward)
     whole = titan_shape(model, sequence_parallel=False)
     assert norm not in collectives(block_of(whole, "head").backward)
-    job = job_of("llama2-7b", 2)
-    plan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
+    job = job_of("llama2-7b", 4)
+    plan = plan_of(tp=2, dp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
     assert closing_traffic(job, plan, TITAN, 0) == ()
     for pp_rank in range(2):
         (sums,) = closing_traffic(job, replace(plan, pp=2, stages=(4, 4)), TITAN, pp_rank)
@@ -237,14 +238,14 @@ def test_dtensor_sums_norms_in_every_microbatch_but_at_the_end_of_a_pipeline() -
 
 def test_norms_of_gradients_that_stay_whole_are_summed_in_the_last_microbatch() -> None:
     """As in a pipeline, in the format of the wire; a single microbatch sums them at once."""
-    titan = plan_of(tp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
+    titan = plan_of(tp=2, dp=2, sequence_parallel=True, zero_stage=3, attention=Attention.FLASH)
     plan = replace(titan, sync_each_microbatch=False, reduce_precision=Precision.BF16)
-    job = job_of("llama2-7b", 2)
+    job = job_of("llama2-7b", 4)
     norm = (ALL_REDUCE, 2 * 4096)
     assert norm not in collectives(block_of(BlockShape.of(job, plan, TITAN), "head").backward)
     sums = Traffic(Axis.TP, ALL_REDUCE, 2 * 4096, 2, 2 * 8 + 1)
     assert closing_traffic(job, plan, TITAN, 0) == (sums,)
-    one = job_of("llama2-7b", 1)
+    one = job_of("llama2-7b", 2)
     assert norm in collectives(block_of(BlockShape.of(one, plan, TITAN), "head").backward)
     assert closing_traffic(one, plan, TITAN, 0) == ()
 

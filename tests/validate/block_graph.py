@@ -18,6 +18,7 @@ from meshwright.simulator.graph import (
     Dim,
     FusedAttention,
     Heads,
+    Linear,
     Lowering,
     Memory,
     Phase,
@@ -181,7 +182,7 @@ def attended(
 
 def linear(*, bias: bool = False) -> Write:
     """Return how a linear layer is written."""
-    return lambda block, x, dims: whole_product(block, x, dims.wide, "out", bias=bias)
+    return lambda block, x, dims: whole_product(block, x, dims.wide, "out", Linear(bias=bias))
 
 
 def chain(count: int, *, bias: bool = False) -> Write:
@@ -191,7 +192,7 @@ def chain(count: int, *, bias: bool = False) -> Write:
         for number in range(count):
             with block.module(x):
                 name = f"layer {number}"
-                x = whole_product(block, x, Dim(name, WIDTH), name, bias=bias)
+                x = whole_product(block, x, Dim(name, WIDTH), name, Linear(bias=bias))
 
     return write
 

@@ -264,7 +264,7 @@ def _virtual_stages(draft: Draft) -> object:
     """Return the virtual stages of a rank: those of listed stages where no number is given."""
     listed = parse_stages(cast("str", draft.given["stages"])) if "stages" in draft.given else ()
     pp = draft.number("pp")
-    is_listed = isinstance(listed, tuple) and len(listed) > pp and len(listed) % pp == 0
+    is_listed = isinstance(listed, tuple) and len(listed) > pp > 1 and len(listed) % pp == 0
     if "num_virtual_stages" not in draft.given and is_listed:
         return len(listed) // pp
     return draft.value("num_virtual_stages", 1)

@@ -265,15 +265,16 @@ class FullyShardedProgram:
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Tell whether this rank counts a gradient in the norm; some other rank counts the rest.
 
-        A weight that tensor parallelism does not split counts on its first rank, a table that
-        both ends of a pipeline hold on the first stage.
+        One that tensor parallelism does not split, as the whole one of a table that is, counts on
+        its first rank, a table that both ends of a pipeline hold on the first stage.
         """
         if parameter is self._table() and 0 not in self._stages:
             return False
-        if not isinstance(parameter, DTensor):
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor):
             return True
-        names = parameter.device_mesh.mesh_dim_names or ()
-        is_split = "tp" in names and parameter.placements[names.index("tp")].is_shard()
+        names = gradient.device_mesh.mesh_dim_names or ()
+        is_split = "tp" in names and gradient.placements[names.index("tp")].is_shard()
         return is_split or self._layout.coordinate("tp") == 0
 
 
