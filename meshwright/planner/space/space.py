@@ -180,7 +180,8 @@ def enumerate_space(
     rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
     rows = _with_switches(job, stack, limits, rows)
     space = Space(job=job, stack=stack, num_gpus=num_gpus, rows=rows)
-    return replace(space, rows=rows[slices_shards(space.column)])
+    kept = slices_shards(space.column)
+    return space if kept.all() else replace(space, rows=np.asfortranarray(rows[kept]))
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
