@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload, PipelineRuntime
-from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
+from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Column, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
 # Fields of what is recomputed of a layer, and of how many, with the trait of stacks that have them.
@@ -42,13 +42,21 @@ class Varied(NamedTuple):
             and not _is_of_others(each, space)
         ]
         codes = {
-            name: np.unique(space.column(name)[is_offered]).tolist()
-            for name in (each.name for each in fields)
-            if name in COLUMNS
+            each.name: _values(space.column(each.name), is_offered)
+            for each in fields
+            if each.name in COLUMNS
         }
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held)
+
+
+def _values(column: Column, is_offered: NDArray[np.bool_]) -> list[int]:
+    """Return the different numbers of *column* where *is_offered*, in order."""
+    numbers = column if is_offered.all() else column[is_offered]
+    is_one = len(numbers) and numbers.min() == numbers.max()
+    found: list[int] = (numbers[:1] if is_one else np.unique(numbers)).tolist()
+    return found
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:

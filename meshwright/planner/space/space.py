@@ -5,16 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import (
-    Recompute,
-    StackProfile,
-    StageSplit,
-)
+from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
@@ -23,6 +19,7 @@ from meshwright.planner.space.switches import (
     Column,
     Place,
     Setting,
+    combinations,
     distinct,
     divisors,
     settings,
@@ -62,20 +59,24 @@ LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts of a job on a number of GPUs, one row each, with what they share.
+    """Layouts of a job on a number of GPUs, with what they share.
 
-    ``rows`` has a column for each of `COLUMNS`; of a field with few values it holds the index of
-    one (`PlanField.choices`).
+    ``codes`` has a row for each of `COLUMNS` with its number in every layout; of a field with few
+    values that is the index of one (`PlanField.choices`).
     """
 
     job: TrainingJob
     stack: StackProfile
     num_gpus: int
-    rows: NDArray[np.int64]
+    codes: NDArray[np.int64]
 
     def __len__(self) -> int:
         """Return the number of layouts."""
-        return len(self.rows)
+        return len(self.codes[0])
+
+    def chosen(self, mask: NDArray[np.bool_]) -> Self:
+        """Return the space of the layouts that *mask* has."""
+        return replace(self, codes=self.codes[:, mask])
 
     def column(self, name: str) -> Column:
         """Return the numbers of one field, or of the ranks that share parameters."""
@@ -83,7 +84,7 @@ class Space:
             return self._joint[name]
         if name in {SHARDS, EXPERT_SHARDS}:
             return self.num_shards if name == SHARDS else self.expert_shards
-        return self.rows[:, COLUMNS.index(name)]
+        return cast("Column", self.codes[COLUMNS.index(name)])
 
     @cached_property
     def _joint(self) -> dict[str, Column]:
@@ -146,7 +147,7 @@ class Space:
 
     def plan_without_stages(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan that leaves the layers of its stages open."""
-        codes = self.rows[index].tolist()
+        codes = self.codes[:, index].tolist()
         values = {
             field.name: field.value(code)
             for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
@@ -177,11 +178,11 @@ def enumerate_space(
         for degrees in _degrees(job, stack, num_gpus, limits)
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
-    rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
-    rows = _with_switches(job, stack, limits, rows)
-    space = Space(job=job, stack=stack, num_gpus=num_gpus, rows=rows)
+    basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
+    codes = _with_switches(job, stack, limits, basic)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, codes=codes)
     kept = slices_shards(space.column)
-    return space if kept.all() else replace(space, rows=np.asfortranarray(rows[kept]))
+    return space if kept.all() else space.chosen(kept)
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
@@ -202,12 +203,12 @@ def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: Space
 def _with_switches(
     job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return *basic* rows with every setting of the switches that has an effect there."""
-    columns = dict(zip(BASIC, basic.T, strict=True))
+    """Return *basic* layouts with every setting of the switches that has an effect there."""
+    columns = dict(zip(BASIC, basic, strict=True))
     joint = {name: names for name, names in JOINT_AXES.items() if {*names} <= columns.keys()}
     columns |= {name: _product(columns[each] for each in names) for name, names in joint.items()}
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
-    lacks = np.zeros(len(basic), np.bool_)
+    lacks = np.zeros(basic.shape[1], np.bool_)
     for gap in stack_gaps(stack, job):
         if {condition.field for condition in gap.conditions} <= columns.keys():
             lacks |= gap.lacks(columns.__getitem__)
@@ -220,25 +221,26 @@ def _with_switches(
         _codes(settings(job, stack, Place(*row), wanted))
         for row in np.stack(places, axis=1)[first].tolist()
     ]
-    sizes = np.array([len(table) for table in tables], np.int64)
+    sizes = np.array([table.shape[1] for table in tables], np.int64)
     num_settings = sizes[member]
-    family = np.repeat(np.arange(len(basic)), num_settings)
-    number = np.arange(len(family)) - np.repeat(
-        np.cumsum(num_settings) - num_settings, num_settings
-    )
-    start = (np.cumsum(sizes) - sizes)[member[family]]
-    switches = np.concatenate([*tables, _codes([])])[start + number]
-    rows = np.empty((len(family), len(COLUMNS)), np.int64, order="F")  # it is read by column
-    rows[:, [COLUMNS.index(name) for name in BASIC]] = basic[family]
-    rows[:, [COLUMNS.index(name) for name in SWITCHES]] = switches
-    return rows
+    family = np.repeat(np.arange(len(member)), num_settings)
+    before = np.cumsum(num_settings) - num_settings
+    number = np.arange(len(family)) - before[family] + (np.cumsum(sizes) - sizes)[member[family]]
+    switches = np.concatenate([*tables, _codes([])], axis=1)
+    codes = np.empty((len(COLUMNS), len(family)), np.int64)
+    for fields, known, rows in (BASIC, basic, family), (SWITCHES, switches, number):
+        for name, column in zip(fields, known, strict=True):
+            # Most fields have one value in all layouts.
+            is_one = not len(column) or column.min() == column.max()
+            codes[COLUMNS.index(name)] = column[:1] if is_one else column[rows]
+    return codes
 
 
 def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
-    """Return settings as rows of numbers."""
+    """Return settings as columns of numbers, a row a switch."""
     fields = [PLAN_FIELDS[name] for name in SWITCHES]
-    rows = [[field.code(each[field.name]) for field in fields] for each in known]
-    return np.array(rows, np.int64).reshape(-1, len(SWITCHES))
+    rows = [[field.code(each[field.name]) for each in known] for field in fields]
+    return np.array(rows, np.int64).reshape(len(SWITCHES), -1)
 
 
 def _degrees(
@@ -300,7 +302,7 @@ def _block(
     fixed: dict[str, int],
     schedules: Sequence[int],
 ) -> NDArray[np.int64]:
-    """Return the rows of one choice of degrees: the product of the fields that are left."""
+    """Return the layouts of one choice of degrees: the product of the fields that are left."""
 
     def numbers(field: PlanField) -> list[int]:
         if field.name in fixed:
@@ -316,17 +318,16 @@ def _block(
         return _switches(job, stack, limits, field, fixed)
 
     experts = expert_degrees(job, stack, limits, fixed)
-    axes = [np.array(numbers(field), np.int64) for field in BASIC_FIELDS]
-    sizes = tuple(map(len, axes))
-    places = np.unravel_index(np.arange(prod(sizes)), sizes)
-    rows = np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
-    schedule, size = (rows[:, BASIC.index(name)] for name in ("schedule", "microbatch_size"))
-    for pair in product(schedules, set(size.tolist())):
+    codes = combinations([numbers(field) for field in BASIC_FIELDS])
+    names = "schedule", "microbatch_size", "ep", "etp"
+    schedule, size, ep, etp = map(BASIC.index, names)
+    for pair in product(schedules, dict.fromkeys(codes[size].tolist())):
         if not is_runnable(job, stack, fixed, *pair):
-            kept = (schedule != pair[0]) | (size != pair[1])
-            rows, schedule, size = rows[kept], schedule[kept], size[kept]
-    ep, etp = (rows[:, BASIC.index(name)].tolist() for name in ("ep", "etp"))
-    return rows[[pair in experts for pair in zip(ep, etp, strict=True)]]
+            codes = codes[:, (codes[schedule] != pair[0]) | (codes[size] != pair[1])]
+    if len(experts) > 1:
+        pairs = zip(codes[ep].tolist(), codes[etp].tolist(), strict=True)
+        codes = codes[:, [pair in experts for pair in pairs]]
+    return codes
 
 
 def _microbatch_sizes(
@@ -363,10 +364,7 @@ def _switches(
     field: PlanField,
     fixed: dict[str, int],
 ) -> list[int]:
-    """Return the values of a switch as numbers.
-
-    On an axis of degree 1 it has no effect, one value is enough.
-    """
+    """Return the values of a switch as numbers, one where its axis has degree 1: no effect."""
     wanted = limits.values(field.name)
     values = _usual_values(job, stack, field) if wanted is None else wanted
     acts_on = field.declaration.acts_on

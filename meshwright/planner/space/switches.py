@@ -3,7 +3,7 @@
 A switch that is at the stack's habit is None in a plan, so that no layout is there twice.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -183,6 +183,23 @@ def divisors(number: int) -> list[int]:
     """
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
     return small + [number // value for value in reversed(small) if value * value != number]
+
+
+def combinations(choices: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Return all combinations of one number of each of *choices*, the first changing last.
+
+    Returns:
+        The numbers: ``[choices, combinations]``.
+
+    >>> combinations([[1, 2], [7], [3, 4]]).tolist()
+    [[1, 1, 2, 2], [7, 7, 7, 7], [3, 4, 3, 4]]
+    """
+    left = prod(map(len, choices))
+    codes = np.empty((len(choices), left), np.int64)
+    for row, numbers in zip(codes, choices, strict=True) if left else ():
+        left //= len(numbers)
+        row.reshape(-1, len(numbers), left)[:] = np.array(numbers, np.int64)[:, None]
+    return codes
 
 
 def distinct(columns: list[Column]) -> tuple[Column, Column]:

@@ -7,7 +7,7 @@ reports and CSV files theirs; `docs/plan.md` lists them. A new field is one decl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import reduce
+from functools import cache, reduce
 from operator import and_
 from types import NoneType, UnionType
 from typing import (
@@ -124,7 +124,7 @@ class PlanField:
             return self.declaration.choices()
         if self.kind is bool:
             return (False, True)
-        return tuple(self.kind) if issubclass(self.kind, StrEnum) else ()
+        return _members(self.kind)
 
     def code(self, value: object) -> int:
         """Return *value* as the whole number that a column of the search holds; None is 0."""
@@ -138,6 +138,11 @@ class PlanField:
         if self.is_optional and code == 0:
             return None
         return self.choices[code - self.is_optional] if self.choices else code
+
+
+@cache
+def _members(kind: type) -> tuple[object, ...]:
+    return tuple(kind) if issubclass(kind, StrEnum) else ()
 
 
 def fields_of(record: type) -> tuple[PlanField, ...]:
