@@ -71,12 +71,12 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
-    Checkpoints,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
+    plan_stages,
     rank_stages,
     read_layout,
     repeated_layers,
@@ -102,7 +102,6 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
-    "Checkpoints",
     "ContextAxis",
     "ExpertAxis",
     "Formats",
@@ -144,6 +143,7 @@ __all__ = [
     "offered_formats",
     "pair_span",
     "parse_stages",
+    "plan_stages",
     "rank_stages",
     "read_layout",
     "redistribute",

@@ -143,7 +143,7 @@ class Recomputation(Degrees):
     """Parts of a layer that selective recomputation runs again; none given is attention's core."""
 
     recompute_layers: int | None = Declaration(
-        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        help="The number N of --recompute-method, with full recomputation [all, one by one].",
         metavar="N",
         group="replication",
         is_rare=True,
@@ -151,7 +151,7 @@ class Recomputation(Degrees):
     """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
 
     recompute_method: RecomputeMethod | None = Declaration(
-        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        help="The first N layers of a stage; all, N to a checkpoint; every N-th of a rank [block].",
         group="replication",
         is_rare=True,
         offered_by="recompute_methods",
