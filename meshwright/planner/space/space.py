@@ -1,9 +1,9 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Self, cast
 
@@ -13,26 +13,20 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
-from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
+from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable, stage_layers
+from meshwright.planner.space.settings import product_of, with_switches
 from meshwright.planner.space.switches import (
+    BASIC,
+    BASIC_FIELDS,
     SWITCHES,
     Column,
-    Place,
-    Setting,
     combinations,
     distinct,
     divisors,
-    settings,
 )
-from meshwright.simulator import (
-    RUNTIMES,
-    SCHEDULES,
-    ParallelPlan,
-    PlanError,
-    TrainingJob,
-    resolve_stages,
-)
+from meshwright.simulator import SCHEDULES, ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.layout import (
+    ALL_ALONE,
     AXES,
     DP_CP,
     EXPERT_SHARDS,
@@ -42,18 +36,25 @@ from meshwright.simulator.layout import (
     SHARDS,
     Axis,
     PlanField,
+    Stage,
     attention_kernels,
     divides,
     known_values,
     model_refusal,
-    model_stages,
-    stack_gaps,
+    plan_stages,
 )
-from meshwright.simulator.model import AnyModel
+from meshwright.simulator.model import AnyModel, BlockKind
 
-# Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
-BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
-BASIC = tuple(each.name for each in BASIC_FIELDS)
+# Fields that decide which stages a pipeline has, and what its ranks run.
+OF_PIPELINES = (
+    "pp",
+    "num_virtual_stages",
+    "schedule",
+    "microbatch_group_size",
+    "stages",
+    "recompute_layers",
+    "recompute_method",
+)
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 
@@ -88,7 +89,7 @@ class Space:
 
     @cached_property
     def _joint(self) -> dict[str, Column]:
-        return {name: _product(map(self.column, axes)) for name, axes in JOINT_AXES.items()}
+        return {name: product_of(map(self.column, axes)) for name, axes in JOINT_AXES.items()}
 
     @cached_property
     def num_microbatches(self) -> Column:
@@ -118,8 +119,7 @@ class Space:
 
     @cached_property
     def _pipeline_columns(self) -> tuple[Column, Column]:
-        names = ("pp", "num_virtual_stages", "schedule", "stages")
-        return distinct([self.column(name) for name in names])
+        return distinct([self.column(name) for name in OF_PIPELINES])
 
     @property
     def pipeline_numbers(self) -> Column:
@@ -129,21 +129,29 @@ class Space:
     @cached_property
     def pipelines(self) -> list[Pipeline]:
         """The pipelines that layouts have."""
-        kinds = block_kinds(self.job.model)
-        plans = map(self.plan, self._pipeline_columns[0].tolist())
-        runtime = RUNTIMES[self.stack.pipeline_runtime]
+        plans = [self.plan(index) for index in self._pipeline_columns[0].tolist()]
+        runtime, kinds = self.stack.pipeline_runtime, self.kinds
         return [
-            Pipeline(
-                plan.pp, runtime[plan.schedule], model_stages(self.job.model, plan.stages), kinds
-            )
-            for plan in plans
+            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds, plan.microbatch_group_size)
+            for plan, stages in zip(plans, self._stages, strict=True)
         ]
+
+    @cached_property
+    def _stages(self) -> list[tuple[Stage, ...]]:
+        plans = map(self.plan, self._pipeline_columns[0].tolist())
+        return [plan_stages(self.job.model, plan) for plan in plans]
+
+    @cached_property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """The kinds of blocks that passes go through, in the order of columns."""
+        kept = any(stages[0].checkpoints != ALL_ALONE for stages in self._stages)
+        return block_kinds(self.job.model, chain(*self._stages) if kept else ())
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
         plan = self.plan_without_stages(index)
         rule = PLAN_FIELDS["stages"].value(int(self.column("stages")[index]))
-        return replace(plan, stages=_layers(self.job, plan.num_stages, rule))
+        return replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
 
     def plan_without_stages(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan that leaves the layers of its stages open."""
@@ -154,10 +162,6 @@ class Space:
             if field.name != "stages"
         }
         return ParallelPlan.of(values)
-
-
-def _layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, ...]:
-    return resolve_stages(job.model, job.seq_len, num_stages, cast("StageSplit", rule))
 
 
 def enumerate_space(
@@ -179,7 +183,7 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
     basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
-    codes = _with_switches(job, stack, limits, basic)
+    codes = with_switches(job, stack, limits, basic)
     space = Space(job=job, stack=stack, num_gpus=num_gpus, codes=codes)
     kept = slices_shards(space.column)
     return space if kept.all() else space.chosen(kept)
@@ -198,49 +202,6 @@ def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: Space
     is_asked = any(limits.asks_for(each.name) for each in said)
     is_offered = bool(getattr(stack, known.offered_by or "", False))
     return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
-
-
-def _with_switches(
-    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return *basic* layouts with every setting of the switches that has an effect there."""
-    columns = dict(zip(BASIC, basic, strict=True))
-    joint = {name: names for name, names in JOINT_AXES.items() if {*names} <= columns.keys()}
-    columns |= {name: _product(columns[each] for each in names) for name, names in joint.items()}
-    count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
-    lacks = np.zeros(basic.shape[1], np.bool_)
-    for gap in stack_gaps(stack, job):
-        if {condition.field for condition in gap.conditions} <= columns.keys():
-            lacks |= gap.lacks(columns.__getitem__)
-    names = ("pp", "cp", "dp", "zero_stage")
-    places = [*(columns[name] for name in names), count > 1, lacks]
-    places = [np.asarray(each, np.int64) for each in places]
-    first, member = distinct(places)
-    wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
-    tables = [
-        _codes(settings(job, stack, Place(*row), wanted))
-        for row in np.stack(places, axis=1)[first].tolist()
-    ]
-    sizes = np.array([table.shape[1] for table in tables], np.int64)
-    num_settings = sizes[member]
-    family = np.repeat(np.arange(len(member)), num_settings)
-    before = np.cumsum(num_settings) - num_settings
-    number = np.arange(len(family)) - before[family] + (np.cumsum(sizes) - sizes)[member[family]]
-    switches = np.concatenate([*tables, _codes([])], axis=1)
-    codes = np.empty((len(COLUMNS), len(family)), np.int64)
-    for fields, known, rows in (BASIC, basic, family), (SWITCHES, switches, number):
-        for name, column in zip(fields, known, strict=True):
-            # Most fields have one value in all layouts.
-            is_one = not len(column) or column.min() == column.max()
-            codes[COLUMNS.index(name)] = column[:1] if is_one else column[rows]
-    return codes
-
-
-def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
-    """Return settings as columns of numbers, a row a switch."""
-    fields = [PLAN_FIELDS[name] for name in SWITCHES]
-    rows = [[field.code(each[field.name]) for each in known] for field in fields]
-    return np.array(rows, np.int64).reshape(len(SWITCHES), -1)
 
 
 def _degrees(
@@ -353,7 +314,7 @@ def _stage_rules(
     rules = limits.values("stages") or (stack.stage_split, *StageSplit)
     by_layers: dict[tuple[int, ...], int] = {}
     for rule in rules:
-        by_layers.setdefault(_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
+        by_layers.setdefault(stage_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
     return list(by_layers.values())
 
 
@@ -378,10 +339,6 @@ def _switches(
 
 def _axes(acts_on: str) -> tuple[str, ...]:
     return JOINT_AXES.get(acts_on) or (Axis(acts_on),)
-
-
-def _product(columns: Iterable[Column]) -> Column:
-    return np.asarray(np.prod([*columns], axis=0), np.int64)
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

@@ -71,6 +71,7 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
+    ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
@@ -87,6 +88,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "ALL_ALONE",
     "AXES",
     "DP_CP",
     "EXPERT_SHARDS",
