@@ -82,6 +82,13 @@ def _again(command: Command, usual: Undisturbed, folder: Path) -> Iterator[str]:
     done = _run(command.words, folder)
     if done.returncode != usual.status:
         yield f"FAULT: status {done.returncode}, not {usual.status}: {done.stderr[-300:]}"
+    yield from again_differs(command, usual, folder, kept)
+
+
+def again_differs(
+    command: Command, usual: Undisturbed, folder: Path, kept: Sequence[str]
+) -> Iterator[str]:
+    """Yield what is not in *folder* as an undisturbed run leaves it, and whether rows are kept."""
     lasting = command.lasting(folder / "out")
     for name in sorted({*lasting, *usual.lasting}):
         if lasting.get(name) != usual.lasting.get(name):
