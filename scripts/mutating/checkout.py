@@ -20,16 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
 NOT_FOUND = 4  # status of pytest
 SILENT_S = 60  # beside what the tests of a run take in all without a fault
-PYTEST = (
-    "-P",
-    "-m",
-    "pytest",
-    "--import-mode=importlib",
-    "-vv",
-    "--tb=no",
-    "-p",
-    "no:cacheprovider",
-)
+PYTEST = ("-m", "pytest", "--import-mode=importlib", "-vv", "--tb=no", "-p", "no:cacheprovider")
 
 
 class Copy:
