@@ -18,17 +18,9 @@ from mutating.report import Found
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
+NOT_FOUND = 4  # status of pytest
 SILENT_S = 60  # beside what the tests of a run take in all without a fault
-PYTEST = (
-    "-P",
-    "-m",
-    "pytest",
-    "--import-mode=importlib",
-    "-vv",
-    "--tb=no",
-    "-p",
-    "no:cacheprovider",
-)
+PYTEST = ("-m", "pytest", "--import-mode=importlib", "-vv", "--tb=no", "-p", "no:cacheprovider")
 
 
 class Copy:
@@ -68,7 +60,10 @@ class Copy:
             return Found("timed out", "".join(running))
         if status in {0, 5}:  # 5: there is no test
             return None
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        files = sorted({test.partition("::")[0] for test in tests})
+        if not failed and status == NOT_FOUND and files != sorted(tests):  # they have other names
+            return self.failure(files, 10 * usual_s)
         return Found("killed", failed[0] if failed else f"pytest ends with {status}")
 
     def noted(self, files: Sequence[str]) -> str:

@@ -54,8 +54,8 @@ class Judge:
         changed = self._changed(at_fault)
         if changed is not None and changed.kind == "no change":
             return changed
-        known = {*first}
-        found = self._failure([test for test in tests if test not in known])
+        known = {test.name for test in first}
+        found = self._failure([test for test in tests if test.name not in known])
         if found is None:  # what tests start in processes of their own was not noted
             found = self._copy.failure(near, 60)
         return found or changed or Found("survived")
