@@ -146,9 +146,10 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: twelve whose recipes run parts of layers again, which is not offered, and two of
-    # Qwen3 30B in fp8 with two sequences a microbatch.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 14
+    # Of experts: two of Qwen3 30B in fp8 with two sequences a microbatch, and one whose script lets
+    # the allocator's segments grow, which its stack does not.
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 3
+    assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:

@@ -49,6 +49,10 @@ HEAD_KERNELS = 8
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
+# Of each expert, forward and backward: its last bias is weighed and added; two products and two
+# sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
+# of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
+BIAS_KERNELS = 2, 6
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
 
@@ -145,8 +149,19 @@ class PricedBlock(NamedTuple):
         return (
             *casts(self.shape, linears),
             KernelLaunches("layer", usual + num_products),
-            HostPasses("layer", 2 if backward else 1, _own_experts(self.shape, self.kind)),
+            self._host_passes("layer", backward=backward),
         )
+
+    def _host_passes(self, name: str, *, backward: bool) -> HostPasses:
+        """Return the host time of a pass through a layer; backward has two products of each."""
+        shape, experts = self.shape, None
+        if self.kind in EXPERT_LAYERS:
+            experts = shape.model.experts
+        if experts is None:
+            return HostPasses(name, 1 + backward)
+        by_one = experts.bias and shape.stack.megatron_layers
+        kernels = BIAS_KERNELS[backward] if by_one else 0
+        return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
 
     def _recompute(
         self,
@@ -172,7 +187,7 @@ class PricedBlock(NamedTuple):
             *work,
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
-            HostPasses("layer again", 1, _own_experts(self.shape, self.kind)),
+            self._host_passes("layer again", backward=False),
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
@@ -203,12 +218,6 @@ class PricedBlock(NamedTuple):
             )
             for each in _partial_weights(self.found)
         )
-
-
-def _own_experts(shape: BlockShape, kind: BlockKind) -> int:
-    """Return the routed experts that a rank has of a block."""
-    experts = shape.model.experts if kind in EXPERT_LAYERS else None
-    return 0 if experts is None else experts.num_experts // shape.ep
 
 
 def _partial_weights(found: Backward) -> list[Tensor]:
