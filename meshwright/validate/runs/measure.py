@@ -27,7 +27,7 @@ from meshwright.validate.launch import (
     read_heartbeat,
 )
 from meshwright.validate.programs import build_program
-from meshwright.validate.programs.contract import ProgramRequest, RankProgram
+from meshwright.validate.programs.contract import ProgramRequest, RankProgram, Routing
 from meshwright.validate.programs.strategies import AsynchronousServers, DataParallelModuleProgram
 from meshwright.validate.ranks import (
     ByteKind,
@@ -39,6 +39,7 @@ from meshwright.validate.ranks import (
 )
 from meshwright.validate.runs.devices import devices_counted
 from meshwright.validate.runs.fake import NUM_STEPS, run_counted
+from meshwright.validate.runs.real import REFERENCE_STEPS
 from meshwright.validate.traces import COMMUNICATION, read_job_trace
 
 # Threads of a backend may free a buffer a moment late: the smallest peak is the program's.
@@ -52,6 +53,8 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 
     The model trains without dropout, so that its losses can be compared. Steps are counted
     first, in the warm-up; counting slows them, so that those that are timed come after.
+    Experts get tokens by their scores in steps whose losses are compared, which come before all
+    others then, and equally many in these.
 
     Args:
         saved: The plan; its ranks are in one process group.
@@ -64,6 +67,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     saved = without_dropout(saved)
     device = _device(spec)
     memory = DeviceMemory(device)
+    routing = Routing()
     program = build_program(
         ProgramRequest(
             job=saved.job,
@@ -74,10 +78,15 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
             initialise=True,
             num_microbatches=saved.plan.num_microbatches(saved.job),
             dropout=0.0,
+            routing=routing,
         )
     )
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
+    if saved.job.transformer.experts is not None:
+        for _ in range(REFERENCE_STEPS):
+            steps.run()
+        routing.is_balanced = True
     counts = _count(steps)
     memory.give_back()
     memory.forget_peaks()
