@@ -24,8 +24,8 @@ from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 SIZES: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 256,
-    "num_heads": 4,
-    "num_kv_heads": 2,
+    "num_heads": 8,
+    "num_kv_heads": 4,
     "ffn_hidden_size": 512,
     "vocab_size": 2048,
     "seq_len": 512,
@@ -40,12 +40,14 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=384)
 MIXTRAL = ModelSpec(name="small-mixtral", experts=EXPERTS, **SIZES)
-# Sigmoid scores, shared experts beside routed ones, every other layer dense.
+# Norms of wide heads, sigmoid scores, shared experts beside routed ones, every other layer dense.
 MIXED = MIXTRAL.model_copy(
     update={
+        "qk_norm": "head",
+        "head_dim": 64,
         "experts": EXPERTS.model_copy(
             update={"scores": "sigmoid", "shared_hidden_size": 384, "layer_step": 2}
-        )
+        ),
     }
 )
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}

@@ -54,8 +54,10 @@ LLAMA = ModelSpec(
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16)
 MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+# Norms of wide heads (Qwen3).
+HEADS = LLAMA.model_copy(update={"qk_norm": "head", "head_dim": 16})
 # Sigmoid scores, shared experts beside routed ones, a dense layer first (DeepSeek-V3).
-MIXED = LLAMA.model_copy(
+MIXED = HEADS.model_copy(
     update={
         "experts": EXPERTS.model_copy(
             update={"scores": "sigmoid", "shared_hidden_size": 24, "first_dense_layers": 1}
@@ -65,6 +67,7 @@ MIXED = LLAMA.model_copy(
 MODELS = {
     "mixtral": MIXTRAL,
     "mixed": MIXED,
+    "heads": HEADS,
     "gpt": GPT,
     "gpt-untied": GPT.model_copy(update={"tied_embeddings": False}),
     "llama": LLAMA,
@@ -163,6 +166,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         ),
         "megatron-core",
     ),
+    "tp2 heads": ("heads", ParallelPlan(tp=2, stages=(4,), attention=FLASH), "megatron-core"),
     "ep2 dp2": ("mixtral", ParallelPlan(dp=2, ep=2, stages=(4,), zero_stage=1), "megatron-core"),
     "ep4 tp2 pp2": (
         "mixed",

@@ -22,11 +22,11 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan-2024-12": build_fully_sharded,
 }
 
-WITH_EXPERTS = (
+BEYOND_LLAMA = (
     "megatron-core",
     "megatron-core-2024",
 )  # stacks whose programs write what is WRITTEN
-WRITTEN = (LayerFact.ROUTED_EXPERTS,)
+WRITTEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 
 
 def build_program(request: ProgramRequest) -> RankProgram:
@@ -65,7 +65,7 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    written = WRITTEN if stack.name in WITH_EXPERTS else ()
+    written = WRITTEN if stack.name in BEYOND_LLAMA else ()
     unknown = [fact for fact in facts if fact not in written]
     if unknown:
         raise PlanError(

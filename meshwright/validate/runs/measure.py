@@ -27,7 +27,7 @@ from meshwright.validate.launch import (
     read_heartbeat,
 )
 from meshwright.validate.programs import build_program
-from meshwright.validate.programs.contract import ProgramRequest, RankProgram, Routing
+from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.strategies import AsynchronousServers, DataParallelModuleProgram
 from meshwright.validate.ranks import (
     ByteKind,
@@ -53,8 +53,6 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
 
     The model trains without dropout, so that its losses can be compared. Steps are counted
     first, in the warm-up; counting slows them, so that those that are timed come after.
-    Experts get tokens by their scores in steps whose losses are compared, which come before all
-    others then, and equally many in these.
 
     Args:
         saved: The plan; its ranks are in one process group.
@@ -67,26 +65,20 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     saved = without_dropout(saved)
     device = _device(spec)
     memory = DeviceMemory(device)
-    routing = Routing()
-    program = build_program(
-        ProgramRequest(
-            job=saved.job,
-            plan=saved.plan,
-            stack=saved.stack,
-            rank=rank,
-            device=device,
-            initialise=True,
-            num_microbatches=saved.plan.num_microbatches(saved.job),
-            dropout=0.0,
-            routing=routing,
-        )
+    request = ProgramRequest(
+        job=saved.job,
+        plan=saved.plan,
+        stack=saved.stack,
+        rank=rank,
+        device=device,
+        initialise=True,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        dropout=0.0,
     )
+    program = build_program(request)
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
-    if saved.job.transformer.experts is not None:
-        for _ in range(REFERENCE_STEPS):
-            steps.run()
-        routing.is_balanced = True
+    steps.run_by_scores(request)
     counts = _count(steps)
     memory.give_back()
     memory.forget_peaks()
@@ -140,6 +132,17 @@ class _Steps:
         time_s = clock(lambda: losses.extend(self.program.run_step(self.number)))
         self.note(losses)
         return time_s
+
+    def run_by_scores(self, request: ProgramRequest) -> None:
+        """Run the steps whose losses are compared, if a model has experts, and balance these.
+
+        Until then these get tokens by their scores, in the steps that are counted equally many.
+        """
+        if request.job.transformer.experts is None:
+            return
+        for _ in range(REFERENCE_STEPS):
+            self.run()
+        request.routing.is_balanced = True
 
     def note(self, losses: list[Tensor]) -> None:
         """Keep the mean loss of a step that has run."""

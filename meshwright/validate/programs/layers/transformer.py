@@ -33,8 +33,8 @@ class Parts(Protocol):
     fuses_gate: bool
     is_reentrant: bool
 
-    def norm(self, model: ModelSpec) -> nn.Module:
-        """Return a norm of the model's kind and width."""
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
+        """Return a norm of the model's kind."""
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose outputs are split where tensor parallelism is by hand."""
@@ -127,7 +127,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
         super().__init__()
-        width, kv_width, bias = model.hidden_size, model.kv_hidden_size, model.attention_bias
+        width, query_width = model.hidden_size, model.query_hidden_size
+        kv_width, bias = model.kv_hidden_size, model.attention_bias
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.positions == "rotary"
@@ -135,17 +136,23 @@ class SelfAttention(nn.Module):
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
         if self.fused:
-            self.qkv = parts.column_linear(width, width + 2 * kv_width, bias=bias)
+            self.qkv = parts.column_linear(width, query_width + 2 * kv_width, bias=bias)
         else:
-            self.query = parts.column_linear(width, width, bias=bias)
+            self.query = parts.column_linear(width, query_width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
+        self.norms_heads = model.qk_norm == "head"
+        if self.norms_heads:
+            self.query_norm = parts.norm(model, self.head_dim)
+            self.key_norm = parts.norm(model, self.head_dim)
         self.core = parts.attention_core(model, options)
-        self.output = parts.row_linear(width, width, bias=model.output_bias)
+        self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the projected attention of normalised activations."""
         query, key, value = self._projected(inputs)
+        if self.norms_heads:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
             query, key = (Rotary.apply(each, *self.place) for each in (query, key))
         if self.recomputes and self.training:
@@ -214,9 +221,9 @@ class TransformerLayer(nn.Module):
         self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool = False
     ) -> None:
         super().__init__()
-        self.attention_norm = parts.norm(model)
+        self.attention_norm = parts.norm(model, model.hidden_size)
         self.attention = SelfAttention(model, options, parts)
-        self.mlp_norm = parts.norm(model)
+        self.mlp_norm = parts.norm(model, model.hidden_size)
         mlp = None if has_experts else Mlp(model, parts)
         self.mlp = parts.experts(model) if mlp is None else mlp
         self.add_attention = parts.residual_add(self.attention.output, dropout=options.dropout)

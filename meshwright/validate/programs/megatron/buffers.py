@@ -246,12 +246,12 @@ def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list
 def sum_unsplit_weights(
     buffers: Sequence[StageBuffers], unsplit: Sequence[nn.Parameter], tp: TensorParallelGroup
 ) -> None:
-    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens.
+    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens or heads.
 
     With sequence parallelism norms and the biases of row layers are such weights: each tensor
-    rank holds them whole.
+    rank holds them whole.  Without it norms of each head of queries and keys are.
     """
-    if not (tp.splits_tokens and unsplit):
+    if tp.size == 1 or not unsplit:
         return
     views = [gradient_view(buffers, parameter) for parameter in unsplit]
     flat = torch.cat([view.flatten() for view in views])

@@ -95,7 +95,7 @@ class VocabularyEmbedding(nn.Module):
         learned = model.positions == "learned"
         shape = (model.max_positions, model.hidden_size)
         self.positions = nn.Parameter(torch.empty(shape)) if learned else None
-        self.norm = megatron_norm(model) if model.embedding_norm else None
+        self.norm = megatron_norm(model, model.hidden_size) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return activations of ``[batch, tokens]`` ids."""
@@ -143,7 +143,7 @@ class VocabularyHead(nn.Module):
         table: nn.Parameter,
     ) -> None:
         super().__init__()
-        self.norm = megatron_norm(model)
+        self.norm = megatron_norm(model, model.hidden_size)
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)
 
@@ -152,10 +152,10 @@ class VocabularyHead(nn.Module):
         return column_product(self.norm(hidden), self.output.weight, None, self.tp, self.sink)
 
 
-def megatron_norm(model: ModelSpec) -> nn.Module:
+def megatron_norm(model: ModelSpec, width: int) -> nn.Module:
     """Return the norm of the model's kind."""
     kind = LayerNorm if model.norm == "layernorm" else MegatronRmsNorm
-    return kind(model.hidden_size)
+    return kind(width)
 
 
 class ExpertSetting(NamedTuple):
@@ -190,9 +190,9 @@ class MegatronParts:
         self.num_rows = vocab_size // tp.size
         self.table: nn.Parameter | None = None
 
-    def norm(self, model: ModelSpec) -> nn.Module:
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm."""
-        return megatron_norm(model)
+        return megatron_norm(model, width)
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a column-parallel layer."""

@@ -282,8 +282,10 @@ def _duplicates(
 
 
 def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> list[nn.Parameter]:
-    """Return the weights that see only a rank's own tokens."""
-    names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.")
+    """Return the weights that see only a rank's own tokens, or its own heads."""
+    names: tuple[str, ...] = ("query_norm.", "key_norm.")
+    if request.plan.sequence_parallel:
+        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.")
     return [
         part.parameter
         for stage in stages

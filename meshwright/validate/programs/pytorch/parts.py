@@ -124,11 +124,11 @@ class PlainParts:
         self.dropout = dropout
         self.fuses_qkv = fuses_qkv
 
-    def norm(self, model: ModelSpec) -> nn.Module:
-        """Return a norm of the model's kind and width."""
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
+        """Return a norm of the model's kind."""
         if model.norm == "layernorm":
-            return nn.LayerNorm(model.hidden_size, eps=NORM_EPSILON)
-        return PlainRmsNorm(model.hidden_size)
+            return nn.LayerNorm(width, eps=NORM_EPSILON)
+        return PlainRmsNorm(width)
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a whole linear layer."""
@@ -166,7 +166,7 @@ class PlainParts:
 
     def head(self, model: ModelSpec) -> nn.Module:
         """Return the module from activations to logits, final norm included."""
-        return Head(self.norm(model), model.hidden_size, self.vocab_size)
+        return Head(self.norm(model, model.hidden_size), model.hidden_size, self.vocab_size)
 
 
 def plain_parts(
@@ -227,7 +227,7 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         table = "word" if model.tied_embeddings else "output"
         return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
     if module in ("qkv", "query", "key", "value"):
-        rows = width + 2 * model.kv_hidden_size
+        rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
         return whole if module == "qkv" else _of_groups(model, whole, module)
     if ".mlp.shared." in name or module in ("mlp", "router"):
@@ -239,7 +239,9 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         "words": ("word_embedding", model.vocab_size, width),
         "positions": ("position_embedding", model.max_positions, width),
         "attention_norm": (f"{layer}attention_norm", width, 0),
-        "output": (f"{layer}attention_output", width, width),
+        "output": (f"{layer}attention_output", width, model.query_hidden_size),
+        "query_norm": (f"{layer}query_norm", model.head_dim, 0),
+        "key_norm": (f"{layer}key_norm", model.head_dim, 0),
         "mlp_norm": (f"{layer}mlp_norm", width, 0),
         "contract": (f"{layer}mlp_out", width, ffn),
         "norm": ("final_norm", width, 0),
