@@ -223,9 +223,11 @@ class PublishedRun(_ModelRow):
             dp=self.dp,
             ep=self.ep,
             etp=self.etp,
-            dispatcher=next((each for each in self.dispatcher if each in list(Dispatcher)), None),
+            dispatcher=next(
+                (each for each in self.dispatcher if isinstance(each, Dispatcher)), None
+            ),
             expert_overlap=next(
-                (each for each in self.dispatcher if each in list(ExpertOverlap)), None
+                (each for each in self.dispatcher if isinstance(each, ExpertOverlap)), None
             ),
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
