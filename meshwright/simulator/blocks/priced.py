@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,
+    ExpertOperators,
     FlashAttention,
     Gemm,
     HostPasses,
@@ -36,7 +37,7 @@ from meshwright.simulator.graph import (
     Transfer,
 )
 from meshwright.simulator.graph import Operator as Written
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis
 from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
@@ -55,6 +56,8 @@ STEP_KERNELS = 12, 9
 BIAS_KERNELS = 2, 6
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
+
+Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
 
 
 class PricedBlock(NamedTuple):
@@ -220,6 +223,38 @@ class PricedBlock(NamedTuple):
         )
 
 
+def expert_operators(block: PricedBlock) -> ExpertOperators:
+    """Return what of a block runs while a microbatch's tokens are with the ranks of experts."""
+    sent = [step for step in block.found.tape.steps if _is_exchange(step)]
+    if not sent:
+        return ExpertOperators()
+    forward = [step for step in sent if step.phase is Phase.FORWARD]
+    backward = [step for step in sent if step.phase is Phase.BACKWARD]
+    steps = [step for step in block.found.tape.steps if step.phase is Phase.BACKWARD]
+    products = _products(block.shape, steps, merges=True)
+    gradients = [each for (_, number), each in products.items() if number == 1]
+    weights = tuple(each for each in gradients if each.rows)
+    others = (each for each in gradients if not (each.rows or each.is_attention))
+    inputs = (each for each in _between(block, *backward[:2]) if each not in weights)
+    return ExpertOperators(_between(block, *forward[-2:]), tuple(inputs), weights, tuple(others))
+
+
+def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...]:
+    """Return products of experts, and traffic, from one step of a walk to another."""
+    known = block.found.tape.steps
+    start, end = (place for place, step in enumerate(known) if step is first or step is last)
+    steps = known[start + 1 : end]
+    moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
+    products = _products(block.shape, steps, merges=True).values()
+    return (*(each for each in products if each.rows), MemoryBound("rows of experts", moved))
+
+
+def _is_exchange(step: Step) -> bool:
+    """Return whether tokens go to the ranks of experts, or back, in a step."""
+    work = step.work
+    return isinstance(work, Transfer) and work[:2] == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
+
+
 def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
@@ -236,13 +271,13 @@ def _number(size: Size) -> int:
     return cast("int", size)
 
 
-def operator_rows(operators: BlockOperators, count: int) -> list[BlockOperators]:
+def operator_rows(operators: Phases, count: int) -> list[Phases]:
     """Return the *operators* of each of *count* shapes, of which they hold columns."""
     phases = [
         list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
         for phase in operators
     ]
-    return [BlockOperators(*each) for each in zip(*phases, strict=True)]
+    return [type(operators)(*each) for each in zip(*phases, strict=True)]
 
 
 def _rows(value: object, count: int) -> Iterable[object]:

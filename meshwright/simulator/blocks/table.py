@@ -10,8 +10,8 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, Written, keeps_output, walk, written
-from meshwright.simulator.blocks.operators import BlockOperators
-from meshwright.simulator.blocks.priced import PricedBlock, operator_rows
+from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperators
+from meshwright.simulator.blocks.priced import PricedBlock, expert_operators, operator_rows
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor, column
 from meshwright.simulator.model import (
@@ -56,6 +56,11 @@ class _Walk:
     def operators(self) -> list[BlockOperators]:
         """What the block runs, of each shape."""
         return operator_rows(self.found.operators(), self.count)
+
+    @cached_property
+    def expert_operators(self) -> list[ExpertOperators]:
+        """What of that runs while tokens are with the ranks of experts."""
+        return operator_rows(expert_operators(self.found), self.count)
 
 
 class _Row(NamedTuple):
@@ -126,6 +131,11 @@ class BlockTable:
             return BlockOperators(*(tuple(chain(*phase)) for phase in zip(*each, strict=True)))
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.operators[row]
+
+    def expert_operators(self, shape: BlockShape, kind: BlockKind) -> ExpertOperators:
+        """Return what of that runs while tokens are with the ranks of experts."""
+        walked, _, row = self._row(shape, kind, ADDED)
+        return walked.expert_operators[row]
 
     def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
         """Return what a block keeps and needs."""

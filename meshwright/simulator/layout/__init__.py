@@ -13,6 +13,7 @@ from meshwright.simulator.layout.axes import (
     MeshAxis,
     divides,
     near_multiples,
+    repeated_modules,
 )
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -54,7 +55,6 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
-    repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,

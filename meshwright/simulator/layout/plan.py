@@ -9,6 +9,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
+    ExpertOverlap,
     Offload,
     PipelineRuntime,
     Precision,
@@ -87,6 +88,14 @@ class Degrees:
         of_experts=True,
     ).field(None)
     """How tokens go to the ranks that have their experts; None is the stack's habit."""
+
+    expert_overlap: ExpertOverlap | None = Declaration(
+        help="What another microbatch hides of exchanges with experts [nothing].",
+        group="replication",
+        is_rare=True,
+        offered_by="expert_overlaps",
+        of_experts=True,
+    ).field(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,14 +273,6 @@ class PlanFields(Recomputation):
     otherwise wait for, and tell the other data-parallel ranks which they are."""
 
 
-def repeated_modules(
-    recompute: Recompute, modules: tuple[RecomputeModule, ...]
-) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer that run again: of a selection that names none the attention."""
-    usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
-    return modules or usual
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ParallelPlan(PlanFields):
     """A complete layout; the product of its degrees is the world size.
@@ -371,7 +372,8 @@ class ParallelPlan(PlanFields):
 
     def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
         """Return the schedule as *runtime* runs it."""
-        return get_schedule(self.schedule, runtime, self.microbatch_group_size)
+        beside = self.expert_overlap is not None
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size, beside=beside)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""
