@@ -156,7 +156,7 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: two of Qwen3 30B in fp8 with two sequences a microbatch, and two of DeepSeek-V3 whose
+    # Of experts: two of Qwen3 30B in fp8 with microbatches of two, and two of DeepSeek-V3 whose
     # scripts let the allocator's segments grow, which their stack does not.
     assert sum(not each.fits for each in board.finished if each.id in routed) == 4
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)

@@ -1,9 +1,8 @@
 """The operators of a block as they are priced: merged products, traffic, collectives, launches."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
@@ -56,8 +55,6 @@ STEP_KERNELS = 12, 9
 BIAS_KERNELS = 2, 6
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
-
-Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
 
 
 class PricedBlock(NamedTuple):
@@ -152,19 +149,8 @@ class PricedBlock(NamedTuple):
         return (
             *casts(self.shape, linears),
             KernelLaunches("layer", usual + num_products),
-            self._host_passes("layer", backward=backward),
+            _host_passes(self, "layer", backward=backward),
         )
-
-    def _host_passes(self, name: str, *, backward: bool) -> HostPasses:
-        """Return the host time of a pass through a layer; backward has two products of each."""
-        shape, experts = self.shape, None
-        if self.kind in EXPERT_LAYERS:
-            experts = shape.model.experts
-        if experts is None:
-            return HostPasses(name, 1 + backward)
-        by_one = experts.bias and shape.stack.megatron_layers
-        kernels = BIAS_KERNELS[backward] if by_one else 0
-        return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
 
     def _recompute(
         self,
@@ -190,7 +176,7 @@ class PricedBlock(NamedTuple):
             *work,
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
-            self._host_passes("layer again", backward=False),
+            _host_passes(self, "layer again", backward=False),
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
@@ -221,6 +207,17 @@ class PricedBlock(NamedTuple):
             )
             for each in _partial_weights(self.found)
         )
+
+
+def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
+    """Return the host time of a pass through a layer; backward has two products of each."""
+    shape = block.shape
+    experts = shape.model.experts if block.kind in EXPERT_LAYERS else None
+    if experts is None:
+        return HostPasses(name, 1 + backward)
+    by_one = experts.bias and shape.stack.megatron_layers
+    kernels = BIAS_KERNELS[backward] if by_one else 0
+    return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
@@ -267,27 +264,8 @@ def _head_dim(work: FusedAttention, phase: Phase) -> int:
 
 
 def _number(size: Size) -> int:
-    """Return a size, as a number of an operator also where it is a column: see `operator_rows`."""
+    """Return a size, as a number of an operator also where it is a column: see `BlockTable`."""
     return cast("int", size)
-
-
-def operator_rows(operators: Phases, count: int) -> list[Phases]:
-    """Return the *operators* of each of *count* shapes, of which they hold columns."""
-    phases = [
-        list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
-        for phase in operators
-    ]
-    return [type(operators)(*each) for each in zip(*phases, strict=True)]
-
-
-def _rows(value: object, count: int) -> Iterable[object]:
-    """Return *count* operators, or numbers of one, of which columns hold each its own."""
-    if isinstance(value, int | str | None):
-        return repeat(value, count)
-    if isinstance(value, tuple):
-        each = zip(*(_rows(part, count) for part in value), strict=True)
-        return map(cast("type[Gemm]", type(value))._make, each)
-    return cast("list[int]", cast("Any", value).tolist())
 
 
 def _products(
