@@ -112,7 +112,8 @@ def _held(
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            yield Held(name, field.default, "it can only cost" if offered else "only one offered")
+            why = "it can only cost" if name == "find_unused" else "not searched"
+            yield Held(name, field.default, why if offered else "only one offered")
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
