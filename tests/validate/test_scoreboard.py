@@ -146,9 +146,9 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: two of Qwen3 30B in fp8 with two sequences a microbatch, and one whose script lets
+    # Of experts: one of Qwen3 30B in fp8 with two sequences a microbatch, and one whose script lets
     # the allocator's segments grow, which its stack does not.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 3
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 2
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 
@@ -182,7 +182,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (590, 10, 90)
+    assert (len(runs), len(layers), len(board.excluded)) == (588, 10, 92)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:
