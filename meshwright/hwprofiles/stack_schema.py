@@ -63,7 +63,9 @@ class EightBitRecipe(Profile):
     fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
     the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
     gradients of linear layers are cast before tensor-parallel all-gathers; ``scaled_elements`` how
-    many elements share a scale of one byte, 0 where a tensor has one.
+    many elements share a scale of one byte, 0 where a tensor has one; ``pads_expert_rows`` whether
+    the rows of each expert are copied to fill up what a product takes, and what it makes is copied
+    back.
     """
 
     saved_input_bytes: SavedBytes
@@ -72,6 +74,7 @@ class EightBitRecipe(Profile):
     holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     scaled_elements: Size = 0
+    pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")
