@@ -145,7 +145,7 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
         "recompute_num_layers": own["recompute_num_layers"]
     }
     DistributedDataParallelConfig(**parts["ddp."])
-    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage == 1}
+    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage > 0}
     if layout is None:
         assert len({*plan.stages}) == 1
         return
