@@ -1,6 +1,6 @@
 """Megatron-FSDP around Megatron-Core's GPT, on a rank whose tensors have no data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -86,8 +86,18 @@ def answers() -> Iterator[AbstractContextManager[object]]:
     yield patch.object(param_and_grad_buffer, "validate_uneven_dtensor", lambda _: None)
 
 
-def wrap(config: TransformerConfig, module: torch.nn.Module) -> Wrapper:
-    """Return *module* sharded as ``--data-parallel-sharding-strategy optim_grads_params`` does."""
+def wrap(
+    config: TransformerConfig,
+    module: torch.nn.Module,
+    units: Sequence[type[torch.nn.Module]] | None = None,
+) -> Wrapper:
+    """Return *module* sharded as ``--data-parallel-sharding-strategy optim_grads_params`` does.
+
+    Args:
+        config: Of Megatron-Core.
+        module: The model.
+        units: What is a unit; by default a transformer layer.
+    """
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -101,7 +111,7 @@ def wrap(config: TransformerConfig, module: torch.nn.Module) -> Wrapper:
     )
     # It asks whether the module is to lie on this device, by its number.
     with patch.object(torch.cuda, "current_device", lambda: 0):
-        return Wrapper(config, settings, module, device=torch.device("cpu"))
+        return Wrapper(config, settings, module, units, device=torch.device("cpu"))
 
 
 def persistent_tensors(wrapped: Wrapper) -> Iterator[tuple[Tensor, ByteKind]]:
