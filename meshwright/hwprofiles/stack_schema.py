@@ -32,6 +32,7 @@ from meshwright.hwprofiles.kinds import (
     RecomputeModule,
     StageSplit,
     Strategy,
+    Units,
     WeightCast,
 )
 from meshwright.hwprofiles.stack_traits import StackTraits
@@ -269,10 +270,11 @@ def _check_gradients(stack: StackProfile) -> None:
             "gradient_as_bucket_view: false is of replicas of a whole model; allowed: with "
             "strategy mesh and zero_stages 0, without tensor_parallel and pipeline_parallel"
         )
-    if stack.gradient_bucket_parameters_per_replica and max(stack.zero_stages) >= 2:
+    in_buckets = max(stack.zero_stages) <= 1 or stack.units is Units.FLAT
+    if stack.gradient_bucket_parameters_per_replica and not in_buckets:
         raise ProfileError(
             "gradient_bucket_parameters_per_replica: does not go with zero_stages "
-            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1"
+            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1, or units {Units.FLAT}"
         )
     stored = {each.storage for each in Precision}
     for pair in stack.gradient_precisions:
@@ -286,13 +288,14 @@ def _check_gradients(stack: StackProfile) -> None:
 
 def _check_experts(stack: StackProfile) -> None:
     """Raise ProfileError where experts would be divided among ranks as no code here does it."""
-    in_buckets = stack.megatron_layers and max(stack.zero_stages) <= 1
+    is_flat = stack.units is Units.FLAT
+    in_buckets = stack.megatron_layers and (max(stack.zero_stages) <= 1 or is_flat)
     in_units = stack.is_fully_sharded and not stack.transformers_layers
     if stack.expert_parallel and not (in_buckets or in_units):
         raise ProfileError(
             "expert_parallel: true is of Megatron-Core's layers and optimizer, or of torchtitan's "
-            "units; allowed: with megatron_layers and zero_stages 0 and 1, or zero_stages 3 alone "
-            "without transformers_layers"
+            "units; allowed: with megatron_layers and zero_stages 0 and 1, or units flat; or "
+            "zero_stages 3 alone without transformers_layers"
         )
     if stack.expert_parallel != bool(stack.dispatchers):
         raise ProfileError(

@@ -100,4 +100,4 @@ class StackTraits(Profile):
     @property
     def is_fully_sharded(self) -> bool:
         """Whether states are sharded as FSDP does, in units whose memory is followed one by one."""
-        return self.units is not Units.LAYERS
+        return self.units in {Units.ROOT, Units.ENDS}

@@ -10,7 +10,13 @@ from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
 from meshwright.planner.export.launch import Export, Framework
-from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
+from meshwright.planner.export.megatron_core import (
+    BATCHES,
+    groups_row,
+    shards_row,
+    shared_rows,
+    stages_row,
+)
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 from meshwright.planner.export.texts import command_words, flags, read_flags
 from meshwright.simulator import ModelSpec, PlanError
@@ -22,6 +28,12 @@ LOSSES: Mapping[object, str | None] = {
     LossKernel.COMPILED: "native",
     LossKernel.IN_PLACE: None,
 }
+# Megatron-FSDP takes checkpoints of its own alone (validate_args).
+SHARDED: Keys = {
+    "use-megatron-fsdp": True,
+    "data-parallel-sharding-strategy": "optim_grads_params",
+    "ckpt-format": "fsdp_dtensor",
+}
 
 
 def table() -> tuple[Row, ...]:
@@ -32,7 +44,7 @@ def table() -> tuple[Row, ...]:
         *(words.same(field, _dashed(key)) for field, key in BATCHES.items()),
         words.same("seq_len", "seq-length"),
         _model(),
-        words.choice("zero_stage", "use-distributed-optimizer", {0: None, 1: True}),
+        shards_row(words, ("use-distributed-optimizer",), SHARDED, off=None),
         *shared_rows(words, _dashed, overlap=_dashed, off=None),
         stages_row(
             words,

@@ -31,10 +31,12 @@ from meshwright.simulator.layout.formats import (
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
 from meshwright.simulator.layout.parts import (
+    MAX_ZERO_STAGE,
     attention_kernels,
     context_way,
     default_attention,
     usual_inner,
+    usual_zero_stages,
 )
 from meshwright.simulator.layout.placement import (
     Partial,
@@ -57,7 +59,6 @@ from meshwright.simulator.layout.plan import (
     ParallelPlan,
 )
 from meshwright.simulator.layout.refusals import (
-    MAX_ZERO_STAGE,
     check_sharding,
     experts_refusal,
     known_values,
@@ -162,6 +163,7 @@ __all__ = [
     "sums_microbatches",
     "syncs_by_default",
     "usual_inner",
+    "usual_zero_stages",
     "whole_model",
     "with_stages",
     "zero_communication",

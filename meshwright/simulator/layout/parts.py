@@ -1,5 +1,8 @@
 """Models with layers or parts that a stack is not known to run."""
 
+from collections.abc import Iterator
+from operator import eq, gt
+
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
@@ -12,7 +15,10 @@ from meshwright.hwprofiles import (
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
+    Units,
 )
+from meshwright.simulator.layout.axes import DP_CP
+from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
 from meshwright.simulator.model import (
@@ -29,8 +35,40 @@ from meshwright.simulator.schedules import SCHEDULES
 
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
+MAX_ZERO_STAGE = 3
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
+
+
+def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
+    """Return the ZeRO stages of *stack* that are searched where none is asked for.
+
+    Megatron-FSDP is another wrapper of a model than Megatron-Core's usual one, with options and
+    checkpoints of its own, which who asks for stage 3 chooses.
+    """
+    if stack.units is not Units.FLAT:
+        return stack.zero_stages
+    return tuple(each for each in stack.zero_stages if each < MAX_ZERO_STAGE)
+
+
+def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the ZeRO stages that *stack* lacks for *job*; at dp=1 a stage has no effect.
+
+    Megatron-FSDP is told of transformer layers alone (`FullyShardedDataParallel` of core 0.16).
+    Weights in 8 bits, which it gathers so and transposes for a backward pass, are not modelled.
+    """
+    offered = stack.zero_stages
+    if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
+        offered = usual_zero_stages(stack)
+    in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        name = f"zero_stage={stage}"
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
+        if stage not in in_pipelines:
+            reason = name if stage not in offered else f"{name} in a pipeline"
+            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+        if stage not in offered:
+            yield Gap("zero_stage", name, has_stage, offered)
 
 
 def layer_refusal(
@@ -151,6 +189,11 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     if method not in stack.recompute_methods:
         known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
         return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    if method is RecomputeMethod.UNIFORM and number > 1 and plan.zero_stage == MAX_ZERO_STAGE:
+        return (
+            f"recompute_layers={number} of method {method} is not offered by stack {stack.name} at "
+            f"zero_stage={plan.zero_stage}; allowed: 1, or method {RecomputeMethod.BLOCK}"
+        )
     uneven = [count for count in plan.stages if count % number]
     if method is RecomputeMethod.UNIFORM and uneven:
         return (

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from meshwright.hwprofiles import Kernels, LayerFact, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator.layout import usual_zero_stages
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -54,6 +55,10 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if plan is not None and plan.recompute_layers:
         said = f"recompute_layers={plan.recompute_layers}"
         raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+    if plan is not None and plan.zero_stage not in usual_zero_stages(stack):
+        known = ", ".join(map(str, usual_zero_stages(stack)))
+        said = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
+        raise PlanError(f"{said}; allowed: {known}")
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(
