@@ -128,9 +128,8 @@ def script_of(model: str, notes: list[str]) -> str:
     [
         ("gpt", "--stack ddp --micro-batch 2", set()),
         ("llama", "--stack ddp", set()),
-        # 2.4 and 2.5 % more, in backward; why is not known.
-        ("llama", "--stack fsdp", {PEAK}),
-        ("llama", "--stack fsdp --dp-shard 4", {PEAK}),
+        ("llama", "--stack fsdp", set()),
+        ("llama", "--stack fsdp --dp-shard 4", set()),
         ("llama", "--stack fsdp --no-reshard-after-forward", set()),
         ("gpt", "--stack fsdp --recompute full --micro-batch 2", set()),
     ],
