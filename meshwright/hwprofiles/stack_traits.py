@@ -57,6 +57,9 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
+            whole on each rank, and every product whose outputs are split sums the gradient of its
+            input over the ranks by itself.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -85,6 +88,7 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:

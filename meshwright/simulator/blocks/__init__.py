@@ -20,7 +20,7 @@ from meshwright.simulator.blocks.operators import (
     RingMessages,
     sum_flops,
 )
-from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
 from meshwright.simulator.blocks.spelling import spelling_of
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
@@ -49,6 +49,7 @@ __all__ = [
     "hardware_flops",
     "makes_gradients",
     "model_flops",
+    "plan_parameters",
     "spelling_of",
     "step_cast_bytes",
     "sum_flops",

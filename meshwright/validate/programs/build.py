@@ -48,6 +48,11 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if plan is not None and plan.recompute_layers:
         said = f"recompute_layers={plan.recompute_layers}"
         raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+    if plan is not None and plan.tp > 1 and stack.tp_plan:
+        raise PlanError(
+            f"tp={plan.tp} has no PyTorch program on stack {stack.name}; allowed: 1, or "
+            "`meshwright count` on what `export --to accelerate` starts"
+        )
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(
