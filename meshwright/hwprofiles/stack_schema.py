@@ -233,6 +233,7 @@ class StackProfile(StackTraits):
             )
         _check_recipes(self)
         _check_gather(self)
+        _check_tp_plan(self)
         _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
@@ -324,6 +325,16 @@ def _check_gather(stack: StackProfile) -> None:
         raise ProfileError(
             f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
             "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding or offloading"
+        )
+
+
+def _check_tp_plan(stack: StackProfile) -> None:
+    """Raise ProfileError where the tp_plan of transformers would not be all that splits layers."""
+    is_theirs = stack.transformers_layers and stack.tensor_parallel and stack.is_fully_sharded
+    if stack.tp_plan and (not is_theirs or stack.sequence_parallel or stack.pipeline_parallel):
+        raise ProfileError(
+            "tp_plan: true is of transformers under FSDP2; allowed: with transformers_layers, "
+            "tensor_parallel and units, without sequence_parallel and pipeline_parallel"
         )
 
 

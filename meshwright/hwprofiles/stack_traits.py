@@ -59,6 +59,9 @@ class StackTraits(Profile):
             that do not lie as it knows are copied, and its products have a workspace of their own.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
+        tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
+            whole on each rank, and every product whose outputs are split sums the gradient of its
+            input over the ranks by itself.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -91,6 +94,7 @@ class StackTraits(Profile):
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
     )
+    tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:

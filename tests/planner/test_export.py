@@ -92,6 +92,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
             [*SHARDED, "--micro-batch", "4"],
         ),
         ([*FSDP, "--dp-shard", "8"], SHARDED),
+        ([*FSDP, "--tp", "2"], SHARDED),
+        ([*FSDP, "--tp", "4", "--dp-shard", "2", "--recompute", "full"], SHARDED),
         ([*SPEED, "--zero", "2", "--offload", "optimizer", "--micro-batch", "2"], SPED),
         ([*SPEED, "--zero", "3", "--precision", "fp16"], SPED),
     ],
@@ -131,7 +133,10 @@ def stack_of(version: str | None, word: str) -> str:
 
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
-    lacking = {"0.3": ("fp8", "--ep", "--recompute-layers"), "fsdp1": ("--dp-shard",)}
+    lacking = {
+        "0.3": ("fp8", "--ep", "--recompute-layers"),
+        "fsdp1": ("--dp-shard", "--tp"),
+    }
     return not {*words}.intersection(lacking.get(version or "", ()))
 
 
@@ -218,7 +223,7 @@ num_processes: 8
 fsdp_config:
   fsdp_version: 2
 parallelism_config:
-  parallelism_config_tp_size: 2
+  parallelism_config_tp_size: 3
 """
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
@@ -228,7 +233,7 @@ WRONG = [
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
-    ("a.yaml", TENSOR, "allowed: 1"),
+    ("a.yaml", TENSOR, "allowed: a divisor of 8 processes"),
     (
         "titan.sh",
         "-m torchtitan.train --module llama3 --config llama3_8b activation-checkpoint:full",

@@ -47,6 +47,7 @@ class Lowering:
             what it got and gathers again in backward, and sums in place (Megatron); else a node
             of its own (DTensor), where tokens are the second dim, so that their gather or
             scatter copies all of them.
+        places_apart: Each product places its input itself, also where others read the same one.
         fuses_residual: Bias, dropout and addition are one kernel.
         saves_first: Operators keep their inputs before they run (PyTorch's own operators).
         weight_gradients: What becomes of them.
@@ -63,6 +64,7 @@ class Lowering:
     fuses_products: bool
     fuses_gate: bool
     fuses_places: bool
+    places_apart: bool = False
     fuses_residual: bool
     saves_first: bool
     weight_gradients: WeightGradients

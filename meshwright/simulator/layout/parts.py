@@ -17,10 +17,10 @@ from meshwright.hwprofiles import (
     StackProfile,
     Units,
 )
-from meshwright.simulator.layout.axes import DP_CP
+from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import SHARDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -36,6 +36,8 @@ from meshwright.simulator.schedules import SCHEDULES
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
 MAX_ZERO_STAGE = 3
+# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
+PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
 
@@ -88,6 +90,40 @@ def layer_refusal(
         has_cap = model.attention_softcap > 0
         which = LayerFact.ATTENTION_SOFTCAP if has_cap else LayerFact.ATTENTION_SINKS
         return f"attention={plan.attention} does not go with {which}; allowed: flash"
+    return None
+
+
+def module_gaps(model: ModelSpec, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the plans with tensor parallelism that the tp_plan of transformers cannot train so.
+
+    Accelerate 1.15 trains what transformers 4.57 splits.  There `post_init` drops the plan of the
+    head, Accelerate's `_prepare_tp` makes a tied table two, and gradients of norms of heads are
+    those of a rank's own heads; a projection is seen as whole heads (modeling_llama.py).
+    FSDP without shards is refused (`_validate_accelerator`, accelerate/parallelism_config.py).
+    """
+    why = _without_module_plan(model, job)
+    if why is not None:
+        yield Gap(Axis.TP, "tp > 1", (Condition(Axis.TP, gt, 1),), (1,), model.name, why)
+        return
+    heads = model.num_kv_heads
+    cuts = Condition(Axis.TP, lambda ranks, total: total % ranks != 0, heads)
+    reason = f"tp that does not divide the {heads} key heads"
+    allowed = f"a divisor of the {heads} key heads"
+    yield Gap(Axis.TP, reason, (cuts,), (allowed,), model.name)
+    alone = Condition(Axis.TP, gt, 1), Condition(SHARDS, eq, 1)
+    yield Gap(Axis.DP, "tp > 1 without shards", alone, ("more than 1 rank with tp > 1",))
+
+
+def _without_module_plan(model: ModelSpec, job: TrainingJob) -> str | None:
+    """Return why transformers does not train *model* by a tp_plan, or None where it does."""
+    is_llama = (model.spelling, model.norm, model.positions) == ("llama", "rmsnorm", "rotary")
+    others = set(model.layer_facts(job.seq_len)) - PLANNED_FACTS
+    if not is_llama or model.fused_qkv or not model.gated_mlp or others:
+        return "the tp_plan of transformers is offered for layers as Llama's alone"
+    if model.tied_embeddings:
+        return "Accelerate would make a tied table two"
+    if job.precision.is_eight_bit:
+        return f"not in {job.precision}"
     return None
 
 

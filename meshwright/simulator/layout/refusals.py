@@ -24,6 +24,7 @@ from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import (
     layer_refusal,
+    module_gaps,
     parts_refusal,
     passes_refusal,
     scales_refusal,
@@ -45,6 +46,8 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
+    if stack.tp_plan and isinstance(job.model, ModelSpec):
+        yield from module_gaps(job.model, job)
     yield from _trait_gaps(stack)
     yield from zero_gaps(stack, job)
     if stack.context_parallel and isinstance(job.model, ModelSpec):

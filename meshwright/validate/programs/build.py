@@ -59,6 +59,11 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
         known = ", ".join(map(str, usual_zero_stages(stack)))
         said = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
         raise PlanError(f"{said}; allowed: {known}")
+    if plan is not None and plan.tp > 1 and stack.tp_plan:
+        raise PlanError(
+            f"tp={plan.tp} has no PyTorch program on stack {stack.name}; allowed: 1, or "
+            "`meshwright count` on what `export --to accelerate` starts"
+        )
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(
