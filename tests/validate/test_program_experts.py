@@ -40,14 +40,14 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=384)
 MIXTRAL = ModelSpec(name="small-mixtral", experts=EXPERTS, **SIZES)
+SHARED = {"scores": "sigmoid", "shared_hidden_size": 384}
+SHARING = MIXTRAL.model_copy(update={"experts": EXPERTS.model_copy(update=SHARED)})
 # Norms of wide heads, sigmoid scores, shared experts beside routed ones, every other layer dense.
 MIXED = MIXTRAL.model_copy(
     update={
         "qk_norm": "head",
         "head_dim": 64,
-        "experts": EXPERTS.model_copy(
-            update={"scores": "sigmoid", "shared_hidden_size": 384, "layer_step": 2}
-        ),
+        "experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2}),
     }
 )
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -84,6 +84,10 @@ CASES = {
     ),
     "ep with etp, full": saved(MIXTRAL, dp=4, ep=2, recompute=Recompute.FULL, **SPLIT),
     "experts split alike": saved(MIXED, dp=2, **SPLIT),
+    "titan ep": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
+    "titan ep of all ranks, pp": saved(SHARING, "torchtitan", pp=2, dp=4, ep=4),
+    "titan, experts cut": saved(MIXTRAL, "torchtitan", dp=16, ep=2),
+    "titan ep hsdp": saved(MIXTRAL, "torchtitan", dp=4, dp_shard=2, ep=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 
@@ -136,6 +140,9 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
     few = replace(usual, job=replace(usual.job, seq_len=6))
     refuses(few, r"a rank's 6 tokens go to 12 experts in all, which num_experts=8 does not divide")
+    titan = saved(MIXTRAL, "torchtitan", dp=2, ep=2, recompute=Recompute.FULL)
+    refuses(titan, "no PyTorch program with experts and recompute=full; allowed: none, selective")
+    refuses(saved(MIXTRAL, "torchtitan", cp=2, ep=2), "experts and cp=2; allowed: 1")
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
 
 
