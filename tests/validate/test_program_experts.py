@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import (  # noqa: E402
     Dispatcher,
+    ExpertOverlap,
     Recompute,
     load_cluster,
     load_stack,
@@ -135,6 +136,8 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     )
     plan = replace(usual.plan, dispatcher=Dispatcher.DEEPEP)
     refuses(replace(usual, plan=plan), "dispatcher=deepep has no PyTorch program")
+    plan = replace(usual.plan, expert_overlap=ExpertOverlap.MICROBATCHES)
+    refuses(replace(usual, plan=plan), "expert_overlap=microbatches has no PyTorch program")
     refuses(saved(MIXTRAL, dp=2, ep=2, zero_stage=0), "zero_stage=0 with ep=2 has no PyTorch")
     one_by_one = usual.stack.model_copy(update={"grouped_experts": False})
     refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
