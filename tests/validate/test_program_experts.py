@@ -41,15 +41,13 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=384)
 MIXTRAL = ModelSpec(name="small-mixtral", experts=EXPERTS, **SIZES)
+# Norms of wide heads, sigmoid scores, shared experts beside routed ones.
 SHARED = {"scores": "sigmoid", "shared_hidden_size": 384}
-SHARING = MIXTRAL.model_copy(update={"experts": EXPERTS.model_copy(update=SHARED)})
-# Norms of wide heads, sigmoid scores, shared experts beside routed ones, every other layer dense.
-MIXED = MIXTRAL.model_copy(
-    update={
-        "qk_norm": "head",
-        "head_dim": 64,
-        "experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2}),
-    }
+HEADS = {"qk_norm": "head", "head_dim": 64}
+SHARING = MIXTRAL.model_copy(update=HEADS | {"experts": EXPERTS.model_copy(update=SHARED)})
+# The same, every other layer dense.
+MIXED = SHARING.model_copy(
+    update={"experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2})}
 )
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
@@ -146,6 +144,8 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     titan = saved(MIXTRAL, "torchtitan", dp=2, ep=2, recompute=Recompute.FULL)
     refuses(titan, "no PyTorch program with experts and recompute=full; allowed: none, selective")
     refuses(saved(MIXTRAL, "torchtitan", cp=2, ep=2), "experts and cp=2; allowed: 1")
+    split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan", **SPLIT)
+    refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
 
 

@@ -22,12 +22,12 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan-2024-12": build_fully_sharded,
 }
 
-MEGATRON = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "megatron-core": MEGATRON,
-    "megatron-core-2024": MEGATRON,
-    "torchtitan": (LayerFact.ROUTED_EXPERTS,),
+    "megatron-core": QWEN,
+    "megatron-core-2024": QWEN,
+    "torchtitan": QWEN,
 }
 
 
