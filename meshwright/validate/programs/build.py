@@ -23,11 +23,13 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan-2024-12": build_fully_sharded,
 }
 
-BEYOND_LLAMA = (
-    "megatron-core",
-    "megatron-core-2024",
-)  # stacks whose programs write what is WRITTEN
-WRITTEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+# What programs of a stack write beyond layers as those of GPT and Llama.
+WRITTEN: dict[str, tuple[LayerFact, ...]] = {
+    "megatron-core": QWEN,
+    "megatron-core-2024": QWEN,
+    "torchtitan": QWEN,
+}
 
 
 def build_program(request: ProgramRequest) -> RankProgram:
@@ -75,8 +77,7 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    written = WRITTEN if stack.name in BEYOND_LLAMA else ()
-    unknown = [fact for fact in facts if fact not in written]
+    unknown = [fact for fact in facts if fact not in WRITTEN.get(stack.name, ())]
     if unknown:
         raise PlanError(
             f"{unknown[0]} of {job.model.name} has no PyTorch program; "
