@@ -52,6 +52,7 @@ LISTS = (
     "context_parallel",
     "dispatchers",
     "expert_overlaps",
+    "moment_precisions",
 )
 
 

@@ -10,10 +10,12 @@ from meshwright.hwprofiles import Offload, PipelineRuntime
 from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
-# Fields of what is recomputed of a layer, and of how many, with the trait of stacks that have them.
-OF_PARTS = {
+# Fields that no search varies, with the trait of stacks that have them.
+UNSEARCHED = {
     "recompute_modules": "recompute_modules",
     "recompute_layers": "recompute_methods",
+    "expert_overlap": "expert_overlaps",
+    "moment_precision": "moment_precisions",
 }
 
 
@@ -70,8 +72,9 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     Axes of experts are so of models without them, too.
     """
     stack = space.stack
-    if field.name in OF_PARTS:
-        return not getattr(stack, OF_PARTS[field.name])
+    if field.name in UNSEARCHED:
+        is_known = not field.declaration.of_experts or known_values(field, space.job.model) is None
+        return not (is_known and getattr(stack, UNSEARCHED[field.name]))
     if field.name == "microbatch_group_size":
         return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
     if field.name == "recompute_method":  # it says what a number of layers is of
@@ -93,7 +96,7 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
-        elif name in {*OF_PARTS, "microbatch_group_size"}:
+        elif name in {*UNSEARCHED, "microbatch_group_size"}:
             yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
