@@ -154,14 +154,17 @@ class RecomputeModule(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """Which layers of a virtual stage full recomputation runs again, as Megatron-LM names it.
+    """Which layers full recomputation runs again, as Megatron-LM and torchtitan have it.
 
-    `BLOCK` checkpoints so many of its first layers, each by itself, and keeps all of the others;
-    `UNIFORM` checkpoints all, so many at a time.
+    `BLOCK` checkpoints so many of a virtual stage's first layers, each by itself, and keeps all of
+    the others; `UNIFORM` checkpoints all, so many at a time (Megatron-LM's names). `EVERY`
+    checkpoints the last of so many layers of a rank, counted through its virtual stages
+    (torchtitan's ``selective_ac_option``, a number).
     """
 
     BLOCK = "block"
     UNIFORM = "uniform"
+    EVERY = "every"
 
 
 class Kernels(StrEnum):

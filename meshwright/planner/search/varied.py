@@ -7,11 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload, PipelineRuntime
-from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
+from meshwright.planner.space import (
+    COLUMNS,
+    LONG_SEQUENCE,
+    PASSES,
+    Column,
+    Space,
+    SpaceLimits,
+    is_searched,
+)
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
-# Fields that no search varies, with the trait of stacks that have them.
-UNSEARCHED = {
+# Fields that are of some stacks alone, with the trait of those that have them.
+OF_STACKS = {
     "recompute_modules": "recompute_modules",
     "recompute_layers": "recompute_methods",
     "expert_overlap": "expert_overlaps",
@@ -44,13 +52,21 @@ class Varied(NamedTuple):
             and not _is_of_others(each, space)
         ]
         codes = {
-            name: np.unique(space.column(name)[is_offered]).tolist()
-            for name in (each.name for each in fields)
-            if name in COLUMNS
+            each.name: _values(space.column(each.name), is_offered)
+            for each in fields
+            if each.name in COLUMNS
         }
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held)
+
+
+def _values(column: Column, is_offered: NDArray[np.bool_]) -> list[int]:
+    """Return the different numbers of *column* where *is_offered*, in order."""
+    numbers = column if is_offered.all() else column[is_offered]
+    is_one = len(numbers) and numbers.min() == numbers.max()
+    found: list[int] = (numbers[:1] if is_one else np.unique(numbers)).tolist()
+    return found
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
@@ -61,6 +77,8 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
             return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
         if not field.declaration.axis:
             return "not searched"
+    if field.name in PASSES:
+        return "not searched"
     offered = getattr(space.stack, field.declaration.offered_by or "", ())
     is_choice = field.declaration.of_experts and not field.divides_experts
     return "not searched" if is_choice and len(offered) > 1 else "only one offered"
@@ -72,14 +90,13 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     Axes of experts are so of models without them, too.
     """
     stack = space.stack
-    if field.name in UNSEARCHED:
+    if field.name in OF_STACKS:
         is_known = not field.declaration.of_experts or known_values(field, space.job.model) is None
-        return not (is_known and getattr(stack, UNSEARCHED[field.name]))
+        return not (is_known and getattr(stack, OF_STACKS[field.name]))
     if field.name == "microbatch_group_size":
         return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
-    if field.name == "recompute_method":  # it says what a number of layers is of
-        return True
-    if field.name == "cp_inner":  # of a ring of swaps, which is searched where it is asked for
+    # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
+    if field.name in {"recompute_method", "cp_inner"}:
         return not space.column(field.name).any()
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
@@ -96,12 +113,12 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
-        elif name in {*UNSEARCHED, "microbatch_group_size"}:
-            yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            yield Held(name, field.default, "it can only cost" if offered else "only one offered")
+            why = "it can only cost" if name == "find_unused" else "not searched"
+            yield Held(name, field.default, why if offered else "only one offered")
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
+            value = None if value == () else value
             yield Held(name, value, _reason(field, space, limits) if pins is None else "asked for")

@@ -1,9 +1,8 @@
 """The operators of a block as they are priced: merged products, traffic, collectives, launches."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
@@ -50,10 +49,12 @@ HEAD_KERNELS = 8
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
+# Of each expert, forward and backward: its last bias is weighed and added; two products and two
+# sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
+# of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
+BIAS_KERNELS = 2, 6
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
-
-Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
 
 
 class PricedBlock(NamedTuple):
@@ -148,7 +149,7 @@ class PricedBlock(NamedTuple):
         return (
             *casts(self.shape, linears),
             KernelLaunches("layer", usual + num_products),
-            HostPasses("layer", 2 if backward else 1, _own_experts(self.shape, self.kind)),
+            _host_passes(self, "layer", backward=backward),
         )
 
     def _recompute(
@@ -175,7 +176,7 @@ class PricedBlock(NamedTuple):
             *work,
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
-            HostPasses("layer again", 1, _own_experts(self.shape, self.kind)),
+            _host_passes(self, "layer again", backward=False),
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
@@ -206,6 +207,17 @@ class PricedBlock(NamedTuple):
             )
             for each in _partial_weights(self.found)
         )
+
+
+def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
+    """Return the host time of a pass through a layer; backward has two products of each."""
+    shape = block.shape
+    experts = shape.model.experts if block.kind in EXPERT_LAYERS else None
+    if experts is None:
+        return HostPasses(name, 1 + backward)
+    by_one = experts.bias and shape.stack.megatron_layers
+    kernels = BIAS_KERNELS[backward] if by_one else 0
+    return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
@@ -240,12 +252,6 @@ def _is_exchange(step: Step) -> bool:
     return isinstance(work, Transfer) and work[:2] == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
 
 
-def _own_experts(shape: BlockShape, kind: BlockKind) -> int:
-    """Return the routed experts that a rank has of a block."""
-    experts = shape.model.experts if kind in EXPERT_LAYERS else None
-    return 0 if experts is None else experts.num_experts // shape.ep
-
-
 def _partial_weights(found: Backward) -> list[Tensor]:
     """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
@@ -258,27 +264,8 @@ def _head_dim(work: FusedAttention, phase: Phase) -> int:
 
 
 def _number(size: Size) -> int:
-    """Return a size, as a number of an operator also where it is a column: see `operator_rows`."""
+    """Return a size, as a number of an operator also where it is a column: see `BlockTable`."""
     return cast("int", size)
-
-
-def operator_rows(operators: Phases, count: int) -> list[Phases]:
-    """Return the *operators* of each of *count* shapes, of which they hold columns."""
-    phases = [
-        list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
-        for phase in operators
-    ]
-    return [type(operators)(*each) for each in zip(*phases, strict=True)]
-
-
-def _rows(value: object, count: int) -> Iterable[object]:
-    """Return *count* operators, or numbers of one, of which columns hold each its own."""
-    if isinstance(value, int | str | None):
-        return repeat(value, count)
-    if isinstance(value, tuple):
-        each = zip(*(_rows(part, count) for part in value), strict=True)
-        return map(cast("type[Gemm]", type(value))._make, each)
-    return cast("list[int]", cast("Any", value).tolist())
 
 
 def _products(

@@ -72,12 +72,13 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
-    Checkpoints,
+    ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
+    plan_stages,
     rank_stages,
     read_layout,
     repeated_layers,
@@ -88,6 +89,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "ALL_ALONE",
     "AXES",
     "DP_CP",
     "EXPERT_SHARDS",
@@ -103,7 +105,6 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
-    "Checkpoints",
     "ContextAxis",
     "ExpertAxis",
     "Formats",
@@ -146,6 +147,7 @@ __all__ = [
     "optimizer_bytes",
     "pair_span",
     "parse_stages",
+    "plan_stages",
     "rank_stages",
     "read_layout",
     "redistribute",

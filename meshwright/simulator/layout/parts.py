@@ -219,8 +219,6 @@ def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
     experts = model.experts if isinstance(model, ModelSpec) else None
     if module in {RecomputeModule.MOE, RecomputeModule.MOE_ACT} and experts is None:
         return "has no experts"
-    if module is RecomputeModule.MOE_ACT and experts is not None and experts.bias:
-        return "has biases of experts, of which no witness is known"
     if module is RecomputeModule.SHARED_EXPERTS and not (experts and experts.shared_hidden_size):
         return "has no shared experts"
     # Its checkpoint gives out the last bias, a parameter, as a result of its own, whose gradient

@@ -28,7 +28,6 @@ from meshwright.simulator.layout.axes import (
     check_inner,
     check_layers,
     check_stages,
-    repeated_modules,
 )
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
@@ -148,21 +147,26 @@ class Recomputation(Degrees):
     recompute_modules: tuple[RecomputeModule, ...] = Declaration(
         help="Parts of layers that backward computes again [core_attn].",
         metavar="LIST",
+        heading="modules",
         group="replication",
+        members=tuple(RecomputeModule),
         without_attention=((),),
     ).field(())
     """Parts of a layer that selective recomputation runs again; none given is attention's core."""
 
     recompute_layers: int | None = Declaration(
-        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        help="The number N of --recompute-method, with full recomputation [all, one by one].",
         metavar="N",
+        heading="layers",
         group="replication",
+        is_limited=True,
         is_rare=True,
     ).field(None)
     """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
 
     recompute_method: RecomputeMethod | None = Declaration(
-        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        help="The first N layers of a stage; all, N to a checkpoint; every N-th of a rank [block].",
+        heading="method",
         group="replication",
         is_rare=True,
         offered_by="recompute_methods",
@@ -196,6 +200,7 @@ class PlanFields(Recomputation):
     microbatch_group_size: int | None = Declaration(
         help="Microbatches in a row through a virtual stage [the fewest].",
         metavar="N",
+        heading="group",
         group="replication",
         is_rare=True,
         acts_on=Axis.PP,
@@ -308,11 +313,6 @@ class ParallelPlan(PlanFields):
     def expert_tp(self) -> int:
         """Ranks that split the widths of an expert."""
         return self.tp if self.etp is None else self.etp
-
-    @property
-    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
-        """Parts of a layer that backward computes again, of those that can be chosen."""
-        return repeated_modules(self.recompute, self.recompute_modules)
 
     @property
     def num_shards(self) -> int:

@@ -7,7 +7,7 @@ from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
-from meshwright.simulator.schedules.interleaved import core_group, interleaved
+from meshwright.simulator.schedules.interleaved import any_core_group, core_group, interleaved
 from meshwright.simulator.schedules.lookahead import (
     MOST_GATHERED,
     NO_REFETCHES,
@@ -31,6 +31,7 @@ __all__ = [
     "Phase",
     "Refetches",
     "Schedule",
+    "any_core_group",
     "core_group",
     "count_refetches",
     "get_schedule",

@@ -158,7 +158,8 @@ def _memory(
 ) -> dict[tuple[Stage, ...], RankMemory]:
     """Return the memory of each of *ranks* by its virtual stages."""
     if holds_units(context.setting.shape, context.setting.replication):
-        passes = PassBytes.of(context.costs.blocks, context.setting.shape)
+        keeps = any(stage.checkpoints.keeps_layers for stage in context.setting.stages)
+        passes = PassBytes.of(context.costs.blocks, context.setting.shape, keeps_layers=keeps)
         return {stages: _memory_of_units(context, stages, passes) for stages in ranks}
     passes_of = {stage: _stage_memory(context, stage) for stage in context.setting.parts}
     return {
