@@ -69,6 +69,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "bucket_size": (STEP, ["--bucket-size", "2 GB"]),
     "gradient_precision": (STEP, ["--gradient-precision", "bf16"]),
     "reduce_precision": (DDP, ["--reduce-precision", "bf16"]),
+    "moment_precision": (STEP, ["--moment-precision", "bf16"]),
     "sync_each_microbatch": (DDP, ["--sync-each-microbatch"]),
     "find_unused": (DDP, ["--find-unused"]),
     "servers": (SERVED, ["--servers", "2"]),

@@ -53,6 +53,7 @@ LISTS = (
     "context_parallel",
     "dispatchers",
     "expert_overlaps",
+    "moment_precisions",
 )
 
 

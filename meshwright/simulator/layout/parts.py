@@ -9,6 +9,7 @@ from meshwright.hwprofiles import (
     Device,
     Kernels,
     LayerFact,
+    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
@@ -186,7 +187,8 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
+    beside = group_refusal(plan, stack) or overlap_refusal(job, plan)
+    return of_layers or beside or moments_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -273,6 +275,22 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
     }
     why = next((reason for reason, is_so in refused.items() if is_so), None)
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
