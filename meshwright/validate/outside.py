@@ -145,8 +145,9 @@ def differing(plan: OutsidePlan, checks: list[Check]) -> dict[Quantity, list[Che
 
 def _is_near(plan: OutsidePlan, peak: Check) -> bool:
     """Return whether a peak is as predicted, or above it by no more than messages that are held."""
-    most = plan.held_bytes + PEAK_TOLERANCE * peak.predicted
-    return not _is_far(peak) or 0 < peak.measured - peak.predicted <= most
+    predicted, measured = peak.predicted or 0, peak.measured or 0
+    most = plan.held_bytes + PEAK_TOLERANCE * predicted
+    return not _is_far(peak) or 0 < measured - predicted <= most
 
 
 def _is_far(peak: Check) -> bool:

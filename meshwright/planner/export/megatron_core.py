@@ -41,12 +41,15 @@ RECOMPUTE: Mapping[object, Keys] = {
 }
 
 
-def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tuple[Row, ...]:
+def shared_rows(
+    words: Words, key: Callable[[str], str], *, overlap: Callable[[str], str], off: object
+) -> tuple[Row, ...]:
     """Return the correspondences of all that is trained by Megatron-Core.
 
     Args:
         words: Of the framework.
         key: From a field of Megatron-Core's TransformerConfig to the framework's key.
+        overlap: The same of a field that says what goes on beside other work.
         off: What stands for a switch that is not on; None where its key is left out.
     """
     return (
@@ -82,6 +85,8 @@ def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tupl
         _context(words, key),
         words.held(key("expert_model_parallel_size"), (1,)),
         words.held(key("expert_tensor_parallel_size"), (1, None)),
+        words.held(overlap("overlap_moe_expert_parallel_comm"), (False, None)),
+        words.held(overlap("delay_wgrad_compute"), (False, None)),
     )
 
 

@@ -13,6 +13,7 @@ from meshwright.simulator.layout.axes import (
     MeshAxis,
     divides,
     near_multiples,
+    repeated_modules,
 )
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -54,7 +55,6 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
-    repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
@@ -71,6 +71,7 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
+    ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
@@ -87,6 +88,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "ALL_ALONE",
     "AXES",
     "DP_CP",
     "EXPERT_SHARDS",
