@@ -360,8 +360,11 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
 
 
 def _is_unwrapped(request: ProgramRequest) -> bool:
-    """Return whether the stack does not run fully_shard, as weights are those of one rank."""
-    is_plain = request.job.precision is Precision.FP32 and request.plan.offload is Offload.NONE
+    """Return whether the program does not run fully_shard, as weights are those of one rank.
+
+    In 16 bits it does, also where the stack would run one device under autocast.
+    """
+    is_plain = request.job.precision is Precision.FP32
     return is_plain and bool(is_unwrapped(request.stack, request.plan.dp_cp))
 
 
