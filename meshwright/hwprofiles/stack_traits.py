@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Profile
-from meshwright.hwprofiles.kinds import Kernels, LayerFact, RecomputeMethod, Units
+from meshwright.hwprofiles.base import Count, Flag, Fraction, Profile
+from meshwright.hwprofiles.kinds import ExpertOverlap, Kernels, LayerFact, RecomputeMethod, Units
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -57,6 +57,8 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
+        ep_overlap_fraction: The part that hides of what then could.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -85,6 +87,10 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
+    ep_overlap_fraction: Fraction = Field(
+        default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
+    )
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:

@@ -45,7 +45,7 @@ def table() -> tuple[Row, ...]:
         words.same("seq_len", "seq-length"),
         _model(),
         shards_row(words, ("use-distributed-optimizer",), SHARDED, off=None),
-        *shared_rows(words, _dashed, off=None),
+        *shared_rows(words, _dashed, overlap=_dashed, off=None),
         stages_row(
             words,
             "pipeline-model-parallel-layout",

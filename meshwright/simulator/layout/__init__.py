@@ -13,6 +13,7 @@ from meshwright.simulator.layout.axes import (
     MeshAxis,
     divides,
     near_multiples,
+    repeated_modules,
 )
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -56,7 +57,6 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
-    repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     check_sharding,
@@ -72,12 +72,13 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
-    Checkpoints,
+    ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
+    plan_stages,
     rank_stages,
     read_layout,
     repeated_layers,
@@ -88,6 +89,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "ALL_ALONE",
     "AXES",
     "DP_CP",
     "EXPERT_SHARDS",
@@ -103,7 +105,6 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
-    "Checkpoints",
     "ContextAxis",
     "ExpertAxis",
     "Formats",
@@ -145,6 +146,7 @@ __all__ = [
     "offered_formats",
     "pair_span",
     "parse_stages",
+    "plan_stages",
     "rank_stages",
     "read_layout",
     "redistribute",

@@ -10,6 +10,8 @@ from meshwright.hwprofiles import (
     Kernels,
     LayerFact,
     PipelineRuntime,
+    Precision,
+    Recompute,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
@@ -18,7 +20,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.layout.axes import DP_CP
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -32,6 +34,8 @@ from meshwright.simulator.model import (
 from meshwright.simulator.schedules import SCHEDULES
 
 MAX_ZERO_STAGE = 3
+# Schedules that run a forward pass of one microbatch beside a backward pass of another.
+OVERLAPPED = "1f1b", "interleaved"
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
 
@@ -56,6 +60,8 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     offered = stack.zero_stages
     if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
         offered = usual_zero_stages(stack)
+    if MAX_ZERO_STAGE in offered and stack.units is Units.FLAT:
+        yield _checkpoints_gap()
     in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
     for stage in range(MAX_ZERO_STAGE + 1):
         name = f"zero_stage={stage}"
@@ -65,6 +71,23 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
             yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
         if stage not in offered:
             yield Gap("zero_stage", name, has_stage, offered)
+
+
+def _checkpoints_gap() -> Gap:
+    """Return the plans whose checkpoints hold several of Megatron-FSDP's units.
+
+    Each unit that runs again there lets go the one before, which backward gathers once more.
+    """
+    methods = PLAN_FIELDS["recompute_method"]
+    uniform = methods.code(RecomputeMethod.UNIFORM)
+    conditions = (
+        Condition("zero_stage", eq, MAX_ZERO_STAGE),
+        Condition(DP_CP, gt, 1),
+        Condition(methods.name, eq, uniform),
+        Condition("recompute_layers", gt, 1),
+    )
+    reason = f"recompute_layers > 1 of method {RecomputeMethod.UNIFORM} at zero_stage=3"
+    return Gap("recompute_layers", reason, conditions, (1, f"method {RecomputeMethod.BLOCK}"))
 
 
 def layer_refusal(
@@ -146,7 +169,7 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack)
+    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -185,11 +208,6 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     if method not in stack.recompute_methods:
         known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
         return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
-    if method is RecomputeMethod.UNIFORM and number > 1 and plan.zero_stage == MAX_ZERO_STAGE:
-        return (
-            f"recompute_layers={number} of method {method} is not offered by stack {stack.name} at "
-            f"zero_stage={plan.zero_stage}; allowed: 1, or method {RecomputeMethod.BLOCK}"
-        )
     uneven = [count for count in plan.stages if count % number]
     if method is RecomputeMethod.UNIFORM and uneven:
         return (
@@ -213,13 +231,34 @@ def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
+def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why no exchange can run beside another microbatch, or None when it can.
+
+    As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
+    pipeline, the interleaved one.
+    """
+    if plan.expert_overlap is None:
+        return None
+    refused = {
+        "ep=1, where no token goes to another rank; allowed: 2 or more": plan.ep == 1,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        "recompute=full; allowed: none, selective": plan.recompute is Recompute.FULL,
+        "recompute_modules=moe; allowed: other parts": RecomputeModule.MOE
+        in plan.recompute_modules,
+        "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
+        "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
+        f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
+        not in OVERLAPPED,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
     """Return what *model* has not of such a part, or None when it has one."""
     experts = model.experts if isinstance(model, ModelSpec) else None
     if module in {RecomputeModule.MOE, RecomputeModule.MOE_ACT} and experts is None:
         return "has no experts"
-    if module is RecomputeModule.MOE_ACT and experts is not None and experts.bias:
-        return "has biases of experts, of which no witness is known"
     if module is RecomputeModule.SHARED_EXPERTS and not (experts and experts.shared_hidden_size):
         return "has no shared experts"
     # Its checkpoint gives out the last bias, a parameter, as a result of its own, whose gradient
