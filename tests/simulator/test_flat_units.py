@@ -4,7 +4,13 @@ from collections import Counter
 
 import pytest
 
-from meshwright.hwprofiles import Precision, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    load_cluster,
+    load_stack,
+)
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.replication.flat_units import bucket_size
@@ -67,3 +73,16 @@ def test_what_megatron_fsdp_does_not_take_is_refused_by_name() -> None:
     for plan, precision in plans:
         with pytest.raises(PlanError, match=r"zero_stage=\d is not offered by stack megatron-core"):
             simulate(job_of("gpt2", 16, precision=precision), plan, CLUSTER, CORE)
+
+
+def test_checkpoints_of_several_units_are_refused() -> None:
+    plan = ParallelPlan(
+        dp=8,
+        zero_stage=3,
+        stages=(12,),
+        recompute=Recompute.FULL,
+        recompute_layers=2,
+        recompute_method=RecomputeMethod.UNIFORM,
+    )
+    with pytest.raises(PlanError, match=r"recompute_layers=2 is not offered .* method block"):
+        simulate(job_of("gpt2", 16), plan, CLUSTER, CORE)

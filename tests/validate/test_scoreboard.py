@@ -157,8 +157,8 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: two of Qwen3 30B in fp8 with microbatches of two.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 2
+    # Of experts: one of Qwen3 30B in fp8 with microbatches of two.
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 1
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 

@@ -21,7 +21,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import SHARDS, ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -63,6 +63,8 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     offered = stack.zero_stages
     if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
         offered = usual_zero_stages(stack)
+    if MAX_ZERO_STAGE in offered and stack.units is Units.FLAT:
+        yield _checkpoints_gap()
     in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
     for stage in range(MAX_ZERO_STAGE + 1):
         name = f"zero_stage={stage}"
@@ -72,6 +74,23 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
             yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
         if stage not in offered:
             yield Gap("zero_stage", name, has_stage, offered)
+
+
+def _checkpoints_gap() -> Gap:
+    """Return the plans whose checkpoints hold several of Megatron-FSDP's units.
+
+    Each unit that runs again there lets go the one before, which backward gathers once more.
+    """
+    methods = PLAN_FIELDS["recompute_method"]
+    uniform = methods.code(RecomputeMethod.UNIFORM)
+    conditions = (
+        Condition("zero_stage", eq, MAX_ZERO_STAGE),
+        Condition(DP_CP, gt, 1),
+        Condition(methods.name, eq, uniform),
+        Condition("recompute_layers", gt, 1),
+    )
+    reason = f"recompute_layers > 1 of method {RecomputeMethod.UNIFORM} at zero_stage=3"
+    return Gap("recompute_layers", reason, conditions, (1, f"method {RecomputeMethod.BLOCK}"))
 
 
 def layer_refusal(
@@ -227,11 +246,6 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     if method not in stack.recompute_methods:
         known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
         return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
-    if method is RecomputeMethod.UNIFORM and number > 1 and plan.zero_stage == MAX_ZERO_STAGE:
-        return (
-            f"recompute_layers={number} of method {method} is not offered by stack {stack.name} at "
-            f"zero_stage={plan.zero_stage}; allowed: 1, or method {RecomputeMethod.BLOCK}"
-        )
     uneven = [count for count in plan.stages if count % number]
     if method is RecomputeMethod.UNIFORM and uneven:
         return (
@@ -271,6 +285,7 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
         in plan.recompute_modules,
         "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
         f"kernels={stack.kernels}; allowed: {Kernels.FUSED}": stack.kernels is not Kernels.FUSED,
+        "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
         f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
         not in OVERLAPPED,
     }
