@@ -72,17 +72,18 @@ ALLOWED: dict[str, str] = {
     "validate.programs.fused": "device",
     "validate.programs.context": "programs.fused",
     "validate.programs.layers": "programs.fused",
+    "validate.programs.experts": "programs.context programs.contract programs.fused",
     "validate.programs.megatron": (
-        "programs.context programs.contract programs.fused programs.layers ranks"
+        "programs.context programs.contract programs.experts programs.fused programs.layers ranks"
     ),
     "validate.programs.pytorch": (
-        "programs.context programs.contract programs.fused programs.layers ranks"
+        "programs.context programs.contract programs.experts programs.fused programs.layers ranks"
     ),
     "validate.programs.strategies": (
         "programs.contract programs.fused programs.layers programs.megatron programs.pytorch ranks"
     ),
     "validate.programs": (
-        "programs.contract programs.megatron programs.pytorch programs.strategies"
+        "programs.contract programs.experts programs.megatron programs.pytorch programs.strategies"
     ),
     "validate.runs": (
         "counting device launch programs programs.contract "

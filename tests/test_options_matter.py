@@ -25,6 +25,7 @@ SEARCH = ["search", *BASE, "--max-tp", "2", "--max-pp", "2", "--max-micro-batch"
 ROUTED = ["mixtral-8x7b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16"]
 ROUTED += ["--seq-len", "2048", "--pp", "4"]
 EXPERTS = ["simulate", *ROUTED]
+ROUTED_ALONE = [*EXPERTS, "--pp", "1"]
 SPLIT = [*EXPERTS, "--tp", "2", "--sequence-parallel", "--ep", "2"]
 EXPERT_SEARCH = ["search", *ROUTED, "--micro-batch", "1", "--zero", "1", "--max-vpp", "1"]
 
@@ -46,6 +47,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "ep": (EXPERTS, ["--ep", "2"]),
     "etp": (SPLIT, ["--etp", "1"]),
     "dispatcher": ([*EXPERTS, "--ep", "4"], ["--dispatcher", "hybridep"]),
+    "expert_overlap": ([*ROUTED_ALONE, "--ep", "4"], ["--expert-overlap", "microbatches"]),
     "imbalance": ([*EXPERTS, "--ep", "4"], ["--imbalance", "2"]),
     "dp": (STEP, ["--dp", "8"]),
     "vpp": (STEP, ["--vpp", "2"]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ TITAN_PLANS = (
     f"{TITAN} 16 --pp 2 --vpp 2 --stages 7,9,8,8",
     f"{TITAN} 8 --pp 4 --schedule gpipe --micro-batch 2",
     f"{TITAN} 64 --ep 8".replace("llama3-8b", "qwen3-30b-a3b"),
+    f"{TITAN} 8 --recompute-layers 2 --recompute-method every",
 )
 CORE_PLANS = (
     f"{LLAMA} --gpus 64 --tp 4 --pp 4",
@@ -306,7 +308,8 @@ KNOWN: Mapping[str, tuple[Callable[[], set[str]], tuple[str, ...], str]] = {
     "megatron-bridge": (bridge_keys, CORE_PLANS, ""),
     "torchtitan": (
         lambda: recorded("torchtitan_0_3") | {"activation-checkpoint"},
-        tuple(each for each in TITAN_PLANS if "qwen3" not in each),  # refused for 0.3
+        # Those that are not refused for 0.3.
+        tuple(each for each in TITAN_PLANS if not re.search("qwen3|every", each)),
         "0.3",
     ),
     "deepspeed": (deepspeed_keys, SPEED_PLANS, ""),

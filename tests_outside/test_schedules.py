@@ -113,13 +113,19 @@ def test_passes_are_run_in_the_order_of_ours(
         assert passes_of_pytorch(name, rank, pp, microbatches, vpp) == ours
 
 
-def passes_of_megatron(rank: int, pp: int, count: int, vpp: int, group: int) -> list[Action]:
+def passes_of_megatron(
+    rank: int, pp: int, count: int, vpp: int, group: int, *, beside: bool = False
+) -> list[Action]:
     """Return the passes of a rank by Megatron-Core's table and its number of warm-up passes."""
     ranks = SimpleNamespace(size=lambda: pp, rank=lambda: rank)
     messages = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=vpp)
     table = schedules.get_schedule_table(count, vpp, group)
     _, _, warmup, rest = schedules.get_pp_rank_microbatches(
-        count, vpp, group, p2p_communicator=messages
+        count,
+        vpp,
+        group,
+        overlap_moe_expert_parallel_comm=beside,
+        p2p_communicator=messages,
     )
     forward = [Action(Phase.FORWARD, stage, microbatch) for microbatch, stage in table]
     backward = [Action(Phase.BACKWARD, vpp - 1 - stage, at) for at, stage in table]
@@ -127,16 +133,18 @@ def passes_of_megatron(rank: int, pp: int, count: int, vpp: int, group: int) -> 
     return [*forward[:warmup], *chain(*steady), *backward[rest:]]
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(("pp", "microbatches", "vpp", "group"), GROUPS)
 def test_passes_go_in_the_groups_of_megatron_core(
-    pp: int, microbatches: int, vpp: int, group: int | None
+    pp: int, microbatches: int, vpp: int, group: int | None, *, beside: bool
 ) -> None:
-    schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, group)
+    runtime = PipelineRuntime.MEGATRON_CORE
+    schedule = get_schedule("interleaved", runtime, group, beside=beside)
     size = group or core_group(pp, microbatches)
     assert size is not None
     for rank in range(pp):
         ours = schedule.rank_actions(rank, pp, microbatches, vpp)
-        assert passes_of_megatron(rank, pp, microbatches, vpp, size) == ours
+        assert passes_of_megatron(rank, pp, microbatches, vpp, size, beside=beside) == ours
 
 
 def is_taken(pp: int, microbatches: int, group: int) -> bool:

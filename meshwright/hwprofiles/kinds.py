@@ -109,6 +109,20 @@ class Dispatcher(StrEnum):
         return self is not Dispatcher.ALL_TO_ALL
 
 
+class ExpertOverlap(StrEnum):
+    """How exchanges of tokens with ranks of experts run beside what another microbatch computes.
+
+    `MICROBATCHES` runs the forward pass of one microbatch layer by layer with the backward pass of
+    another, so that the exchange of either goes on while the other computes
+    (``overlap_moe_expert_parallel_comm`` of Megatron-Core); `DELAYED_WEIGHTS` also puts gradients
+    of weights behind those of inputs, for exchanges to have more beside them
+    (``delay_wgrad_compute``).
+    """
+
+    MICROBATCHES = "microbatches"
+    DELAYED_WEIGHTS = "delayed-weights"
+
+
 class Recompute(StrEnum):
     """What the backward pass computes again: nothing, the attention core, or whole layers.
 
@@ -140,14 +154,17 @@ class RecomputeModule(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """Which layers of a virtual stage full recomputation runs again, as Megatron-LM names it.
+    """Which layers full recomputation runs again, as Megatron-LM and torchtitan have it.
 
-    `BLOCK` checkpoints so many of its first layers, each by itself, and keeps all of the others;
-    `UNIFORM` checkpoints all, so many at a time.
+    `BLOCK` checkpoints so many of a virtual stage's first layers, each by itself, and keeps all of
+    the others; `UNIFORM` checkpoints all, so many at a time (Megatron-LM's names). `EVERY`
+    checkpoints the last of so many layers of a rank, counted through its virtual stages
+    (torchtitan's ``selective_ac_option``, a number).
     """
 
     BLOCK = "block"
     UNIFORM = "uniform"
+    EVERY = "every"
 
 
 class Kernels(StrEnum):

@@ -22,6 +22,7 @@ from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
     Dispatcher,
+    Kernels,
     LossKernel,
     Offload,
     ParameterGather,
@@ -50,6 +51,7 @@ LISTS = (
     "recompute_methods",
     "context_parallel",
     "dispatchers",
+    "expert_overlaps",
 )
 
 
@@ -294,6 +296,17 @@ def _check_experts(stack: StackProfile) -> None:
         raise ProfileError(
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
+        )
+    can_hide = stack.megatron_layers and stack.kernels is Kernels.FUSED and stack.expert_parallel
+    if stack.expert_overlaps and not can_hide:
+        raise ProfileError(
+            f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
+            "allowed: with megatron_layers, kernels fused and expert_parallel"
+        )
+    if bool(stack.expert_overlaps) != (stack.ep_overlap_fraction > 0):
+        raise ProfileError(
+            f"fitted.ep_overlap_fraction: {stack.ep_overlap_fraction:g} does not go with "
+            "expert_overlaps; allowed: more than 0 exactly where expert_overlaps lists some"
         )
 
 

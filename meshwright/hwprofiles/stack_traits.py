@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Profile
-from meshwright.hwprofiles.kinds import Kernels, LayerFact, RecomputeMethod, Units
+from meshwright.hwprofiles.base import Count, Flag, Fraction, Profile
+from meshwright.hwprofiles.kinds import ExpertOverlap, Kernels, LayerFact, RecomputeMethod, Units
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -60,6 +60,8 @@ class StackTraits(Profile):
         tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
             whole on each rank, and every product whose outputs are split sums the gradient of its
             input over the ranks by itself.
+        expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
+        ep_overlap_fraction: The part that hides of what then could.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -89,6 +91,10 @@ class StackTraits(Profile):
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
+    expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
+    ep_overlap_fraction: Fraction = Field(
+        default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
+    )
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:

@@ -120,7 +120,8 @@ def account(
 def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[MemoryEvent]:
     """Return the live bytes over time of a simulated rank, beyond its static ones."""
     rank = times.ranks[pp_rank]
-    return memory_timeline(built.memory[pp_rank], list(rank.passes()), rank.update_start_ps)
+    passes, update_ps = list(rank.passes()), rank.update_start_ps
+    return memory_timeline(built.memory[pp_rank], passes, update_ps, rank.pairs)
 
 
 def _memory(
@@ -147,7 +148,8 @@ def _memory(
 def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
         rank = times.ranks[pp_rank]
-        moments = fullest_moments(memory, rank.actions, rank.ran, rank.update_start_ps)
+        ran = rank.actions, rank.ran, rank.update_start_ps
+        moments = fullest_moments(memory, *ran, rank.pairs)
         peak = memory_peak(memory, moments)
         tensor = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action

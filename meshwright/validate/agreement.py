@@ -211,6 +211,8 @@ def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:
     besides = {
         f"vpp={plan.num_virtual_stages}": plan.num_virtual_stages > 1,
         f"micro-batch {plan.microbatch_size}": plan.microbatch_size > 1,
+        f"ep {plan.ep}": plan.ep > 1,
+        f"etp {plan.expert_tp}": plan.ep > 1 and plan.expert_tp != plan.tp,
         f"dp-shard {plan.dp_shard}": plan.dp_shard is not None,
         "weights kept after forward": plan.reshard_after_forward is False,
         "weights freed after forward": plan.reshard_after_forward is True,

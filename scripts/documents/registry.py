@@ -50,6 +50,8 @@ MAKERS: dict[str, Maker] = {
     "published peaks": _alone(peaks.published_peaks),
     "excluded peaks": _alone(peaks.excluded_peaks),
     "reserves": _alone(peaks.reserves),
+    "acceptance": _alone(peaks.acceptance),
+    "refused runs": _alone(peaks.refused_runs),
     "memory by kind": _alone(peaks.kinds),
     "bert times": _alone(accuracy.bert_times),
     "bert rates": _alone(accuracy.bert_rates),

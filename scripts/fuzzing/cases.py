@@ -95,7 +95,7 @@ SPEED = {
 }
 MEGATRON = """torchrun --nproc-per-node 8 pretrain_gpt.py \\
   --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 \\
-  --global-batch-size 16 --bf16 --use-flash-attn --seq-length 1024 --recompute-granularity full \\
+  --global-batch-size 16 --bf16 --seq-length 1024 --num-layers 12 --recompute-granularity full \\
   --recompute-method uniform --recompute-num-layers 1 --overlap-grad-reduce
 """
 OF_TITAN = ["--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8"]

@@ -1,7 +1,7 @@
 """The faults: every small change of an expression that a slip of the hand could make."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -63,17 +63,19 @@ def faults_of(path: str, text: str) -> list[Fault]:
     return sorted(found, key=lambda fault: fault.line)
 
 
-def chosen_faults(root: Path, under: str, count: int, seed: int) -> list[Fault]:
-    """Return *count* faults of different lines below the folder *under*, the same for a seed."""
+def chosen_faults(root: Path, under: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """Return *count* faults of different lines of folders or modules, the same for a seed."""
     by_line: dict[tuple[str, int], list[Fault]] = {}
-    for path in sorted((root / under).rglob("*.py")):
+    places = [root / each for each in under]
+    paths = {path for each in places for path in (each, *each.rglob("*.py")) if path.is_file()}
+    for path in sorted(paths):
         name = path.relative_to(root).as_posix()
         if name.split("/")[1] in PACKAGES:
             for fault in faults_of(name, path.read_text(encoding="utf-8")):
                 by_line.setdefault((fault.path, fault.line), []).append(fault)
     random = Random(seed)  # noqa: S311 - no secret
-    places = random.sample(sorted(by_line), min(count, len(by_line)))
-    return [random.choice(by_line[place]) for place in places]
+    lines = random.sample(sorted(by_line), min(count, len(by_line)))
+    return [random.choice(by_line[line]) for line in lines]
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.expr]:

@@ -1,43 +1,15 @@
 """Which tests to run for a fault: those first that name what is at fault."""
 
-import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from mutating.faults import Fault
+from mutating.places import enclosing
 
-NEAR = 6  # test files that run before it is known whether the fault changes an output
-ABOVE = ("tests/planner", "tests/validate", "tests")
+NEAR = 6  # test files that name what is at fault
 # Pages are made by the commands of all others, and what styles them runs no code.
 NOT_RUN = {"test_documents_are_current.py", "test_budgets.py", "test_layers.py"}
-
-
-def enclosing(text: str, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    r"""Return the classes and functions whose bodies hold a *line*, the outermost first.
-
-    >>> [each.name for each in enclosing("class A:\n    def f(self):\n        return 1\n", 3)]
-    ['A', 'f']
-    """
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found = [
-        each
-        for each in ast.walk(ast.parse(text))
-        if isinstance(each, kinds) and each.body[0].lineno <= line <= (each.end_lineno or 0)
-    ]
-    return sorted(found, key=lambda each: each.lineno)
-
-
-def called_at(text: str, line: int) -> int | None:
-    """Return the first line of the function that holds a *line*, decorators included.
-
-    None where the line runs as its file is imported.
-    """
-    functions = [each for each in enclosing(text, line) if not isinstance(each, ast.ClassDef)]
-    if not functions:
-        return None
-    return min([functions[-1].lineno, *(each.lineno for each in functions[-1].decorator_list)])
 
 
 def named_tests(root: Path, fault: Fault, text: str) -> list[str]:
@@ -47,7 +19,7 @@ def named_tests(root: Path, fault: Fault, text: str) -> list[str]:
     module = ".".join(path.with_suffix("").parts)
     package = path.parts[1]
     scores = {}
-    for file in _test_files(root):
+    for file in files_of_tests(root):
         words, imports = _words(root / file)
         score = 8 * len(names & words) + 6 * (module in imports)
         score += 3 * (module.rpartition(".")[0] in imports)
@@ -58,28 +30,19 @@ def named_tests(root: Path, fault: Fault, text: str) -> list[str]:
     return sorted(scores, key=lambda file: (-scores[file], file))
 
 
-def other_tests(root: Path, fault: Fault, named: list[str]) -> Iterator[list[str]]:
-    """Yield those of *named* that are not near, then all others, of the fault's package first."""
-    known = {*named}
-    if named[NEAR:]:
-        yield named[NEAR:]
-    package = fault.path.split("/")[1]
-    for folder in (f"tests/{package}", *ABOVE):
-        files = [
-            file
-            for file in _test_files(root)
-            if Path(file).parent.as_posix() == folder and file not in known
-        ]
-        known |= {*files}
-        if files:
-            yield files
-
-
 @cache
-def _test_files(root: Path) -> list[str]:
+def files_of_tests(root: Path) -> list[str]:
+    """Return the files of tests that are run."""
     paths = sorted((root / "tests").rglob("test_*.py"))
     files = [path.relative_to(root).as_posix() for path in paths if path.name not in NOT_RUN]
     return [file for file in files if not file.startswith("tests/bench/")]
+
+
+def files_of_examples(root: Path) -> list[str]:
+    """Return the modules that show examples."""
+    paths = sorted((root / "meshwright").rglob("*.py"))
+    shown = [path for path in paths if ">>>" in path.read_text(encoding="utf-8")]
+    return [path.relative_to(root).as_posix() for path in shown]
 
 
 @cache

@@ -13,10 +13,11 @@ import shutil
 import sys
 import tempfile
 import time
+from cProfile import Profile
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import NamedTuple
 
+from mutating.places import called
 from same_parts.blocks import read_blocks
 
 LEFT_OUT = ("--help", "--rank 8", "no-such.json")  # text of others, and a fake run of seconds
@@ -37,15 +38,6 @@ class Output(NamedTuple):
     digest: str
     seconds: float
     calls: list[str]
-
-
-def place(path: str, line: int) -> str:
-    """Return a function by its file below the project's package and its first line.
-
-    >>> place("/x/meshwright/simulator/a.py", 3)
-    'meshwright/simulator/a.py:3'
-    """
-    return f"meshwright{path.rpartition('/meshwright')[2]}:{line}"
 
 
 def command_lines(text: str) -> list[list[str]]:
@@ -79,25 +71,14 @@ def digest(words: list[str], inputs: Path) -> str:
 
 def observed(words: list[str], inputs: Path) -> Output:
     """Return what a command prints, and what it calls."""
-    called: set[CodeType] = set()
-
-    def note(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call":
-            called.add(frame.f_code)
-
+    profile = Profile(builtins=False, subcalls=False)
     begin_s = time.process_time()
-    sys.setprofile(note)
+    profile.enable()
     try:
         found = digest(words, inputs)
     finally:
-        sys.setprofile(None)
-    seconds = time.process_time() - begin_s
-    calls = {
-        place(code.co_filename, code.co_firstlineno)
-        for code in called
-        if "/meshwright/" in code.co_filename
-    }
-    return Output(words, found, seconds, sorted(calls))
+        profile.disable()
+    return Output(words, found, time.process_time() - begin_s, called(profile))
 
 
 def usual(text: str, inputs: Path) -> list[Output]:

@@ -1,10 +1,13 @@
 """Put faults into a copy of the checkout, one at a time, and say which the tests find.
 
-A fault is killed if a test fails: first run its module's examples and the few test files that name
-most of what is at fault.  Where those pass, the commands that call what is at fault say whether it
-changes a byte of what they print; if not, it is not counted.  If it does, all other tests run until
-one fails.  Faults for which tests do not end are counted apart.  The same seed gives the same
-faults, and nothing is written to the checkout.
+A fault is killed if a test fails. Which tests call what is at fault is noted before, once, some ten
+minutes for all of them: of these those in the module's examples and in the few test files that name
+most of what is at fault run first, the shortest first. Where those pass, the commands that call it
+say whether it changes a byte of what they print; if not, it is not counted. If it does, all other
+tests that call it run until one fails. Faults for which tests do not end are counted apart. The
+same seed gives the same faults. Nothing is written to the checkout but below .mutate: what was
+noted, and what came of faults, so that a run that was interrupted goes on, and a fault that
+survived is judged again.
 """
 
 import argparse
@@ -16,9 +19,12 @@ from pathlib import Path
 
 from mutating.checkout import ROOT, Copy
 from mutating.faults import PACKAGES, chosen_faults
+from mutating.judging import Judge
 from mutating.report import Verdict, report
+from mutating.verdicts import Verdicts
 
 INTERRUPTED = 130
+KEPT = ROOT / ".mutate"
 
 
 def read_words(words: Sequence[str] | None) -> argparse.Namespace:
@@ -27,18 +33,19 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("count", metavar="N", type=int, help="how many faults")
     parser.add_argument("--seed", type=int, default=0, help="of the choice [0]")
     parser.add_argument(
-        "--under", metavar="FOLDER", default="meshwright", help="where [meshwright]"
-    )
-    parser.add_argument("--from", dest="first", type=int, default=1, help="begin with this one [1]")
-    parser.add_argument(
-        "--most-seconds", type=float, default=1e5, help="of tests for a fault [all of them]"
+        "--under",
+        metavar="FOLDER",
+        nargs="+",
+        default=["meshwright"],
+        help="folders or modules that they are in [meshwright]",
     )
     options = parser.parse_args(words)
-    options.under = Path(options.under).as_posix()
+    options.under = [Path(each).as_posix() for each in options.under]
     folders = ("meshwright", *(f"meshwright/{each}" for each in PACKAGES))
-    is_inside = options.under == folders[0] or options.under.startswith(folders[1:])
-    if not is_inside or not (ROOT / options.under).is_dir():
-        parser.error(f"--under {options.under} is no folder of {', '.join(folders[1:])}")
+    for each in options.under:
+        is_inside = each == folders[0] or each.startswith(folders[1:])
+        if not is_inside or not (ROOT / each).exists():
+            parser.error(f"--under {each} is nothing below {', '.join(folders[1:])}")
     return options
 
 
@@ -50,11 +57,16 @@ def run(words: Sequence[str] | None = None) -> int:
     judged: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         try:
-            copy = Copy(Path(folder), options.most_seconds)
-            for number, fault in enumerate(faults[options.first - 1 :], options.first):
-                judged.append(copy.judge(fault))
+            copy = Copy(Path(folder))
+            judge, kept = Judge(copy, KEPT), Verdicts(KEPT / "verdicts.jsonl", copy.root)
+            for number, fault in enumerate(faults, 1):
+                verdict = kept.of(fault)
+                if verdict is None:
+                    verdict = judge.judge(fault)
+                    kept.add(verdict)
+                judged.append(verdict)
                 place = f"{number} of {len(faults)}  {fault.path}:{fault.line}"
-                sys.stderr.write(f"{place}  {judged[-1].kind}  {judged[-1].reason}\n")
+                sys.stderr.write(f"{place}  {verdict.kind}  {verdict.reason}\n")
         except KeyboardInterrupt:
             sys.stdout.write(report(judged))
             return INTERRUPTED

@@ -93,6 +93,15 @@ def test_no_layout_one_switch_away_is_faster_than_what_is_named() -> None:
     assert len(changes) >= min(4, len(set(fitting)))
 
 
+def test_no_fewer_layers_need_to_run_again_than_are_named() -> None:
+    plan = ParallelPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH)
+    named = [each.plan for each in cheapest_changes(too_large(plan))]
+    (number,) = {each.recompute_layers for each in named} - {None}
+    assert number is not None
+    fewer = replace(plan, recompute=Recompute.FULL, recompute_layers=number - 1)
+    too_large(fewer)
+
+
 def test_a_plan_that_fits_needs_no_change() -> None:
     plan = ParallelPlan(tp=8, pp=8, zero_stage=1, attention=Attention.FLASH, sequence_parallel=True)
     assert cheapest_changes(simulate(JOB, plan, CLUSTER, STACK)) == ()

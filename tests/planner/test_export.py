@@ -20,6 +20,7 @@ from meshwright.validate.cli import plan_of_words
 WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
+EVERY_SECOND = ["--recompute-layers", "2", "--recompute-method", "every"]
 QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
 GROUPED = ["--microbatch-group-size", "12"]
 # Plans by framework: options of simulate, and what an import has to be told.
@@ -99,6 +100,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*TITAN, "--gpus", "16", "--dp-shard", "8", "--recompute", "full"], []),
         ([*TITAN, "--gpus", "16", "--tp", "8", "--sequence-parallel", "--micro-batch", "4"], []),
         ([*TITAN, "--gpus", "16", "--recompute", "selective-op", "--precision", "fp32"], []),
+        ([*TITAN, "--gpus", "8", *EVERY_SECOND], []),
         ([*TITAN, "--gpus", "64", "--tp", "2", "--pp", "4", "--sequence-parallel"], []),
         ([*TITAN, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], []),
         ([*TITAN, "--gpus", "8", "--pp", "4", "--schedule", "gpipe", "--micro-batch", "2"], []),
@@ -129,7 +131,10 @@ def stack_of(version: str | None, word: str) -> str:
 
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
-    lacking = {"0.3": ("fp8", "--ep"), "fsdp1": ("--dp-shard", "--tp")}
+    lacking = {
+        "0.3": ("fp8", "--ep", "--recompute-layers"),
+        "fsdp1": ("--dp-shard", "--tp"),
+    }
     return not {*words}.intersection(lacking.get(version or "", ()))
 
 
@@ -175,6 +180,7 @@ REFUSED = [
     ("torchtitan", [*QWEN, "--gpus", "64", "--pp", "2"], "pp=2"),
     ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
     ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--precision", "fp8"], "precision=fp8"),
+    ("torchtitan 0.3", [*TITAN, "--gpus", "8", *EVERY_SECOND], "recompute_layers=2"),
     ("torchtitan 0.3", ["llama3-405b", *TITAN[1:], "--gpus", "8"], "model=llama3-405b"),
     ("deepspeed", [*LLAMA, "--gpus", "8", "--pp", "2"], "pp=2"),
     ("deepspeed", [*GPT, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
@@ -220,7 +226,7 @@ parallelism_config:
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
     ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
-    ("a.toml", "[activation_checkpoint]\nmode = 'selective'\n", "allowed: op"),
+    ("a.toml", "[activation_checkpoint]\nselective_ac_option = 'x'\n", "allowed: op, a number"),
     ("a.json", '{"zero_optimization": {"stage": 4}}', "allowed: 0, 1, 2, 3"),
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),

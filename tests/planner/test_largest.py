@@ -239,10 +239,10 @@ def spaces() -> Iterator[tuple[Space, Callable[[Space, int], Space], tuple[int, 
         return replace(space, job=replace(space.job, seq_len=value))
 
     def wider(space: Space, value: int) -> Space:
-        rows = space.rows.copy(order="F")
-        rows[:, COLUMNS.index("microbatch_size")] = value
+        codes = space.codes.copy()
+        codes[COLUMNS.index("microbatch_size")] = value
         batch = value * space.job.global_batch_size
-        return replace(space, rows=rows, job=replace(space.job, global_batch_size=batch))
+        return replace(space, codes=codes, job=replace(space.job, global_batch_size=batch))
 
     low = stretches(job_of())[0][0]
     lengths = tuple(48 * -(-low // 48) + 48 * each for each in (0, 1, 50))

@@ -14,6 +14,8 @@ from meshwright.hwprofiles import (
     Kernels,
     Precision,
     Recompute,
+    RecomputeMethod,
+    RecomputeModule,
     StackProfile,
     load_cluster,
     load_stack,
@@ -23,7 +25,7 @@ from meshwright.planner.bounds.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.footprint.least import least_bytes
 from meshwright.planner.search import search
-from meshwright.planner.space import SWITCHES
+from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
@@ -144,6 +146,69 @@ SWITCHED = {
 
 CASES = {
     **SWITCHED,
+    "some layers run again": Case(
+        GROUPED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        6 * GIBI,
+        limits=SpaceLimits(max_recompute_layers=3, recompute=(Recompute.FULL,), max_tp=2),
+    ),
+    "layers run again together": Case(
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        limits=SpaceLimits(
+            recompute_layers=(1, 2),
+            recompute_method=(RecomputeMethod.UNIFORM,),
+            recompute=(Recompute.FULL,),
+            max_microbatch_size=1,
+        ),
+    ),
+    "every other layer runs again": Case(
+        GROUPED,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        8,
+        limits=SpaceLimits(
+            recompute_layers=(None, 2, 3),
+            recompute_method=(RecomputeMethod.EVERY,),
+            recompute=(Recompute.FULL,),
+            max_tp=2,
+            max_microbatch_size=2,
+        ),
+        changes=(("casts_shards_alone", False),),  # as above
+    ),
+    "parts of layers run again": Case(
+        ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        limits=SpaceLimits(
+            recompute_modules=((), (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM)),
+            recompute=(Recompute.NONE, Recompute.SELECTIVE),
+            max_microbatch_size=1,
+            max_tp=1,
+        ),
+    ),
+    "microbatches in larger groups": Case(
+        GROUPED,
+        "dgx-h100",
+        "megatron-core",
+        4,
+        24,
+        limits=SpaceLimits(
+            microbatch_group_size=(None, 3, 5, 6),
+            recompute=(Recompute.NONE,),
+            sequence_parallel=(False,),
+            max_microbatch_size=1,
+        ),
+    ),
     "gpt2 on one node": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 8, 16),
     "gpt2 on a partial node": Case(
         load_model("gpt2"), "dgx-a100", "megatron-lm-2022", 6, 12, limits=TWO_SIZES
@@ -352,7 +417,8 @@ def limits_of(case: Case) -> SpaceLimits:
     stack = load_stack(case.stack)
     if case.frees_switches:
         return case.limits
-    habits = {"stages": (stack.stage_split,), **dict.fromkeys(SWITCHES, (None,))}
+    switches = [name for name in SWITCHES if name not in PASSES]
+    habits = {"stages": (stack.stage_split,), **dict.fromkeys(switches, (None,))}
     if isinstance(case.model, ModelSpec):
         habits["attention"] = (stack.attention,)
     return case.limits.pinned(**habits)

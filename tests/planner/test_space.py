@@ -1,6 +1,7 @@
 """The space of layouts against loops over everything, and the rules at their limits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -214,3 +215,34 @@ def test_an_axis_that_a_stack_lacks_is_not_told_of(stack: str, *, is_told: bool)
     told = {*varied.searched, *(each.name for each in varied.held)}
     assert ("cp" in told) == is_told
     assert "micro_batch" in told or "microbatch_size" in told
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_numbers_of_layers_that_run_again_are_tried_up_to_the_one_asked_for(most: int) -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=4, seq_len=16)
+    both = Recompute.NONE, Recompute.FULL
+    full = NARROW.pinned(recompute=both, recompute_layers=None)
+    known = enumerate_space(job, STACK, 4, full)
+    space = enumerate_space(job, STACK, 4, full.pinned(max_recompute_layers=most))
+    plans = {space.plan(index) for index in range(len(space))}
+    expected = set()
+    for plan in map(known.plan, range(len(known))):
+        expected.add(plan)
+        if plan.recompute is Recompute.FULL:
+            numbers = range(1, min(most + 1, max(plan.stages)))
+            expected |= {replace(plan, recompute_layers=number) for number in numbers}
+    assert plans == expected
+    assert len(space) == len(plans) > len(known)
+
+
+def test_groups_of_microbatches_are_tried_where_the_schedule_takes_them() -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=20, seq_len=16)
+    limits = NARROW.pinned(pp=(2,), tp=(1,), microbatch_size=(1,), microbatch_group_size=(None, 3))
+    known = enumerate_space(job, STACK, 2, limits.pinned(microbatch_group_size=(None,)))
+    space = enumerate_space(job, STACK, 2, limits)
+    # Of 20 microbatches in threes the last group has two, as many as ranks.
+    single = {known.plan(index) for index in range(len(known))}
+    interleaved = (plan for plan in single if plan.num_virtual_stages > 1)
+    grouped = {replace(plan, microbatch_group_size=3) for plan in interleaved}
+    assert grouped
+    assert {space.plan(index) for index in range(len(space))} == single | grouped

@@ -26,7 +26,7 @@ from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
 from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
 from meshwright.simulator.costs.compute import gemm_cost
-from meshwright.simulator.graph import Kind, Memory, Phase, Product, Tensor, Transfer
+from meshwright.simulator.graph import Kind, Memory, Phase, Product, Tensor, Traffic, Transfer
 from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, Experts
 from meshwright.simulator.simulation import simulate
@@ -258,3 +258,33 @@ def test_passes_wait_for_the_host_by_the_experts_of_a_rank(stack: str, waits_us:
     cost = CostModel(load_cluster("dgx-h100"), known, 8).block_cost(shape, EXPERT_LAYER)
     passes = [each.category_ps(Category.HOST) for each in (cost.forward, cost.backward)]
     assert passes == [waits_us * 10**6, 2 * waits_us * 10**6]
+
+
+def test_biases_that_are_added_expert_by_expert_wait_for_the_host() -> None:
+    model = load_model("gpt-oss-120b")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096)
+    plan = replace(PLAN, ep=8, stages=(36,))
+    cost = CostModel(load_cluster("dgx-h100"), STACK, 8)
+    layer = cost.block_cost(BlockShape.of(job, plan, STACK), EXPERT_LAYER)
+    passes = [each.category_ps(Category.HOST) for each in (layer.forward, layer.backward)]
+    # 16 experts, each with 2 and 6 kernels more of 20 us.
+    assert passes == [(300 + 16 * (40 + 40)) * 10**6, (600 + 16 * (80 + 120)) * 10**6]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "moved"), [(Dispatcher.ALL_TO_ALL, 12 + 16), (Dispatcher.HYBRIDEP, 28 + 40)]
+)
+def test_biases_of_experts_are_added_in_the_format_of_shares(
+    dispatcher: Dispatcher, moved: int
+) -> None:
+    model = load_model("gpt-oss-120b")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096)
+    plan = replace(PLAN, stages=(36,), dispatcher=dispatcher)
+    names = {"rows with biases", "outputs with biases", "outputs cast"}
+    steps = walk(BlockShape.of(job, plan, STACK), EXPERT_LAYER).tape.steps
+    own = [
+        each.work.nbytes
+        for each in steps
+        if isinstance(each.work, Traffic) and each.operator.outputs[0].name in names
+    ]
+    assert sum(own) == moved * 4096 * 4 * model.hidden_size

@@ -562,6 +562,13 @@ def test_a_rank_is_in_a_communicator_for_each_group(
     assert num_communicators(mesh, is_tied=tied) == expected
 
 
+def test_a_ring_of_swaps_has_two_communicators_in_the_place_of_one() -> None:
+    # Beside it: of all replicas, and of all ranks.
+    for inner, expected in ((1, 3), (4, 4), (8, 3)):
+        mesh = Mesh(cp=8, cp_inner=inner, node_size=8)
+        assert num_communicators(mesh, is_tied=False) == expected
+
+
 def test_sums_of_gradients_leave_with_the_last_backward() -> None:
     """Of 10 bytes of sums 8 go in the pass that reduces them, which holds less than others do."""
     virtual_stage = VirtualStageMemory(

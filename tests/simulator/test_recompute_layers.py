@@ -25,7 +25,7 @@ from meshwright.simulator import (
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import rank_stages, stack_refusal
 
-BLOCK, UNIFORM = RecomputeMethod.BLOCK, RecomputeMethod.UNIFORM
+BLOCK, UNIFORM, EVERY = RecomputeMethod
 CLUSTER, STACK = load_cluster("dgx-h100"), load_stack("megatron-core")
 GPT = load_model("gpt2")
 assert isinstance(GPT, ModelSpec)
@@ -61,6 +61,51 @@ def test_a_block_is_the_first_layers_of_each_virtual_stage() -> None:
 def test_uniform_checkpoints_hold_so_many_layers() -> None:
     assert passes_of(again(3, UNIFORM)) == [("embedding", 1), ("3-layer checkpoint", 2)]
     assert passes_of(again(1, UNIFORM)) == passes_of(FULL)
+
+
+def test_every_second_layer_is_counted_through_the_virtual_stages_of_a_rank() -> None:
+    kept, layer = ("kept layer", 1), ("layer", 1)
+    assert passes_of(again(2, EVERY)) == [("embedding", 1), *([kept, layer] * 3)]
+    # Its first virtual stage has three layers: the next one begins with an even one.
+    assert passes_of(again(2, EVERY, num_virtual_stages=2, stages=(3, 3, 3, 3))) == [
+        layer,
+        kept,
+        layer,
+    ]
+    assert passes_of(again(1, EVERY)) == passes_of(FULL)
+    assert passes_of(again(7, EVERY)) == [("embedding", 1), ("kept layer", 6)]
+    stage = rank_stages(GPT, again(3, EVERY), 1)[0]
+    parts = stage.part(0, 2), stage.part(2, 7)
+    assert [run for part in parts for run in part.passes] == [
+        ("kept layer", 2),
+        layer,
+        ("kept layer", 2),
+        layer,
+        ("head", 1),
+    ]
+
+
+def test_torchtitan_runs_every_second_layer_again() -> None:
+    """Half of what all layers recompute and save, where another layer beside is no matter."""
+    stack, none = load_stack("torchtitan"), replace(NONE, zero_stage=3)
+    plans = [
+        none,
+        *(
+            replace(again(number, EVERY, zero_stage=3), attention=Attention.FLASH)
+            for number in (6, 3, 2, 1)
+        ),
+    ]
+    results = [simulate(JOB, plan, CLUSTER, stack) for plan in plans]
+    times = [each.step_time_s for each in results]
+    peaks = [each.memory.peak_bytes for each in results]
+    assert times == sorted(times)
+    assert peaks == sorted(peaks, reverse=True)
+    flops = [hardware_flops(JOB, plan, stack) for plan in plans]
+    assert [each - flops[0] for each in flops[1:]] == [
+        (flops[-1] - flops[0]) // number for number in (6, 3, 2, 1)
+    ]
+    full = simulate(JOB, replace(FULL, zero_stage=3), CLUSTER, stack)
+    assert (times[-1], peaks[-1]) == (full.step_time_s, full.memory.peak_bytes)
 
 
 def test_a_stage_cut_anywhere_repeats_the_same_layers() -> None:
@@ -106,6 +151,8 @@ def test_time_and_memory_lie_between_none_and_all() -> None:
         (again(4, UNIFORM), "megatron-core", "does not divide a stage of 6 layers"),
         (again(2), "megatron-lm-2022", "recompute_method=block is not offered by stack"),
         (again(1, UNIFORM), "torchtitan", "recompute_method=uniform is not offered by stack"),
+        (again(2, EVERY), "megatron-core", "recompute_method=every is not offered by stack"),
+        (again(2, EVERY), "torchtitan-2026-08", "allowed: leave recompute_layers out"),
     ],
 )
 def test_layers_that_cannot_run_again_are_refused_by_name(

@@ -31,6 +31,12 @@ EVERY += [
     )
     for size in (3, 5)
 ]
+EVERY += [
+    pytest.param(
+        get_schedule(name, PipelineRuntime.MEGATRON_CORE, beside=True), id=f"{name} with pairs"
+    )
+    for name in ("1f1b", "interleaved")
+]
 
 
 def sizes(

@@ -153,7 +153,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     )
     # The gradients of the head and of a layer's matrices, as far as they live together.
     assert 4 * TABLE < first.buffers_bytes - later.buffers_bytes <= 4 * (TABLE + LAYER)
-    assert passes.adding < passes.layer[1]
+    assert passes.layers[0].adding < passes.layers[0].work[1]
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:

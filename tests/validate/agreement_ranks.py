@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import pickle
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch.distributed.pipelining  # slow to import, too
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program
-from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.contract.request import ProgramRequest, Routing
 from meshwright.validate.ranks.measurement import RankMeasurement
 from meshwright.validate.runs.fake import NUM_STEPS, run_counted
 
@@ -32,7 +33,12 @@ def num_steps(saved: SavedPlan) -> int:
     return NUM_STEPS if saved.stack.name == "ddp" else NUM_STEPS - 1
 
 
+def means_of(steps: Iterable[list[torch.Tensor]]) -> tuple[float, ...]:
+    return tuple(sum(each.item() for each in losses) / len(losses) for losses in steps if losses)
+
+
 def count(saved: SavedPlan, rank: int) -> RankMeasurement:
+    routing = Routing()
     program = build_program(
         ProgramRequest(
             job=saved.job,
@@ -43,15 +49,16 @@ def count(saved: SavedPlan, rank: int) -> RankMeasurement:
             initialise=True,
             num_microbatches=saved.plan.num_microbatches(saved.job),
             dropout=0.0,
+            routing=routing,
         )
     )
     oracle = RankOracle(program.groups)
+    first: tuple[float, ...] = ()
+    if saved.job.model.experts is not None:  # counts are of balanced experts, losses are not
+        first = means_of(program.run_step(step) for step in range(NUM_STEPS))
+        routing.is_balanced = True
     with oracle:
-        means = tuple(
-            sum(loss.item() for loss in losses) / len(losses)
-            for losses in run_counted(program, oracle, num_steps(saved))
-            if losses
-        )
+        means = means_of(run_counted(program, oracle, num_steps(saved)))
     return RankMeasurement(
         rank=rank,
         world_size=saved.plan.world_size,
@@ -60,7 +67,7 @@ def count(saved: SavedPlan, rank: int) -> RankMeasurement:
         collectives=oracle.collectives,
         peak_bytes=oracle.peak_bytes,
         bytes_at_peak=oracle.bytes_at_peak,
-        losses=means,
+        losses=first or means,
     )
 
 

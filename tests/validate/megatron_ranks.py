@@ -24,6 +24,7 @@ import torch.distributed as dist
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.validate.programs.contract.request import ProgramRequest
+from meshwright.validate.programs.experts.group import ExpertGroup
 from meshwright.validate.programs.megatron.program import MegatronProgram
 from meshwright.validate.programs.megatron.weights import weight_parts
 
@@ -82,13 +83,15 @@ def noted(compute: Norm, norms: list[float]) -> Norm:
 
 def spread_of_copies(program: MegatronProgram, case: Case, rank: int) -> float:
     """Return the most that two ranks differ in a norm of a weight that both hold."""
-    tp_rank = rank % case.plan.tp
-    held = {
-        (part.name, None if part.whole.tp_dim is None else tp_rank): part.parameter.norm().item()
-        for stage in program.stages
-        for part in weight_parts(stage, case.job.model, case.job.model.vocab_size)
-    }
-    everyone: list[dict[tuple[str, int | None], float]] = [{}] * case.plan.world_size
+    plan, sizes = case.plan, (case.job.model, case.job.model.vocab_size)
+    experts = ExpertGroup(ep_rank=rank // plan.expert_tp % plan.ep, num_ep=plan.ep)
+    held = {}
+    for stage in program.stages:
+        for part in weight_parts(stage, *sizes, experts):
+            ranks = plan.tp if part.expert is None else plan.expert_tp
+            split = None if part.whole.tp_dim is None else rank % ranks
+            held[part.name, part.expert, split] = part.parameter.norm().item()
+    everyone: list[dict[tuple[str, int | None, int | None], float]] = [{}] * plan.world_size
     dist.all_gather_object(everyone, held)
     copies = defaultdict(list)
     for each in everyone:

@@ -23,6 +23,7 @@ from meshwright.hwprofiles import (  # noqa: E402
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.simulator.model import Experts  # noqa: E402
 from meshwright.validate.comparison.checks import PEAK, CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 from meshwright.validate.ranks.measurement import RankMeasurement  # noqa: E402
@@ -53,6 +54,8 @@ LLAMA = ModelSpec(
     mlp_bias=False,
     **SIZES,
 )
+EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
+MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -100,6 +103,8 @@ CASES = {
     "1f1b of 4": saved(LLAMA, "megatron-core", pp=4),
     "interleaved zero 1": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **INTERLEAVED),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
+    "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
+    "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from left_running import left_running
 
+from killing.processes import left_running
 from meshwright.hwprofiles import load_cluster, load_stack
 from meshwright.hwprofiles.kinds import Precision
 from meshwright.planner.reports import SavedPlan

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from left_running import left_running
+
+from killing.processes import MARK, left_running, marked
 
 LONG_S = 60.0
-MARK = "MESHWRIGHT_TEST_MARK"
 STEP = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "16"]
 COMMAND = ["-m", "meshwright"]
 # Few kernels; the second never ends in a first run.
@@ -36,18 +36,6 @@ device_bench.device_cases, device_bench.BATCH_CASES = (lambda *_: cases), 1
 device_bench.measure_batch = measured
 sys.exit(main(["calibrate", "--device", "cpu", "--out", sys.argv[1]]))
 """
-
-
-def marked(mark: str) -> list[int]:
-    """Return the processes that run with *mark* in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # another's, or gone
-            continue
-    return found
 
 
 def killed(words: list[str], mark: str, moment: Callable[[], bool]) -> None:

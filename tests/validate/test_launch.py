@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from left_running import left_running
 
+from killing.processes import left_running
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.documents import json_text
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document

@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.simulator.model import Experts  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
 from meshwright.validate.programs.layers.transformer import LayerOptions, VirtualStage  # noqa: E402
 from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
@@ -51,7 +52,22 @@ LLAMA = ModelSpec(
     mlp_bias=False,
     dropout=False,
 )
+EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16)
+MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+# Norms of wide heads (Qwen3).
+HEADS = LLAMA.model_copy(update={"qk_norm": "head", "head_dim": 16})
+# Sigmoid scores, shared experts beside routed ones, a dense layer first (DeepSeek-V3).
+MIXED = HEADS.model_copy(
+    update={
+        "experts": EXPERTS.model_copy(
+            update={"scores": "sigmoid", "shared_hidden_size": 24, "first_dense_layers": 1}
+        )
+    }
+)
 MODELS = {
+    "mixtral": MIXTRAL,
+    "mixed": MIXED,
+    "heads": HEADS,
     "gpt": GPT,
     "gpt-untied": GPT.model_copy(update={"tied_embeddings": False}),
     "llama": LLAMA,
@@ -150,6 +166,24 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         ),
         "megatron-core",
     ),
+    "tp2 heads": ("heads", ParallelPlan(tp=2, stages=(4,), attention=FLASH), "megatron-core"),
+    "ep2 dp2": ("mixtral", ParallelPlan(dp=2, ep=2, stages=(4,), zero_stage=1), "megatron-core"),
+    "ep4 tp2 pp2": (
+        "mixed",
+        replace(HYBRID, ep=4, etp=1),
+        "megatron-core",
+    ),
+    "ep2 dp4": (
+        "mixed",
+        ParallelPlan(dp=4, ep=2, stages=(4,), zero_stage=1, recompute=Recompute.FULL),
+        "megatron-core",
+    ),
+    "ep2 etp2": (
+        "mixtral",
+        replace(HYBRID, ep=2, etp=2, recompute=Recompute.SELECTIVE),
+        "megatron-core",
+    ),
+    "tp2 experts": ("mixed", replace(HYBRID, dp=1), "megatron-core"),
     "hybrid 2021": (
         "gpt-untied",
         ParallelPlan(tp=2, pp=2, dp=2, stages=(2, 2), recompute=Recompute.FULL),

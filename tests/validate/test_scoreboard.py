@@ -65,6 +65,8 @@ FP8_LIMITS = {
     "MosaicML": 0.05,
     "Vultr": 0.06,
 }
+BRIDGE = "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06"
+BESIDE = f"{BRIDGE}, experts beside microbatches"
 # Runs with routed experts. Qwen3 on H100, where it waits for its host, and gpt-oss are not
 # predicted: docs/accuracy.md says which terms are missing.
 EXPERT_LIMITS = {
@@ -72,6 +74,13 @@ EXPERT_LIMITS = {
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 bf16": 0.05,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 fp8": 0.12,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
+    # One CUDA graph for the step, a fused kernel of experts and attention in fp8 are not modelled,
+    # nor why Qwen3 235B on B300 took 49 s.
+    BESIDE: 0.18,
+    f"{BESIDE}, H100 fp8": 0.10,
+    "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts beside microbatches": 0.14,
+    "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100, beside microbatches": 0.07,
+    "Megatron-MoE-ModelZoo, Qwen3 235B (e865051), beside microbatches": 0.06,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
@@ -89,6 +98,7 @@ MEMORY_LIMITS = {
     "NVIDIA dgxc": 0.10,
     "SimuMax": 0.03,
     "torchtitan": 0.06,
+    "NVIDIA Megatron-Bridge performance notes": 0.06,
 }
 
 
@@ -121,7 +131,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 40
+    assert len(errors) == 46
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 
@@ -146,15 +156,16 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: twelve whose recipes run parts of layers again, which is not offered, and two of
-    # Qwen3 30B in fp8 with two sequences a microbatch.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 14
+    # Of experts: two of Qwen3 30B in fp8 with microbatches of two, and two of DeepSeek-V3 whose
+    # scripts let the allocator's segments grow, which their stack does not.
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 4
+    assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
     assert len(board.verdicts) == len(load_published_runs())
     errors = [error for own in peaks.errors_by_kind().values() for error in own]
-    assert len(errors) == 294
+    assert len(errors) == 295
     assert abs(median(errors)) < 0.02
     assert sum(error < -0.05 for error in errors) <= 0.05 * len(errors)
 
@@ -181,7 +192,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (590, 10, 90)
+    assert (len(runs), len(layers), len(board.excluded)) == (614, 10, 69)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:

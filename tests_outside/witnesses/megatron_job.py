@@ -14,6 +14,7 @@ from torch.nn import functional
 from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import ModelSpec, padded_vocab_size
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
@@ -248,9 +249,10 @@ def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
     if plan.recompute is Recompute.NONE:
         return {}
     if plan.recompute is Recompute.SELECTIVE:
+        modules = repeated_modules(plan.recompute, plan.recompute_modules)
         return {
             "recompute_granularity": "selective",
-            "recompute_modules": [str(each) for each in plan.repeated_modules],
+            "recompute_modules": [*map(str, modules)],
         }
     usual = RecomputeMethod.BLOCK if plan.recompute_layers else RecomputeMethod.UNIFORM
     return {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
 
-from meshwright.hwprofiles import Recompute
+from meshwright.hwprofiles import Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.model import Experts
@@ -29,7 +29,7 @@ from witnesses.torchtitan_parts import (
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
-    from torchtitan.distributed import pipeline_parallel
+    from torchtitan.distributed import activation_checkpoint, pipeline_parallel
     from torchtitan.models import llama3, qwen3
     from torchtitan.models.llama3.infra import parallelize
     from torchtitan.models.moe import MoEArgs
@@ -108,6 +108,8 @@ class TorchtitanJob(TrainerJob):
         stage_type = torch.bfloat16 if plan.dp > 1 else torch.float32
         with (
             patch.dict(train_spec._extra_train_specs, {NAME: spec}),
+            # It counts the layers of all jobs of a process.
+            patch.object(activation_checkpoint, "_layer_sac_count", 0),
             stages_with_shapes(pipeline_parallel, saved, stage_type),
         ):
             super().__init__(saved, train.Trainer(job_config(job, plan)))
@@ -208,6 +210,8 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     parallelism.pipeline_parallel_microbatch_size = plan.microbatch_size
     parallelism.module_fqns_per_model_part = stage_modules(plan, "output") if plan.pp > 1 else None
     mode, option = CHECKPOINTS[plan.recompute]
+    if plan.recompute_method is RecomputeMethod.EVERY:
+        mode, option = "selective", str(plan.recompute_layers)
     config.activation_checkpoint.mode = mode
     config.activation_checkpoint.selective_ac_option = option
     return config

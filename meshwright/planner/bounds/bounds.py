@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.hwprofiles import Cluster
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
 from meshwright.planner.bounds.ranks import Layouts, Ranks, Replicas, Sharing, time_of
 from meshwright.planner.bounds.ways import WayTable, end_blocks
 from meshwright.planner.space import (
-    BASIC,
     SWITCHES,
     Column,
     Pipeline,
@@ -54,10 +54,12 @@ class StepBounds:
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
 
-        Those that differ in their switches alone have one.
+        Those of one shape and pipeline with as many microbatches have one.
         """
-        shapes = self._table.index[indices]
-        first, member = distinct([shapes, *(self._space.column(name)[indices] for name in BASIC)])
+        space = self._space
+        known = (self._table.index, space.pipeline_numbers, space.num_microbatches)
+        is_far = np.asarray(_are_far(space, indices, self._costs.cluster), np.int64)
+        first, member = distinct([*(column[indices] for column in known), is_far])
         return self.lower_bounds_ps(indices[first], is_rough=True)[member]
 
     def lower_bounds_ps(self, indices: NDArray[np.int64], *, is_rough: bool = False) -> Column:
@@ -73,10 +75,7 @@ class StepBounds:
 
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]
-        # Neighbours on the pipeline axis are tp x cp x dp ranks apart.  From a node's size on,
-        # messages leave their node; below, some do not, and the lesser of both times is for all.
-        per_stage = self._space.column("tp")[indices] * self._space.column(DP_CP)[indices]
-        is_far = per_stage[:, None] >= self._costs.cluster.devices_per_node
+        is_far = _are_far(self._space, indices, self._costs.cluster)[:, None]
         messages, blocks = times.messages[shapes], times.blocks[shapes]
         forward, backward = blocks[:, 0::2], blocks[:, 1::2]
         pipeline = self._space.pipeline_numbers[indices]
@@ -189,6 +188,16 @@ class StepBounds:
         columns = zip(*(rows or [(DataParallelTimes(), 0, none, none)]), strict=True)
         times_of, *others = (np.array(each, np.int64)[member] for each in columns)
         return Replicas(DataParallelTimes(*times_of.T), *others)
+
+
+def _are_far(space: Space, indices: Column, cluster: Cluster) -> NDArray[np.bool_]:
+    """Return whether all messages between stages leave their node, of each of *indices*.
+
+    Neighbours on the pipeline axis are tp x cp x dp ranks apart.  With fewer of them than a node
+    has some messages stay there, and the lesser of both times is for all.
+    """
+    per_stage = space.column("tp")[indices] * space.column(DP_CP)[indices]
+    return np.asarray(per_stage >= cluster.devices_per_node)
 
 
 def _rank_end(ranks: Ranks, delay: Column) -> Column:

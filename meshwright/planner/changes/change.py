@@ -46,7 +46,7 @@ class Change:
         """The change as options of the command line; one axis takes the devices that are left."""
         rest = {axis for axis, known in AXES.items() if known.takes_rest}
         said = ((name, value) for name, value in self.fields.items() if name not in rest)
-        return " ".join(_option(name, value) for name, value in said)
+        return " ".join(_option(name, value) for name, value in said if value != ())
 
     def __str__(self) -> str:
         """Return the change in a line: options, memory and time."""
@@ -59,4 +59,5 @@ def _option(name: str, value: object) -> str:
     option = PLAN_FIELDS[name].option.replace("_", "-") if name in PLAN_FIELDS else name
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
-    return f"--{option} {value}"
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"--{option} {text}"

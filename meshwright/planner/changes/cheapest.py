@@ -1,12 +1,13 @@
 """The cheapest changes of a plan that make it fit: single ones, pairs, layouts, more devices."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from meshwright.hwprofiles import Strategy
+from meshwright.hwprofiles import Recompute, RecomputeMethod, Strategy
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.changes.change import Change
 from meshwright.planner.changes.switches import Fields, switched, switches
@@ -116,6 +117,7 @@ def cheapest_changes(
     costs = CostModel(before.cluster, before.stack, before.plan.world_size)
     trials = Trials(before, memory_limit_bytes, costs, progress)
     singles = list(trials.all_of(switches(before.plan, before.stack)))
+    singles += trials.all_of(_fewest_layers(trials))
     found = _fastest(singles) or _fastest(trials.all_of(_pairs(singles)))
     if found or before.stack.strategy is not Strategy.MESH:
         return found
@@ -124,6 +126,27 @@ def cheapest_changes(
         if found:
             return found
     return ()
+
+
+def _fewest_layers(trials: Trials) -> Iterator[Fields]:
+    """Yield the fewest first layers of each stage that need to run again, where not all need to."""
+    before, mode = trials.before, Recompute.FULL
+    plan = before.plan
+    if RecomputeMethod.BLOCK not in before.stack.recompute_methods or plan.recompute is mode:
+        return
+    named = {"recompute": mode, "recompute_modules": ()}
+    numbers = range(1, max(plan.stages))
+
+    def fits(number: int) -> bool:
+        """Return whether so many layers are enough: with more a step needs no more memory."""
+        fields = {**named, "recompute_layers": number}
+        found = [fits for _, fits in trials.all_of([fields])]
+        return any(found)
+
+    if numbers and fits(numbers[-1]):
+        fewest = numbers[bisect_left(numbers, x=True, key=fits)]
+        changed = {name: value for name, value in named.items() if value != getattr(plan, name)}
+        yield {**changed, "recompute_layers": fewest}
 
 
 def _fastest(tried: Iterable[tuple[Change, bool]]) -> tuple[Change, ...]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import ContextParallel, StageSplit
-from meshwright.planner.cli.request import Setting, check_fields
+from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit
+from meshwright.planner.cli.request import Setting, check_fields, read_modules
 from meshwright.planner.options import Given, option_of
 from meshwright.planner.space import SpaceLimits, is_searched
 from meshwright.simulator import (
@@ -35,6 +35,7 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
     Raises:
         PlanError: If pins contradict each other, the model or the number of devices.
     """
+    given = _with_recompute(given)
     check_fields(setting.job, given)
     check_pins(setting, given)
     schedule, rule = given.get("schedule"), _stage_rule(cast("str | None", given.get("stages")))
@@ -45,6 +46,26 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
         pins["schedule"] = (get_schedule(cast("str", schedule)).name,)
     limits = {each.limit: given[each.limit] for each in SEARCHED_FIELDS if each.limit in given}
     return SpaceLimits(**cast("dict[str, Any]", pins | limits))
+
+
+def _with_recompute(given: Given) -> Given:
+    """Return *given* with the mode of recomputation that its parts, or numbers of layers, are of.
+
+    Raises:
+        PlanError: If another one is given.
+    """
+    modules, number = given.get("recompute_modules"), given.get("recompute_layers")
+    most, mode = given.get("max_recompute_layers"), given.get("recompute")
+    if most is not None and mode not in {None, Recompute.FULL}:
+        raise PlanError(
+            f"{option_of('max_recompute_layers')} {most} and {option_of('recompute')} {mode} "
+            "contradict each other"
+        )
+    implied: dict[str, object] = {} if number is None else {"recompute": Recompute.FULL}
+    if isinstance(modules, str):
+        implied = {"recompute": Recompute.SELECTIVE}
+        given = {**given, "recompute_modules": read_modules(modules)}
+    return {**implied, **given}
 
 
 def _stage_rule(text: str | None) -> StageSplit | None:
@@ -138,7 +159,10 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
         and not (each.declaration.is_limited or each.declaration.of_experts)
         and each.name != "stages"
     }
-    ep = _number(given, "ep")
+    ep, number = _number(given, "ep"), given.get("recompute_layers")
+    if number is None and "max_recompute_layers" in given:
+        number, switches["recompute"] = 1, Recompute.FULL
+    has_groups = "microbatch_group_size" in given
     usual = {
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
@@ -148,8 +172,9 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
         "ep": ep,
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),
-        "schedule": stack.schedules[0],
-        "stages": (1,),
+        "schedule": "interleaved" if has_groups else stack.schedules[0],
+        "recompute_layers": number,
+        "stages": (number or 1,),
     }
     plan = ParallelPlan.of(usual | switches)
     return replace(plan, schedule=get_schedule(plan.schedule).name)

@@ -134,7 +134,7 @@ def _value_text(step: StepResult, field: PlanField) -> str:
     value = getattr(step.plan, field.name)
     if field.name == "stages":
         value = stages_rule(step.job, step.plan, step.stack)
-    return "-" if value is None else value_text(value)
+    return "-" if value in {None, ()} else value_text(value)
 
 
 def _results(steps: Sequence[StepResult]) -> list[Column]:

@@ -86,13 +86,17 @@ def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[Memo
 def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
     """Return the passes of each virtual stage that have kept something, at the fullest instant.
 
-    The pass of that instant is among them.
+    The pass of that instant is among them, but for a forward pass beside a backward pass, which
+    keeps what this frees.
     """
     assert step.times is not None  # a mesh has times
     rank, peak_ps = step.times.ranks[pp_rank], step.memory.by_stage[pp_rank].peak_time_ps
     counts = [0] * step.plan.num_virtual_stages
-    for (phase, virtual_stage, _), start_ps, end_ps in rank.passes():
-        if phase is Phase.FORWARD and start_ps <= peak_ps:
+    for place, ((phase, virtual_stage, _), start_ps, end_ps) in enumerate(rank.passes()):
+        is_kept = start_ps <= peak_ps
+        if place in rank.pairs:
+            is_kept = rank.ends_ps[place + 1] <= peak_ps
+        if phase is Phase.FORWARD and is_kept:
             counts[virtual_stage] += 1
         elif phase is not Phase.FORWARD and end_ps <= peak_ps:
             counts[virtual_stage] -= 1

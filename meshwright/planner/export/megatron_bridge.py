@@ -41,7 +41,7 @@ def table() -> tuple[Row, ...]:
         words.same("seq_len", "dataset.seq_length"),
         words.told(("dp", "world_size"), lambda _: None),
         _shards(),
-        *shared_rows(words, "model.{}".format, off=False),
+        *shared_rows(words, "model.{}".format, overlap="comm_overlap.{}".format, off=False),
         stages_row(
             words,
             "model.pipeline_model_parallel_layout",

@@ -24,6 +24,7 @@ from meshwright.simulator.layout import read_layout
 from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
+METHODS = (RecomputeMethod.BLOCK, RecomputeMethod.UNIFORM)
 MODULES = "modules"
 BATCHES = {"microbatch_size": "micro_batch_size", "global_batch_size": "global_batch_size"}
 CONTEXT: Mapping[object, object] = {
@@ -40,12 +41,15 @@ RECOMPUTE: Mapping[object, Keys] = {
 }
 
 
-def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tuple[Row, ...]:
+def shared_rows(
+    words: Words, key: Callable[[str], str], *, overlap: Callable[[str], str], off: object
+) -> tuple[Row, ...]:
     """Return the correspondences of all that is trained by Megatron-Core.
 
     Args:
         words: Of the framework.
         key: From a field of Megatron-Core's TransformerConfig to the framework's key.
+        overlap: The same of a field that says what goes on beside other work.
         off: What stands for a switch that is not on; None where its key is left out.
     """
     return (
@@ -81,6 +85,8 @@ def shared_rows(words: Words, key: Callable[[str], str], *, off: object) -> tupl
         _context(words, key),
         words.held(key("expert_model_parallel_size"), (1,)),
         words.held(key("expert_tensor_parallel_size"), (1, None)),
+        words.held(overlap("overlap_moe_expert_parallel_comm"), (False, None)),
+        words.held(overlap("delay_wgrad_compute"), (False, None)),
     )
 
 
@@ -148,7 +154,7 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
         raise PlanError(
             f"{given} of {words.framework} is in no plan; allowed: none, "
             f"{keys['granularity']}=selective alone, or full with a method "
-            f"({', '.join(RecomputeMethod)}) and a number of layers"
+            f"({', '.join(METHODS)}) and a number of layers"
         )
 
     fields = ("recompute", "recompute_modules", "recompute_layers", "recompute_method")
@@ -159,7 +165,7 @@ def _layers(theirs: Keys) -> Keys | None:
     """Return which layers are recomputed in full, None where the keys do not say it."""
     method, number = theirs.get("method"), theirs.get("num_layers")
     is_full = theirs.keys() == FULL.keys() and theirs["granularity"] == FULL["granularity"]
-    if not is_full or method not in list(RecomputeMethod) or not isinstance(number, int):
+    if not is_full or method not in METHODS or not isinstance(number, int):
         return None
     said = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
     return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}

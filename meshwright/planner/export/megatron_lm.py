@@ -33,7 +33,7 @@ def table() -> tuple[Row, ...]:
         words.same("seq_len", "seq-length"),
         _model(),
         words.choice("zero_stage", "use-distributed-optimizer", {0: None, 1: True}),
-        *shared_rows(words, _dashed, off=None),
+        *shared_rows(words, _dashed, overlap=_dashed, off=None),
         stages_row(
             words,
             "pipeline-model-parallel-layout",

@@ -208,11 +208,15 @@ def read_flags(words: list[str]) -> Keys:
 
     >>> read_flags(["python", "x.py", "--bf16", "--lr", "0.1", "--tp=2"])
     {'bf16': True, 'lr': 0.1, 'tp': 2}
+    >>> read_flags(["torchrun", "--nproc-per-node", "8", "x.py", "--bf16"])
+    {'nproc-per-node': 8, 'bf16': True}
     """
     found: Keys = {}
     name = ""
     for word in words:
-        if re.match(r"--[A-Za-z]", word):
+        if word.endswith(".py"):  # ends what is its launcher's
+            name = ""
+        elif re.match(r"--[A-Za-z]", word):
             name, sign, value = word[2:].partition("=")
             if name in found:
                 raise PlanError(f"--{name} appears twice")

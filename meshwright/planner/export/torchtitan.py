@@ -7,7 +7,14 @@ Keys are those of JobConfig (torchtitan/config/job_config.py of 0.2.2), and of T
 from collections.abc import Mapping
 from typing import cast
 
-from meshwright.hwprofiles import Attention, Kernels, Offload, Precision, Recompute
+from meshwright.hwprofiles import (
+    Attention,
+    Kernels,
+    Offload,
+    Precision,
+    Recompute,
+    RecomputeMethod,
+)
 from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, not_offered
 from meshwright.planner.export.texts import (
@@ -223,17 +230,27 @@ def _toml_precision() -> Row:
 def _toml_recompute() -> Row:
     mode, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     row = WORDS.choice("recompute", mode, CHECKPOINTS, default="selective")
+    fields = "recompute", "recompute_layers", "recompute_method"
 
     def write(facts: Facts) -> Keys:
+        number = facts.get("recompute_layers")
+        if number is not None:
+            WORDS.known("recompute_method", facts, (RecomputeMethod.EVERY,))
+            return {mode: "selective", option: str(number)}
         found = row.write(facts)
         return found | ({option: "op"} if found[mode] == "selective" else {})
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        if keys.get(mode, "selective") == "selective" and keys.get(option, "2") != "op":
-            raise WORDS.unknown(option, keys.get(option, "2"), ("op",))
-        return {**row.read(keys, facts)}
+        said = str(keys.get(option, "2"))
+        if keys.get(mode, "selective") != "selective" or said == "op":
+            return {**row.read(keys, facts)}
+        if not said.isdecimal():
+            raise WORDS.unknown(option, said, ("op", "a number of layers"))
+        # Of 0, as of 1, all layers run again (`_apply_layer_sac`).
+        values = Recompute.FULL, max(1, int(said)), RecomputeMethod.EVERY
+        return dict(zip(fields, values, strict=True))
 
-    return Row(fields=("recompute",), keys=(mode, option), write=write, read=read)
+    return Row(fields=fields, keys=(mode, option), write=write, read=read)
 
 
 def _files(export: Export) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from meshwright.simulator.memory import (
     pass_workspace_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.model import BlockKind
+from meshwright.simulator.model import BlockKind, model_blocks
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,7 +47,7 @@ class ParameterCounts:
         by_degrees = {_degrees(shape): shape for shape in table.shapes}
         counts = {
             degrees: (
-                *(shape.parameters[kind] for kind in table.kinds),
+                *(_total(shape.parameters, kind) for kind in table.kinds),
                 shape.tied_parameters,
             )
             for degrees, shape in by_degrees.items()
@@ -57,7 +57,7 @@ class ParameterCounts:
         self._experts = None
         if any(shape.expert_parameters for shape in table.shapes):
             experts = [
-                [shape.expert_parameters.get(kind, 0) for kind in table.kinds]
+                [_total(shape.expert_parameters, kind) for kind in table.kinds]
                 for shape in table.shapes
             ]
             self._experts = np.array(experts, np.int64)
@@ -79,6 +79,11 @@ class ParameterCounts:
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""
         return self._beside.of_rank(shape_index, stages)
+
+
+def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:
+    """Return the *parameters* of a block of *kind*, of those by the kinds of a model's blocks."""
+    return sum(parameters.get(each, 0) for each in model_blocks(kind))
 
 
 def _degrees(shape: BlockShape) -> tuple[int, int, int]:
@@ -183,7 +188,7 @@ class Footprint:
 
 
 def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
-    known = [block_bytes(blocks, shape) for shape in table.shapes]
+    known = [block_bytes(blocks, shape, others=table.kinds) for shape in table.shapes]
     columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
     return _Sizes(
         table.kinds,
@@ -244,7 +249,7 @@ def _group_peaks(
 
 def _shared_buffers(sizes: _Sizes, role: Role) -> Column:
     """Return what blocks of a rank share throughout the step, one row a shape."""
-    kinds = {kind for stage in role.stages for kind, _ in stage.blocks}
+    kinds = {kind for stage in role.stages for kind, _ in stage.passes}
     own = [number for number, kind in enumerate(sizes.kinds) if kind in kinds]
     return np.asarray(sizes.buffers[:, own].max(axis=1), np.int64)
 
@@ -258,7 +263,7 @@ def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
 
 def _candidates(pipeline: Pipeline, role: Role, microbatches: Column) -> NDArray[np.int64]:
     """Return the moments among which each layout's peak is, as `fullest_moments` has them."""
-    representative = representative_microbatches(role, pipeline.pp, microbatches)
+    representative = representative_microbatches(pipeline, role, microbatches)
     first, member = distinct([representative])
     return fullest_moments(pipeline, role, representative[first])[member]
 

@@ -23,7 +23,7 @@ from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import BlockTable, beside_weights_bytes
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import BlockRun, layer_kinds
+from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
 from meshwright.simulator.units import (
     ENDINGS,
     ParameterBytes,
@@ -117,7 +117,10 @@ class BesideWeights:
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
         of_blocks = [
-            [beside_weights_bytes(shape, [BlockRun(kind, 1)]) for kind in table.kinds]
+            [
+                beside_weights_bytes(shape, [BlockRun(each, 1) for each in model_blocks(kind)])
+                for kind in table.kinds
+            ]
             for shape in table.shapes
         ]
         self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
@@ -135,8 +138,10 @@ class UnitPeaks:
         self._space = space
         self._table = table
         for ending in ENDINGS[1:]:  # the first one is as usual
-            blocks.prepare(table.shapes, layer_kinds(space.job.model), ending)
-        self._passes = columns_of([PassBytes.of(blocks, shape) for shape in table.shapes])
+            blocks.prepare(table.shapes, table.kinds[: -len(ENDS)], ending)
+        keeps = any(isinstance(kind, KeptLayer) for kind in table.kinds)
+        passes = [PassBytes.of(blocks, shape, keeps_layers=keeps) for shape in table.shapes]
+        self._passes = columns_of(passes)
         self._beside = BesideWeights(table)
         by_degrees = {(shape.tp, shape.ep): shape for shape in table.shapes}
         self._shapes = [*by_degrees.values()]

@@ -7,7 +7,6 @@ from math import lcm, prod
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster, StackProfile, StageSplit, Strategy, format_bytes
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
@@ -53,7 +52,7 @@ class Ground:
     def space(self, job: TrainingJob, limits: SpaceLimits) -> Space:
         """Return the layouts of *job* that the stack offers."""
         space = enumerate_space(job, self.stack, self.num_gpus, limits)
-        return _chosen(space, ~lacks(space))
+        return space.chosen(~lacks(space))
 
     def spare_bytes(self, space: Space) -> Column:
         """Return what each layout of *space* leaves of a device's memory; below 0 it lacks some."""
@@ -109,10 +108,6 @@ class Top(NamedTuple):
     layouts: Space
 
 
-def _chosen(space: Space, mask: NDArray[np.bool_]) -> Space:
-    return replace(space, rows=np.asfortranarray(space.rows[mask]))
-
-
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -142,7 +137,7 @@ def _longer(ground: Ground) -> Growth:
         space = ground.space(job(first), limits)
         own = np.lcm(unit, _cuts(space))
         # Those of smaller steps have these values on stairs of their own.
-        return _chosen(space, (step % own == 0) & (own == step).any())
+        return space.chosen((step % own == 0) & (own == step).any())
 
     stairs = (
         Stair(step, first, last, partial(layouts, step, first), at)
@@ -162,9 +157,9 @@ def _more_at_once(ground: Ground) -> Growth:
         return replace(ground.job, global_batch_size=value)
 
     def at(layouts: Space, value: int) -> Space:
-        rows = layouts.rows.copy(order="F")
-        rows[:, COLUMNS.index(name)] = value // layouts.column(Axis.DP)
-        return replace(layouts, job=job(value), rows=rows)
+        codes = layouts.codes.copy()
+        codes[COLUMNS.index(name)] = value // layouts.column(Axis.DP)
+        return replace(layouts, job=job(value), codes=codes)
 
     def layouts(dp: int, size: int) -> Space:
         return ground.space(job(dp * size), limits.pinned(dp=(dp,), microbatch_size=(size,)))
@@ -350,7 +345,7 @@ def _climbed(
             return False
         spare = ground.spare_bytes(stair.at(layouts, value))
         if (spare >= 0).any():
-            layouts = _chosen(layouts, spare >= 0)
+            layouts = layouts.chosen(spare >= 0)
         return bool((spare >= 0).any())
 
     if not fits(stair.first):

@@ -117,7 +117,7 @@ def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[str]:
         f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
         if each not in shown
-        and (value := _value(result, plan, each)) is not None
+        and (value := _value(result, plan, each)) not in {None, ()}
         and not ((each.declaration.axis or each.declaration.of_experts) and value == each.default)
     ]
 

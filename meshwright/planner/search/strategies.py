@@ -76,7 +76,7 @@ def enumerate_strategies(
         job=job,
         stack=stack,
         num_gpus=num_gpus,
-        rows=np.tile(space.rows, (len(choices), 1)),
+        codes=np.tile(space.codes, len(choices)),
         servers=tuple(servers for servers in choices for _ in range(len(space))),
     )
 

@@ -7,7 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload, PipelineRuntime
-from meshwright.planner.space import COLUMNS, LONG_SEQUENCE, Space, SpaceLimits, is_searched
+from meshwright.planner.space import (
+    COLUMNS,
+    LONG_SEQUENCE,
+    PASSES,
+    Column,
+    Space,
+    SpaceLimits,
+    is_searched,
+)
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
 # Fields of what is recomputed of a layer, and of how many, with the trait of stacks that have them.
@@ -42,13 +50,21 @@ class Varied(NamedTuple):
             and not _is_of_others(each, space)
         ]
         codes = {
-            name: np.unique(space.column(name)[is_offered]).tolist()
-            for name in (each.name for each in fields)
-            if name in COLUMNS
+            each.name: _values(space.column(each.name), is_offered)
+            for each in fields
+            if each.name in COLUMNS
         }
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held)
+
+
+def _values(column: Column, is_offered: NDArray[np.bool_]) -> list[int]:
+    """Return the different numbers of *column* where *is_offered*, in order."""
+    numbers = column if is_offered.all() else column[is_offered]
+    is_one = len(numbers) and numbers.min() == numbers.max()
+    found: list[int] = (numbers[:1] if is_one else np.unique(numbers)).tolist()
+    return found
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
@@ -59,6 +75,8 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
             return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
         if not field.declaration.axis:
             return "not searched"
+    if field.name in PASSES:
+        return "not searched"
     offered = getattr(space.stack, field.declaration.offered_by or "", ())
     is_choice = field.declaration.of_experts and not field.divides_experts
     return "not searched" if is_choice and len(offered) > 1 else "only one offered"
@@ -74,9 +92,8 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
         return not getattr(stack, OF_PARTS[field.name])
     if field.name == "microbatch_group_size":
         return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
-    if field.name == "recompute_method":  # it says what a number of layers is of
-        return True
-    if field.name == "cp_inner":  # of a ring of swaps, which is searched where it is asked for
+    # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
+    if field.name in {"recompute_method", "cp_inner"}:
         return not space.column(field.name).any()
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
@@ -93,12 +110,12 @@ def _held(
         if name == "offload":
             several = space.stack.offload_modes != (Offload.NONE,)
             yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
-        elif name in {*OF_PARTS, "microbatch_group_size"}:
-            yield Held(name, None, "not searched")
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            yield Held(name, field.default, "it can only cost" if offered else "only one offered")
+            why = "it can only cost" if name == "find_unused" else "not searched"
+            yield Held(name, field.default, why if offered else "only one offered")
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
+            value = None if value == () else value
             yield Held(name, value, _reason(field, space, limits) if pins is None else "asked for")

@@ -8,9 +8,9 @@ from meshwright.planner.space.moments import (
 )
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
+from meshwright.planner.space.settings import PASSES
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
-    BASIC,
     LONG_SEQUENCE,
     Space,
     enumerate_space,
@@ -20,9 +20,9 @@ from meshwright.planner.space.switches import SWITCHES, Column, distinct
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
-    "BASIC",
     "COLUMNS",
     "LONG_SEQUENCE",
+    "PASSES",
     "PERIODS",
     "RULES",
     "SWITCHES",

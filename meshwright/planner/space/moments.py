@@ -14,12 +14,13 @@ from meshwright.simulator import Phase, Schedule
 PERIODS = 3
 
 
-def representative_microbatches(role: Role, pp: int, num_microbatches: Column) -> Column:
+def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches: Column) -> Column:
     """Return the fewest microbatches that show the same fullest moments.
 
     Where they go through stages in groups larger than the pipeline the whole order is walked.
     """
-    if len(role.stages) == 1:
+    pp = pipeline.pp
+    if len(role.stages) == 1 or pipeline.group_size not in {None, pp}:
         return num_microbatches
     fewest = np.minimum(num_microbatches, PERIODS * pp)
     return np.where(num_microbatches % pp == 0, fewest, num_microbatches)

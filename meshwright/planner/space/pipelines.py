@@ -3,29 +3,39 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import StackProfile
-from meshwright.simulator import RUNTIMES, Schedule, TrainingJob
+from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.simulator import RUNTIMES, Schedule, TrainingJob, resolve_stages
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import ENDS, AnyModel, BlockKind, layer_kinds
 
 
-def block_kinds(model: AnyModel) -> tuple[BlockKind, ...]:
-    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends."""
-    return (*layer_kinds(model), *ENDS)
+def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKind, ...]:
+    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends.
+
+    Behind the model's layers come those that plans make of them.
+    """
+    own = layer_kinds(model)
+    made = dict.fromkeys(kind for stage in stages for kind, _ in stage.passes)
+    return (*own, *(kind for kind in made if kind not in {*own, *ENDS}), *ENDS)
 
 
 def block_counts(kinds: Sequence[BlockKind], stages: Iterable[Stage]) -> list[int]:
-    """Return how many blocks of each of *kinds* are in *stages*."""
+    """Return through how many blocks of each of *kinds* a pass of each of *stages* goes."""
     counts = dict.fromkeys(kinds, 0)
     for stage in stages:
-        for kind, count in stage.blocks:
+        for kind, count in stage.passes:
             counts[kind] += count
     return list(counts.values())
+
+
+def stage_layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, ...]:
+    """Return the layers of each of *num_stages* virtual stages by a *rule*."""
+    return resolve_stages(job.model, job.seq_len, num_stages, cast("StageSplit", rule))
 
 
 class Role(NamedTuple):
@@ -45,6 +55,7 @@ class Pipeline:
         schedule: What they run.
         stages: Virtual stages in model order.
         kinds: Kinds of blocks in the order of columns.
+        group_size: Microbatches in a row through a virtual stage, where a plan says how many.
     """
 
     pp: int
@@ -52,6 +63,7 @@ class Pipeline:
     stages: tuple[Stage, ...]
     kinds: tuple[BlockKind, ...]
 
+    group_size: int | None = None
     _passes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -102,7 +114,7 @@ class Pipeline:
     @cached_property
     def senders(self) -> NDArray[np.int64]:
         """1 in the column of the kind of block that sends what each stage gives."""
-        kinds = [self.kinds.index(stage.blocks[-1].kind) for stage in self.stages]
+        kinds = [self.kinds.index(stage.passes[-1].kind) for stage in self.stages]
         return np.eye(len(self.kinds), dtype=np.int64)[kinds]
 
 

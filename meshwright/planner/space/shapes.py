@@ -20,7 +20,7 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind
 from meshwright.simulator.step import message_between
 
-SWITCHED = ("sequence_parallel", "recompute", "attention")
+SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ShapeTable:
         first, member = distinct([column[chosen] for column in columns])
         index = np.full(len(space), -1)
         index[chosen] = member
-        return cls(_shapes(space, chosen[first]), index, block_kinds(space.job.model))
+        return cls(_shapes(space, chosen[first]), index, space.kinds)
 
     def of_layouts(self, indices: Column) -> "ShapeTable":
         """Return the table of *indices* alone."""

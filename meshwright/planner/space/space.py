@@ -1,41 +1,32 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import (
-    Recompute,
-    StackProfile,
-    StageSplit,
-)
+from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
-from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable
+from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable, stage_layers
+from meshwright.planner.space.settings import product_of, with_switches
 from meshwright.planner.space.switches import (
+    BASIC,
+    BASIC_FIELDS,
     SWITCHES,
     Column,
-    Place,
-    Setting,
+    combinations,
     distinct,
     divisors,
-    settings,
 )
-from meshwright.simulator import (
-    RUNTIMES,
-    SCHEDULES,
-    ParallelPlan,
-    PlanError,
-    TrainingJob,
-    resolve_stages,
-)
+from meshwright.simulator import SCHEDULES, ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.layout import (
+    ALL_ALONE,
     AXES,
     DP_CP,
     EXPERT_SHARDS,
@@ -45,37 +36,48 @@ from meshwright.simulator.layout import (
     SHARDS,
     Axis,
     PlanField,
+    Stage,
     attention_kernels,
     divides,
     known_values,
     model_refusal,
-    model_stages,
-    stack_gaps,
+    plan_stages,
 )
-from meshwright.simulator.model import AnyModel
+from meshwright.simulator.model import AnyModel, BlockKind
 
-# Fields but for switches: layouts that are alike in them differ in what replicas exchange and keep.
-BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
-BASIC = tuple(each.name for each in BASIC_FIELDS)
+# Fields that decide which stages a pipeline has, and what its ranks run.
+OF_PIPELINES = (
+    "pp",
+    "num_virtual_stages",
+    "schedule",
+    "microbatch_group_size",
+    "stages",
+    "recompute_layers",
+    "recompute_method",
+)
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts of a job on a number of GPUs, one row each, with what they share.
+    """Layouts of a job on a number of GPUs, with what they share.
 
-    ``rows`` has a column for each of `COLUMNS`; of a field with few values it holds the index of
-    one (`PlanField.choices`).
+    ``codes`` has a row for each of `COLUMNS` with its number in every layout; of a field with few
+    values that is the index of one (`PlanField.choices`).
     """
 
     job: TrainingJob
     stack: StackProfile
     num_gpus: int
-    rows: NDArray[np.int64]
+    codes: NDArray[np.int64]
 
     def __len__(self) -> int:
         """Return the number of layouts."""
-        return len(self.rows)
+        return len(self.codes[0])
+
+    def chosen(self, mask: NDArray[np.bool_]) -> Self:
+        """Return the space of the layouts that *mask* has."""
+        return replace(self, codes=self.codes[:, mask])
 
     def column(self, name: str) -> Column:
         """Return the numbers of one field, or of the ranks that share parameters."""
@@ -83,11 +85,11 @@ class Space:
             return self._joint[name]
         if name in {SHARDS, EXPERT_SHARDS}:
             return self.num_shards if name == SHARDS else self.expert_shards
-        return self.rows[:, COLUMNS.index(name)]
+        return cast("Column", self.codes[COLUMNS.index(name)])
 
     @cached_property
     def _joint(self) -> dict[str, Column]:
-        return {name: _product(map(self.column, axes)) for name, axes in JOINT_AXES.items()}
+        return {name: product_of(map(self.column, axes)) for name, axes in JOINT_AXES.items()}
 
     @cached_property
     def num_microbatches(self) -> Column:
@@ -117,8 +119,7 @@ class Space:
 
     @cached_property
     def _pipeline_columns(self) -> tuple[Column, Column]:
-        names = ("pp", "num_virtual_stages", "schedule", "stages")
-        return distinct([self.column(name) for name in names])
+        return distinct([self.column(name) for name in OF_PIPELINES])
 
     @property
     def pipeline_numbers(self) -> Column:
@@ -128,35 +129,39 @@ class Space:
     @cached_property
     def pipelines(self) -> list[Pipeline]:
         """The pipelines that layouts have."""
-        kinds = block_kinds(self.job.model)
-        plans = map(self.plan, self._pipeline_columns[0].tolist())
-        runtime = RUNTIMES[self.stack.pipeline_runtime]
+        plans = [self.plan(index) for index in self._pipeline_columns[0].tolist()]
+        runtime, kinds = self.stack.pipeline_runtime, self.kinds
         return [
-            Pipeline(
-                plan.pp, runtime[plan.schedule], model_stages(self.job.model, plan.stages), kinds
-            )
-            for plan in plans
+            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds, plan.microbatch_group_size)
+            for plan, stages in zip(plans, self._stages, strict=True)
         ]
+
+    @cached_property
+    def _stages(self) -> list[tuple[Stage, ...]]:
+        plans = map(self.plan, self._pipeline_columns[0].tolist())
+        return [plan_stages(self.job.model, plan) for plan in plans]
+
+    @cached_property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """The kinds of blocks that passes go through, in the order of columns."""
+        kept = any(stages[0].checkpoints != ALL_ALONE for stages in self._stages)
+        return block_kinds(self.job.model, chain(*self._stages) if kept else ())
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
         plan = self.plan_without_stages(index)
         rule = PLAN_FIELDS["stages"].value(int(self.column("stages")[index]))
-        return replace(plan, stages=_layers(self.job, plan.num_stages, rule))
+        return replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
 
     def plan_without_stages(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan that leaves the layers of its stages open."""
-        codes = self.rows[index].tolist()
+        codes = self.codes[:, index].tolist()
         values = {
             field.name: field.value(code)
             for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
             if field.name != "stages"
         }
         return ParallelPlan.of(values)
-
-
-def _layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, ...]:
-    return resolve_stages(job.model, job.seq_len, num_stages, cast("StageSplit", rule))
 
 
 def enumerate_space(
@@ -177,11 +182,11 @@ def enumerate_space(
         for degrees in _degrees(job, stack, num_gpus, limits)
         for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
     ]
-    rows = np.concatenate([*blocks, np.empty((0, len(BASIC)), np.int64)])
-    rows = _with_switches(job, stack, limits, rows)
-    space = Space(job=job, stack=stack, num_gpus=num_gpus, rows=rows)
+    basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
+    codes = with_switches(job, stack, limits, basic)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, codes=codes)
     kept = slices_shards(space.column)
-    return space if kept.all() else replace(space, rows=np.asfortranarray(rows[kept]))
+    return space if kept.all() else space.chosen(kept)
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
@@ -197,48 +202,6 @@ def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: Space
     is_asked = any(limits.asks_for(each.name) for each in said)
     is_offered = bool(getattr(stack, known.offered_by or "", False))
     return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
-
-
-def _with_switches(
-    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return *basic* rows with every setting of the switches that has an effect there."""
-    columns = dict(zip(BASIC, basic.T, strict=True))
-    joint = {name: names for name, names in JOINT_AXES.items() if {*names} <= columns.keys()}
-    columns |= {name: _product(columns[each] for each in names) for name, names in joint.items()}
-    count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
-    lacks = np.zeros(len(basic), np.bool_)
-    for gap in stack_gaps(stack, job):
-        if {condition.field for condition in gap.conditions} <= columns.keys():
-            lacks |= gap.lacks(columns.__getitem__)
-    names = ("pp", "cp", "dp", "zero_stage")
-    places = [*(columns[name] for name in names), count > 1, lacks]
-    places = [np.asarray(each, np.int64) for each in places]
-    first, member = distinct(places)
-    wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
-    tables = [
-        _codes(settings(job, stack, Place(*row), wanted))
-        for row in np.stack(places, axis=1)[first].tolist()
-    ]
-    sizes = np.array([len(table) for table in tables], np.int64)
-    num_settings = sizes[member]
-    family = np.repeat(np.arange(len(basic)), num_settings)
-    number = np.arange(len(family)) - np.repeat(
-        np.cumsum(num_settings) - num_settings, num_settings
-    )
-    start = (np.cumsum(sizes) - sizes)[member[family]]
-    switches = np.concatenate([*tables, _codes([])])[start + number]
-    rows = np.empty((len(family), len(COLUMNS)), np.int64, order="F")  # it is read by column
-    rows[:, [COLUMNS.index(name) for name in BASIC]] = basic[family]
-    rows[:, [COLUMNS.index(name) for name in SWITCHES]] = switches
-    return rows
-
-
-def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
-    """Return settings as rows of numbers."""
-    fields = [PLAN_FIELDS[name] for name in SWITCHES]
-    rows = [[field.code(each[field.name]) for field in fields] for each in known]
-    return np.array(rows, np.int64).reshape(-1, len(SWITCHES))
 
 
 def _degrees(
@@ -300,7 +263,7 @@ def _block(
     fixed: dict[str, int],
     schedules: Sequence[int],
 ) -> NDArray[np.int64]:
-    """Return the rows of one choice of degrees: the product of the fields that are left."""
+    """Return the layouts of one choice of degrees: the product of the fields that are left."""
 
     def numbers(field: PlanField) -> list[int]:
         if field.name in fixed:
@@ -316,17 +279,16 @@ def _block(
         return _switches(job, stack, limits, field, fixed)
 
     experts = expert_degrees(job, stack, limits, fixed)
-    axes = [np.array(numbers(field), np.int64) for field in BASIC_FIELDS]
-    sizes = tuple(map(len, axes))
-    places = np.unravel_index(np.arange(prod(sizes)), sizes)
-    rows = np.stack([axis[place] for axis, place in zip(axes, places, strict=True)], axis=1)
-    schedule, size = (rows[:, BASIC.index(name)] for name in ("schedule", "microbatch_size"))
-    for pair in product(schedules, set(size.tolist())):
+    codes = combinations([numbers(field) for field in BASIC_FIELDS])
+    names = "schedule", "microbatch_size", "ep", "etp"
+    schedule, size, ep, etp = map(BASIC.index, names)
+    for pair in product(schedules, dict.fromkeys(codes[size].tolist())):
         if not is_runnable(job, stack, fixed, *pair):
-            kept = (schedule != pair[0]) | (size != pair[1])
-            rows, schedule, size = rows[kept], schedule[kept], size[kept]
-    ep, etp = (rows[:, BASIC.index(name)].tolist() for name in ("ep", "etp"))
-    return rows[[pair in experts for pair in zip(ep, etp, strict=True)]]
+            codes = codes[:, (codes[schedule] != pair[0]) | (codes[size] != pair[1])]
+    if len(experts) > 1:
+        pairs = zip(codes[ep].tolist(), codes[etp].tolist(), strict=True)
+        codes = codes[:, [pair in experts for pair in pairs]]
+    return codes
 
 
 def _microbatch_sizes(
@@ -352,7 +314,7 @@ def _stage_rules(
     rules = limits.values("stages") or (stack.stage_split, *StageSplit)
     by_layers: dict[tuple[int, ...], int] = {}
     for rule in rules:
-        by_layers.setdefault(_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
+        by_layers.setdefault(stage_layers(job, num_stages, rule), PLAN_FIELDS["stages"].code(rule))
     return list(by_layers.values())
 
 
@@ -363,10 +325,7 @@ def _switches(
     field: PlanField,
     fixed: dict[str, int],
 ) -> list[int]:
-    """Return the values of a switch as numbers.
-
-    On an axis of degree 1 it has no effect, one value is enough.
-    """
+    """Return the values of a switch as numbers, one where its axis has degree 1: no effect."""
     wanted = limits.values(field.name)
     values = _usual_values(job, stack, field) if wanted is None else wanted
     acts_on = field.declaration.acts_on
@@ -380,10 +339,6 @@ def _switches(
 
 def _axes(acts_on: str) -> tuple[str, ...]:
     return JOINT_AXES.get(acts_on) or (Axis(acts_on),)
-
-
-def _product(columns: Iterable[Column]) -> Column:
-    return np.asarray(np.prod([*columns], axis=0), np.int64)
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

@@ -3,15 +3,22 @@
 A switch that is at the stack's habit is None in a plan, so that no layout is there twice.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import ContextParallel, Precision, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    ContextParallel,
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    StackProfile,
+    Strategy,
+)
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import (
     MAX_ZERO_STAGE,
@@ -23,6 +30,7 @@ from meshwright.simulator.layout import (
     offered_formats,
     syncs_by_default,
 )
+from meshwright.simulator.schedules import SCHEDULES, any_core_group
 
 Column: TypeAlias = NDArray[np.int64]
 Setting: TypeAlias = dict[str, object]
@@ -33,6 +41,10 @@ SWITCHES = tuple(
     for each in SEARCHED_FIELDS
     if not (each.declaration.is_basic or each.declaration.axis or each.divides_experts)
 )
+# Fields but for switches: one layout of those that are alike in them has every setting.
+BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
+BASIC = tuple(each.name for each in BASIC_FIELDS)
+USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
 MOST_KEY = 2**62
 MOST_PLACES = 8
 
@@ -41,7 +53,9 @@ class Place(NamedTuple):
     """What decides which switches of a layout have an effect.
 
     ``has_several`` says that a step has more than one microbatch, ``is_lacking`` that the stack
-    does not offer such layouts, whatever their switches.
+    does not offer such layouts, whatever their switches.  What the last ones say, from the schedule
+    and its microbatches to the most layers of a virtual stage and what divides those of each, is 0
+    where no switch that depends on it is asked for.
     """
 
     pp: int
@@ -50,6 +64,11 @@ class Place(NamedTuple):
     zero_stage: int
     has_several: int
     is_lacking: int
+    recompute: int = 0
+    schedule: int = 0
+    num_microbatches: int = 0
+    most_layers: int = 0
+    common_layers: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -67,8 +86,11 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         wanted: Values that are asked for, by the name of the field; all others are free.
     """
     if stack.strategy is not Strategy.MESH or place.is_lacking:
-        return [dict.fromkeys(SWITCHES)]
+        return [USUAL]
     choices = (
+        _modules(place, wanted),
+        _layers(place, wanted),
+        _groups(place, wanted),
         _context(stack, place, wanted),
         _dispatch(job, stack, wanted),
         _shards(stack, place, wanted),
@@ -77,7 +99,7 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _syncs(stack, place, wanted),
     )
     return [
-        dict.fromkeys(SWITCHES) | {name: value for part in parts for name, value in part.items()}
+        USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
     ]
 
@@ -90,6 +112,54 @@ def _chosen(
     if values is None or None in values or habit in values:
         yield {name: None}
     yield from ({name: each} for each in others if values is None or each in values)
+
+
+def _modules(place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield the parts of a layer that run again: the usual one unless others are asked for."""
+    name, mode = "recompute_modules", PLAN_FIELDS["recompute"].code(Recompute.SELECTIVE)
+    for modules in wanted.get(name, ((),)):
+        if not modules or place.recompute == mode:
+            yield {name: modules or ()}
+
+
+def _layers(place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield how many layers run again in full: all, one by one, unless others are asked for.
+
+    Of a range of numbers those that say of a stage what another one does are left out.
+    """
+    numbers = wanted.get("recompute_layers", (None,))
+    (method,) = wanted.get("recompute_method", (None,))
+    is_full = place.recompute == PLAN_FIELDS["recompute"].code(Recompute.FULL)
+    for number in cast("tuple[int | None, ...]", numbers):
+        if number is None:
+            yield {}
+        elif is_full and _counts(number, method, place, is_asked=None not in numbers):
+            yield {"recompute_layers": number, "recompute_method": method}
+
+
+def _counts(number: int, method: object, place: Place, *, is_asked: bool) -> bool:
+    """Return whether *number* is one of a *method* at *place*, and no other layout's."""
+    match method:
+        case RecomputeMethod.UNIFORM:
+            return place.common_layers % number == 0 and (is_asked or number > 1)
+        case RecomputeMethod.EVERY:
+            return is_asked or number > 1
+        case _:
+            return is_asked or number < place.most_layers
+
+
+def _groups(place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield the microbatches of a group: the fewest unless others are asked for."""
+    name = "microbatch_group_size"
+    for size in cast("tuple[int | None, ...]", wanted.get(name, (None,))):
+        if size is None:
+            yield {}
+            continue
+        schedule = str(PLAN_FIELDS["schedule"].value(place.schedule))
+        if SCHEDULES[schedule].interleaves and any_core_group(size)(
+            place.pp, place.num_microbatches
+        ):
+            yield {name: size}
 
 
 def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
@@ -183,6 +253,23 @@ def divisors(number: int) -> list[int]:
     """
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
     return small + [number // value for value in reversed(small) if value * value != number]
+
+
+def combinations(choices: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Return all combinations of one number of each of *choices*, the first changing last.
+
+    Returns:
+        The numbers: ``[choices, combinations]``.
+
+    >>> combinations([[1, 2], [7], [3, 4]]).tolist()
+    [[1, 1, 2, 2], [7, 7, 7, 7], [3, 4, 3, 4]]
+    """
+    left = prod(map(len, choices))
+    codes = np.empty((len(choices), left), np.int64)
+    for row, numbers in zip(codes, choices, strict=True) if left else ():
+        left //= len(numbers)
+        row.reshape(-1, len(numbers), left)[:] = np.array(numbers, np.int64)[:, None]
+    return codes
 
 
 def distinct(columns: list[Column]) -> tuple[Column, Column]:

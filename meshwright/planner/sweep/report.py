@@ -116,7 +116,7 @@ def _layout(result: SweepResult, rows: Sequence[Row]) -> tuple[list[Column], lis
 
 def _shown(row: Row, name: str) -> str:
     value = row.get(name)
-    return NONE if value is None else value_text(value)
+    return NONE if value in {None, ""} else value_text(value)
 
 
 def _measures(result: SweepResult, rows: Sequence[Row]) -> Iterator[Column]:

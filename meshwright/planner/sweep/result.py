@@ -135,7 +135,7 @@ def _plan_cells(step: Row) -> Iterator[tuple[str, object]]:
     """Yield the fields of a plan that a table shows, the microbatches with their size."""
     for name, value in step["plan"].items():
         field = PLAN_FIELDS[name].declaration
-        if not (field.is_basic or field.heading):
+        if not (field.is_basic or field.heading) or (field.members and not value):
             continue
         yield name, " ".join(map(str, value)) if isinstance(value, list | tuple) else value
         if name == "microbatch_size":

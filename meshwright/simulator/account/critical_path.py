@@ -97,14 +97,14 @@ class _Walk:
         times = self._times.ranks[rank]
         place, now_ps = len(times.actions) - 1, times.passes_end_ps
         while place >= 0:
-            times, action = self._times.ranks[rank], self._times.ranks[rank].actions[place]
+            times = self._times.ranks[rank]
             # What is between a pass and what waited for it is the message on its way.
             self.spent_ps[Category.PP_COMM] += now_ps - times.ends_ps[place]
-            self._charge(rank, action, times.ends_ps[place] - times.starts_ps[place])
+            self._charge(rank, place)
             now_ps = times.starts_ps[place]
             own_ps = self._own_ps(rank, place - 1)
             if now_ps > own_ps:
-                rank, place = self._sender(rank, action)
+                rank, place = self._awaited(rank, place)
             else:
                 place -= 1
 
@@ -118,6 +118,19 @@ class _Walk:
             return end_ps
         return self._sent[rank].get(times.actions[place], end_ps)
 
+    def _awaited(self, rank: int, place: int) -> tuple[int, int]:
+        """Return the rank and the place of the pass whose message one at *place* waited for.
+
+        One that runs beside another waits for both messages: it was the one that came last.
+        """
+        actions = self._times.ranks[rank].actions
+        size = 2 if place in self._times.ranks[rank].pairs else 1
+        senders = [self._sender(rank, each) for each in actions[place : place + size]]
+        return max(
+            (each for each in senders if each[0] in range(len(self._times.ranks))),
+            key=lambda each: self._sent[each[0]][self._times.ranks[each[0]].actions[each[1]]],
+        )
+
     def _sender(self, rank: int, action: Action) -> tuple[int, int]:
         """Return the rank and the place of the pass that sent *action* its message."""
         step = -1 if action.phase is Phase.FORWARD else 1
@@ -125,13 +138,17 @@ class _Walk:
         virtual_stage, sender = divmod(stage, len(self._times.ranks))
         return sender, self._places[sender][action._replace(virtual_stage=virtual_stage)]
 
-    def _charge(self, rank: int, action: Action, time_ps: int) -> None:
+    def _charge(self, rank: int, place: int) -> None:
         """Charge a pass: what it computes by category, and what it waited for or copied."""
+        times = self._times.ranks[rank]
+        action, time_ps = times.actions[place], times.ends_ps[place] - times.starts_ps[place]
+        hidden_ps = self._built.work.hidden_of(rank, place)
+        self.spent_ps[Category.EP_COMM] -= hidden_ps
         costs = self._built.virtual_stage_costs[rank][action.virtual_stage]
         cost: PhaseCost = costs.forward if action.phase is Phase.FORWARD else costs.backward
         for category in Category:
             self.spent_ps[category] += cost.category_ps(category)
-        waited_ps = time_ps - cost.time_ps
+        waited_ps = time_ps - (cost.time_ps - hidden_ps)
         host_ps = int(waited_ps * self._built.host_shares[rank])
         self.spent_ps[Category.HOST_COPY] += host_ps
         self.spent_ps[Category.DP_COMM] += waited_ps - host_ps

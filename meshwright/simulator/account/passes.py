@@ -47,7 +47,9 @@ def rank_passes(work: RankWork, times: RankTimes) -> Iterator[RankPass]:
     for action, start_ps, end_ps in times.passes():
         pass_ps, parts_ps = _durations(work, action)
         if not parts_ps:
-            yield RankPass(action, start_ps, end_ps, (Stretch(start_ps, start_ps + pass_ps),))
+            # Beside a pass of another microbatch it took less than by itself.
+            done_ps = min(end_ps, start_ps + pass_ps)
+            yield RankPass(action, start_ps, end_ps, (Stretch(start_ps, done_ps),))
             continue
         begun = ((next(starts_ps), part_ps) for part_ps in parts_ps)
         parts = tuple(Stretch(begin_ps, begin_ps + part_ps) for begin_ps, part_ps in begun)

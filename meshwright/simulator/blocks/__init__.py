@@ -10,6 +10,7 @@ from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, 
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,
+    ExpertOperators,
     FlashAttention,
     Gemm,
     HostPasses,
@@ -18,6 +19,7 @@ from meshwright.simulator.blocks.operators import (
     MemoryBound,
     Operator,
     RingMessages,
+    is_exchange,
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
@@ -35,6 +37,7 @@ __all__ = [
     "BlockTable",
     "Collective",
     "Ending",
+    "ExpertOperators",
     "FlashAttention",
     "Gemm",
     "HostPasses",
@@ -47,6 +50,7 @@ __all__ = [
     "beside_weights_bytes",
     "fuses_qkv",
     "hardware_flops",
+    "is_exchange",
     "makes_gradients",
     "model_flops",
     "plan_parameters",

@@ -71,7 +71,9 @@ def expert_mesh(shape: BlockShape) -> ExpertMesh:
     told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
     experts = shape.model.experts
     hottest = 1 if experts is None else hottest_share(experts, shape.ep, shape.imbalance)
-    return ExpertMesh(split_on, told, shape.ep, Fraction(hottest))
+    # DeepEP and HybridEP take shares in fp32 alone, so that experts weigh in it (_DeepepManager and
+    # _HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+    return ExpertMesh(split_on, told, shape.ep, Fraction(hottest), shape.dispatcher.sends_once)
 
 
 class LayerDims(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import MeshAxis
+from meshwright.simulator.layout import ExpertAxis, MeshAxis
 
 
 class Gemm(NamedTuple):
@@ -113,11 +113,15 @@ class KernelLaunches(NamedTuple):
 
 
 class HostPasses(NamedTuple):
-    """Host time of passes through a layer that the device waits for; *experts* are the rank's."""
+    """Host time of passes through a layer that the device waits for; *experts* are the rank's.
+
+    ``own_kernels`` are those that each expert has for itself in these passes beside its products.
+    """
 
     name: str
     num_passes: int
     experts: int = 0
+    own_kernels: int = 0
 
 
 class Collective(NamedTuple):
@@ -180,6 +184,26 @@ class BlockOperators(NamedTuple):
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
     recompute: tuple[Operator, ...] = ()
+
+
+class ExpertOperators(NamedTuple):
+    """What of `BlockOperators` runs between an exchange with ranks of experts and the one back.
+
+    ``backward`` makes gradients of inputs, ``weights`` those of experts' weights, which may run
+    later, as may ``other_weights`` of products before the exchange.
+    """
+
+    forward: tuple[Operator, ...] = ()
+    backward: tuple[Operator, ...] = ()
+    weights: tuple[Operator, ...] = ()
+    other_weights: tuple[Operator, ...] = ()
+
+
+def is_exchange(operator: Operator) -> bool:
+    """Return whether tokens go to the ranks of experts, or back."""
+    if not isinstance(operator, Collective):
+        return False
+    return (operator.op, operator.axis) == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
 
 
 def sum_flops(operators: tuple[Operator, ...]) -> int:

@@ -1,15 +1,15 @@
 """The operators of a block as they are priced: merged products, traffic, collectives, launches."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,
+    ExpertOperators,
     FlashAttention,
     Gemm,
     HostPasses,
@@ -36,7 +36,7 @@ from meshwright.simulator.graph import (
     Transfer,
 )
 from meshwright.simulator.graph import Operator as Written
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import Axis, ExpertAxis
 from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
 # Kernels of an embedding and of a head beside their products: index, add, dropout;
@@ -49,6 +49,10 @@ HEAD_KERNELS = 8
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
+# Of each expert, forward and backward: its last bias is weighed and added; two products and two
+# sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
+# of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
+BIAS_KERNELS = 2, 6
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
 
@@ -145,7 +149,7 @@ class PricedBlock(NamedTuple):
         return (
             *casts(self.shape, linears),
             KernelLaunches("layer", usual + num_products),
-            HostPasses("layer", 2 if backward else 1, _own_experts(self.shape, self.kind)),
+            _host_passes(self, "layer", backward=backward),
         )
 
     def _recompute(
@@ -172,7 +176,7 @@ class PricedBlock(NamedTuple):
             *work,
             *forward_casts(self.shape, products),
             KernelLaunches("layer again", kernels),
-            HostPasses("layer again", 1, _own_experts(self.shape, self.kind)),
+            _host_passes(self, "layer again", backward=False),
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
@@ -205,10 +209,47 @@ class PricedBlock(NamedTuple):
         )
 
 
-def _own_experts(shape: BlockShape, kind: BlockKind) -> int:
-    """Return the routed experts that a rank has of a block."""
-    experts = shape.model.experts if kind in EXPERT_LAYERS else None
-    return 0 if experts is None else experts.num_experts // shape.ep
+def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
+    """Return the host time of a pass through a layer; backward has two products of each."""
+    shape = block.shape
+    experts = shape.model.experts if block.kind in EXPERT_LAYERS else None
+    if experts is None:
+        return HostPasses(name, 1 + backward)
+    by_one = experts.bias and shape.stack.megatron_layers
+    kernels = BIAS_KERNELS[backward] if by_one else 0
+    return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
+
+
+def expert_operators(block: PricedBlock) -> ExpertOperators:
+    """Return what of a block runs while a microbatch's tokens are with the ranks of experts."""
+    sent = [step for step in block.found.tape.steps if _is_exchange(step)]
+    if not sent:
+        return ExpertOperators()
+    forward = [step for step in sent if step.phase is Phase.FORWARD]
+    backward = [step for step in sent if step.phase is Phase.BACKWARD]
+    steps = [step for step in block.found.tape.steps if step.phase is Phase.BACKWARD]
+    products = _products(block.shape, steps, merges=True)
+    gradients = [each for (_, number), each in products.items() if number == 1]
+    weights = tuple(each for each in gradients if each.rows)
+    others = (each for each in gradients if not (each.rows or each.is_attention))
+    inputs = (each for each in _between(block, *backward[:2]) if each not in weights)
+    return ExpertOperators(_between(block, *forward[-2:]), tuple(inputs), weights, tuple(others))
+
+
+def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...]:
+    """Return products of experts, and traffic, from one step of a walk to another."""
+    known = block.found.tape.steps
+    start, end = (place for place, step in enumerate(known) if step is first or step is last)
+    steps = known[start + 1 : end]
+    moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
+    products = _products(block.shape, steps, merges=True).values()
+    return (*(each for each in products if each.rows), MemoryBound("rows of experts", moved))
+
+
+def _is_exchange(step: Step) -> bool:
+    """Return whether tokens go to the ranks of experts, or back, in a step."""
+    work = step.work
+    return isinstance(work, Transfer) and work[:2] == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
 
 
 def _partial_weights(found: Backward) -> list[Tensor]:
@@ -223,27 +264,8 @@ def _head_dim(work: FusedAttention, phase: Phase) -> int:
 
 
 def _number(size: Size) -> int:
-    """Return a size, as a number of an operator also where it is a column: see `operator_rows`."""
+    """Return a size, as a number of an operator also where it is a column: see `BlockTable`."""
     return cast("int", size)
-
-
-def operator_rows(operators: BlockOperators, count: int) -> list[BlockOperators]:
-    """Return the *operators* of each of *count* shapes, of which they hold columns."""
-    phases = [
-        list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
-        for phase in operators
-    ]
-    return [BlockOperators(*each) for each in zip(*phases, strict=True)]
-
-
-def _rows(value: object, count: int) -> Iterable[object]:
-    """Return *count* operators, or numbers of one, of which columns hold each its own."""
-    if isinstance(value, int | str | None):
-        return repeat(value, count)
-    if isinstance(value, tuple):
-        each = zip(*(_rows(part, count) for part in value), strict=True)
-        return map(cast("type[Gemm]", type(value))._make, each)
-    return cast("list[int]", cast("Any", value).tolist())
 
 
 def _products(

@@ -1,17 +1,17 @@
 """Blocks by shape and kind: each walked once, those that are alike but for sizes in columns."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, Written, keeps_output, walk, written
-from meshwright.simulator.blocks.operators import BlockOperators
-from meshwright.simulator.blocks.priced import PricedBlock, operator_rows
+from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperators
+from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import Backward, Memory, Tensor, column
 from meshwright.simulator.model import (
@@ -22,6 +22,8 @@ from meshwright.simulator.model import (
     LayerGroup,
     ModelSpec,
 )
+
+Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
 
 
 class BlockMemory(NamedTuple):
@@ -55,7 +57,12 @@ class _Walk:
     @cached_property
     def operators(self) -> list[BlockOperators]:
         """What the block runs, of each shape."""
-        return operator_rows(self.found.operators(), self.count)
+        return _operator_rows(self.found.operators(), self.count)
+
+    @cached_property
+    def expert_operators(self) -> list[ExpertOperators]:
+        """What of that runs while tokens are with the ranks of experts."""
+        return _operator_rows(expert_operators(self.found), self.count)
 
 
 class _Row(NamedTuple):
@@ -126,6 +133,11 @@ class BlockTable:
             return BlockOperators(*(tuple(chain(*phase)) for phase in zip(*each, strict=True)))
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.operators[row]
+
+    def expert_operators(self, shape: BlockShape, kind: BlockKind) -> ExpertOperators:
+        """Return what of that runs while tokens are with the ranks of experts."""
+        walked, _, row = self._row(shape, kind, ADDED)
+        return walked.expert_operators[row]
 
     def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
         """Return what a block keeps and needs."""
@@ -242,3 +254,22 @@ def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:
     sizes = ((each.name, each.nbytes) for each in live)
     for name, size in sizes:
         yield NamedBytes(name, size if isinstance(size, int) else int(size[row]))
+
+
+def _operator_rows(operators: Phases, count: int) -> list[Phases]:
+    """Return the *operators* of each of *count* shapes, of which they hold columns."""
+    phases = [
+        list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
+        for phase in operators
+    ]
+    return [type(operators)(*each) for each in zip(*phases, strict=True)]
+
+
+def _rows(value: object, count: int) -> Iterable[object]:
+    """Return *count* operators, or numbers of one, of which columns hold each its own."""
+    if isinstance(value, int | str | None):
+        return repeat(value, count)
+    if isinstance(value, tuple):
+        each = zip(*(_rows(part, count) for part in value), strict=True)
+        return map(cast("Any", type(value))._make, each)
+    return cast("list[int]", cast("Any", value).tolist())

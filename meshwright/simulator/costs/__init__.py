@@ -1,5 +1,6 @@
 """Cost models: operator x hardware x stack to time, with the evidence behind each number."""
 
+from meshwright.simulator.costs.beside import LayerNodes, hidden_exchange_ps, layer_nodes
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
     ALIGNED_BYTES,
@@ -28,12 +29,15 @@ __all__ = [
     "CollectiveCall",
     "Cost",
     "CostModel",
+    "LayerNodes",
     "PhaseCost",
     "bus_factor",
     "collective_cost",
     "constant_cost",
     "flash_attention_cost",
     "gemm_cost",
+    "hidden_exchange_ps",
+    "layer_nodes",
     "memory_bound_cost",
     "p2p_cost",
     "peak_flops_per_s",

@@ -40,6 +40,7 @@ COMMUNICATION_OF: dict[MeshAxis, Category] = {
     **dict.fromkeys(ContextAxis, Category.CP_COMM),
     **dict.fromkeys(ExpertAxis, Category.EP_COMM),
 }
+PRODUCTS_OF_PASS = 2  # of an expert
 
 
 class BlockCost:
@@ -114,7 +115,10 @@ class CostModel:
                 if operator.experts:
                     time_s += stack.host_per_expert_pass_s
                     time_s += operator.experts * stack.host_per_own_expert_s
-                return Category.HOST, constant_cost(operator.num_passes, time_s)
+                # A kernel of an expert takes the host what one of its two products of a pass does.
+                each_s = stack.host_per_own_expert_s / PRODUCTS_OF_PASS
+                own_s = operator.experts * operator.own_kernels * each_s
+                return Category.HOST, constant_cost(1, operator.num_passes * time_s + own_s)
             case Collective() | RingMessages():
                 return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 

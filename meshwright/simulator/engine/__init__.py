@@ -3,6 +3,7 @@
 from meshwright.simulator.engine.graph import Task, TaskKind, TaskTimes, simulate_tasks
 from meshwright.simulator.engine.record import RankStreams, RankTimes, Span, SpanKind, StepTimes
 from meshwright.simulator.engine.work import (
+    Hidden,
     Message,
     PassSegment,
     RankWork,
@@ -15,6 +16,7 @@ from meshwright.simulator.engine.work import (
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 
 __all__ = [
+    "Hidden",
     "Message",
     "PassSegment",
     "RankStreams",

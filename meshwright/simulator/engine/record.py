@@ -65,6 +65,8 @@ class RankTimes:
 
     Args:
         actions: Its passes, in order.
+        pairs: Where among them forward passes are that ran beside the backward pass behind them;
+            they stand one after the other, in the time that both took.
         starts_ps: Start of each.
         ends_ps: End of each, before its message leaves.
         part_starts_ps: Start of each part of those passes that gather parameters for theirs.
@@ -97,6 +99,7 @@ class RankTimes:
     reduce_wait_ps: int
     update_start_ps: int
     end_ps: int
+    pairs: range = range(0)
 
     def ran(self, position: int) -> tuple[Action, int, int]:
         """Return one of its passes from start to end."""

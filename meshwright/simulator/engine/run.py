@@ -135,7 +135,7 @@ class StepRun:
 
     def compute_stream(self, place: RankPlace) -> Process:
         """Run the actions of one rank, then what ends its step."""
-        work, state, lanes = self.work, self.states[place.index], _lanes(self, place)
+        work, state, lanes = self.work, self.states[place.index], lanes_of(self, place)
         started, ended, tp_group = state.starts_ps.append, state.ends_ps.append, place.tp_group
         sender, sent = state.senders.append, state.sent_ps.append
         num_stages, now, port_free_ps = work.num_virtual_stages, 0, 0
@@ -152,7 +152,7 @@ class StepRun:
                 now = yield tp_group.arrive(now)
             started(now)
             if microbatch in special:
-                now = yield from self._special_pass(place, instruction, action, now)
+                now = yield from self.special_pass(place, instruction, action, now)
             else:
                 now += compute_ps
             ended(now)
@@ -164,9 +164,9 @@ class StepRun:
                 outbox.deliver(microbatch, port_free_ps + delay_ps)
                 if work.blocking_messages:
                     now = port_free_ps
-        yield from self._finish(place, now)
+        yield from self.finish(place, now)
 
-    def _special_pass(
+    def special_pass(
         self, place: RankPlace, instruction: Instruction, action: Action, now: int
     ) -> Generator[Event, int, int]:
         """Run a pass beside which parameters are gathered or gradients reduced."""
@@ -177,7 +177,7 @@ class StepRun:
         state = self.states[place.index]
         now = _reduced_backward(state, instruction, action, now)
         if action.microbatch != self.work.num_microbatches - 1:
-            # `_finish` waits for the last one's, with what else is left.
+            # `finish` waits for the last one's, with what else is left.
             now = yield from self._wait_for(place, len(state.queue), now)
         return now
 
@@ -233,7 +233,7 @@ class StepRun:
         state.gather_wait_ps += max(0, end_ps - now)
         return max(now, end_ps)
 
-    def _finish(self, place: RankPlace, now: int) -> Process:
+    def finish(self, place: RankPlace, now: int) -> Process:
         """Reduce and sum what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
@@ -266,7 +266,7 @@ class StepRun:
         return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
 
 
-def _lanes(run: StepRun, place: RankPlace) -> list[Lane]:
+def lanes_of(run: StepRun, place: RankPlace) -> list[Lane]:
     """Return what a rank does for each of its instructions."""
     lanes = []
     for instruction in run.programs[place.pp_rank]:

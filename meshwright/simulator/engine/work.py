@@ -1,7 +1,8 @@
 """What the engine runs: durations in integer picoseconds, already decided by the cost model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
 
@@ -102,6 +103,16 @@ class VirtualStageWork:
     reduces_each_pass: bool = False
 
 
+class Hidden(NamedTuple):
+    """What two passes beside each other take less than by themselves, of each."""
+
+    forward_ps: int = 0
+    backward_ps: int = 0
+
+
+NOTHING_HIDDEN = Hidden()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
     """One pipeline rank: its virtual stages, and what follows its last action.
@@ -113,6 +124,8 @@ class RankWork:
         shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
         optimizer_ps: Parameter update.
         gather_ps: Parameter gather after the update, where nothing hides it.
+        hidden: Of a forward pass through the first virtual stage beside a backward pass through the
+            second one.
     """
 
     virtual_stages: tuple[VirtualStageWork, ...]
@@ -121,6 +134,7 @@ class RankWork:
     shared_embedding_ps: int = 0
     optimizer_ps: int = 0
     gather_ps: int = 0
+    hidden: Mapping[tuple[int, int], Hidden] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +145,8 @@ class StepWork:
         ranks: One entry a pipeline rank.
         actions: What each pipeline rank does, in order.
         num_microbatches: Microbatches of the step.
+        pairs: Where the forward passes of each pipeline rank stand that run beside the backward
+            pass behind them; none where all run one after the other.
         blocking_messages: The sender computes nothing while its message leaves.
         shared_port: Messages and data-parallel collectives leave through the same port.
         prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
@@ -145,6 +161,7 @@ class StepWork:
     ranks: tuple[RankWork, ...]
     actions: Sequence[Sequence[Action]]
     num_microbatches: int
+    pairs: Sequence[range] = ()
     blocking_messages: bool = False
     shared_port: bool = False
     prefetches: bool = True
@@ -162,6 +179,16 @@ class StepWork:
     def num_virtual_stages(self) -> int:
         """Virtual stages a rank."""
         return len(self.ranks[0].virtual_stages)
+
+    def hidden_of(self, pp_rank: int, position: int) -> int:
+        """Return the picoseconds that a rank's pass takes less for the one beside it."""
+        pairs = self.pairs[pp_rank] if self.pairs else ()
+        first = position if position in pairs else position - 1
+        if first not in pairs:
+            return 0
+        actions = self.actions[pp_rank]
+        key = actions[first].virtual_stage, actions[first + 1].virtual_stage
+        return self.ranks[pp_rank].hidden[key][position - first]
 
 
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:

@@ -7,6 +7,7 @@ from simpy import Environment, Event
 from simpy.events import EventCallbacks
 
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
+from meshwright.simulator.engine.pairs import paired_stream
 from meshwright.simulator.engine.record import RankTimes, StepTimes
 from meshwright.simulator.engine.run import (
     NO_MICROBATCH,
@@ -65,7 +66,7 @@ def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
     run = StepRun(work, env, mesh.world_size)
     places = _places(env, work, mesh)
     for place in places:
-        env.process(run.compute_stream(place))
+        env.process(paired_stream(run, place) if work.pairs else run.compute_stream(place))
     env.run_dry()
     _check_finished(run)
     ranks = tuple(
@@ -142,6 +143,7 @@ def _waiting(state: RankProgress) -> str:
 def _rank_times(work: StepWork, state: RankProgress, place: RankPlace) -> RankTimes:
     return RankTimes(
         actions=work.actions[place.pp_rank],
+        pairs=work.pairs[place.pp_rank] if work.pairs else range(0),
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,
         part_starts_ps=state.part_starts_ps,

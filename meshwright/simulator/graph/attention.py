@@ -87,7 +87,10 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     elif lowering.is_local:
         turned = [_beside_rest(block, x, how.width) for x in given]
     elif how.formula is RotaryFormula.TABLE:
-        angles = _repeated_angles(block, given[0], how)
+        # fully_shard casts a module's arguments ahead of its checkpoint, which keeps them
+        # (`cast_forward_inputs` of its MixedPrecisionPolicy, PyTorch 2.13).
+        with block.outside():
+            angles = _repeated_angles(block, given[0], how)
         turned = [_by_halves(block, x, *angles) for x in given]
     elif how.formula in {RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
         is_looked_up = how.formula is RotaryFormula.LOOKED_UP
@@ -196,7 +199,7 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     one, two = block.traffic(x, x), block.traffic(x, x, x)
     slope = Gradient(x, tuple(read[:1]), (one,))
     outputs = [wide.like("along"), *made]
-    along = block.add([x], outputs, [slope], one, scratch=((), product))
+    along = block.add([x, *repeated[:1]], outputs, [slope], one, scratch=((), product))
     scratch = ((half,), (half if lowering.is_local else x,))
     turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
     slope = Gradient(turned, tuple(read[1:]), (one,))

@@ -50,6 +50,7 @@ class Backward:
     _sums: list[Tensor] = field(default_factory=list)
     _named: set[Tensor] = field(default_factory=set)
     _apart: list[Tensor] = field(default_factory=list)
+    _remade: dict[Region, list[Tensor]] = field(default_factory=dict)
     _redistributed: frozenset[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,9 +72,12 @@ class Backward:
 
     def _node(self, node: Node) -> None:
         tape, storages = self.tape, self.tape.storages
-        for each in [found for op in node for found in tape.given_up(op)]:
-            _make_again(tape, each)
+        self._remade |= _make_again(tape, [found for op in node for found in tape.given_up(op)])
         region = self._run_again(node)
+        given_up = self._remade.pop(region, [])
+        for of, each in self._arrived.items():
+            if of.storage in given_up:
+                self._named.add(_name(tape, region, each.token))
         again = placed_again(node)
         for op in again:
             tape.run(op, Phase.BACKWARD)
@@ -224,21 +228,27 @@ def _name(tape: Tape, region: Region, token: Tensor) -> Tensor:
     return token
 
 
-def _make_again(tape: Tape, given_up: GivenUp) -> None:
-    """Run the part again that makes what forward gave up, and copy it to where it is looked for.
+def _make_again(tape: Tape, given_up: list[GivenUp]) -> dict[Region, list[Tensor]]:
+    """Run the parts again that make what forward gave up, and copy it to where it is looked for.
 
-    What was made again stays until the part's gradients are there (CheckpointWithoutOutput of
+    A part runs once for all that it made, which is returned by part.  What was made again stays
+    until the part's gradients are there (CheckpointWithoutOutput of
     megatron/core/tensor_parallel/random.py, core 0.16).
     """
-    output = given_up.output
-    made = next(op for op in tape.block.operators if output in op.outputs)
-    region = tape.repetition.region(made)
-    again = output.like(f"{output.name} again")
-    tape.storages.hold(again)
-    _repeat(tape, region, holds_output=False)
-    tape.storages.refill(output)
-    tape.steps.append(Step(Phase.RECOMPUTE, made, tape.block.traffic(output, output)))
-    tape.order.inputs[region].append(again)
+    parts: dict[Region, list[tuple[Tensor, Operator]]] = {}
+    for each in given_up:
+        made = next(op for op in tape.block.operators if each.output in op.outputs)
+        parts.setdefault(tape.repetition.region(made), []).append((each.output, made))
+    for region, found in parts.items():
+        again = [output.like(f"{output.name} again") for output, _ in found]
+        tape.storages.hold(*again)
+        _repeat(tape, region, holds_output=False)
+        for output, made in found:
+            tape.storages.refill(output)
+            copied = tape.block.traffic(output, output)
+            tape.steps.append(Step(Phase.RECOMPUTE, made, copied))
+        tape.order.inputs[region].extend(again)
+    return {region: [output for output, _ in found] for region, found in parts.items()}
 
 
 def _repeat(tape: Tape, region: Region, *, holds_output: bool) -> None:

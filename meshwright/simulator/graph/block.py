@@ -129,6 +129,13 @@ class Block:
         yield
         self._region = outer
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Write operators that no part of the block has: they run once, whatever runs again."""
+        outer, self._region = self._region, ()
+        yield
+        self._region = outer
+
     def give_up(self, part: str, output: Tensor) -> None:
         """Give *output* of a part up here, where the part runs again in backward."""
         self.given_up.append(GivenUp(part, output.storage, self.operators[-1]))

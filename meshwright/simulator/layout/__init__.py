@@ -13,6 +13,7 @@ from meshwright.simulator.layout.axes import (
     MeshAxis,
     divides,
     near_multiples,
+    repeated_modules,
 )
 from meshwright.simulator.layout.fields import PlanField, in_option_order
 from meshwright.simulator.layout.formats import (
@@ -54,7 +55,6 @@ from meshwright.simulator.layout.plan import (
     SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
-    repeated_modules,
 )
 from meshwright.simulator.layout.refusals import (
     MAX_ZERO_STAGE,
@@ -71,12 +71,13 @@ from meshwright.simulator.layout.refusals import (
 )
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.stages import (
-    Checkpoints,
+    ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
     parse_stages,
+    plan_stages,
     rank_stages,
     read_layout,
     repeated_layers,
@@ -87,6 +88,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "ALL_ALONE",
     "AXES",
     "DP_CP",
     "EXPERT_SHARDS",
@@ -102,7 +104,6 @@ __all__ = [
     "TP_CP",
     "Axis",
     "Casts",
-    "Checkpoints",
     "ContextAxis",
     "ExpertAxis",
     "Formats",
@@ -144,6 +145,7 @@ __all__ = [
     "offered_formats",
     "pair_span",
     "parse_stages",
+    "plan_stages",
     "rank_stages",
     "read_layout",
     "redistribute",

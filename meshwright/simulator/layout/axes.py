@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
+from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod, RecomputeModule
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
@@ -217,3 +217,11 @@ def check_layers(recompute: Recompute, number: int | None, method: RecomputeMeth
             f"recompute_layers={number} does not go with recompute={recompute}; "
             f"allowed: {Recompute.FULL}"
         )
+
+
+def repeated_modules(
+    recompute: Recompute, modules: tuple[RecomputeModule, ...]
+) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer that run again: of a selection that names none the attention."""
+    usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
+    return modules or usual

@@ -7,7 +7,7 @@ reports and CSV files theirs; `docs/plan.md` lists them. A new field is one decl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import reduce
+from functools import cache, reduce
 from operator import and_
 from types import NoneType, UnionType
 from typing import (
@@ -46,6 +46,7 @@ class Declaration:
         is_rare: Whether files leave it out where it has its default.
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
+        members: What a list may have, each once and in this order.
         offered_by: Trait of the stacks that offer it, or that lists which values they offer.
         acts_on: Axis without which it has no effect, or the number of ranks that share parameters.
         without_attention: Values that a model without attention may have; None for all, empty where
@@ -64,6 +65,7 @@ class Declaration:
     is_basic: bool = False
     is_rare: bool = False
     choices: Callable[[], tuple[str, ...]] | None = None
+    members: tuple[object, ...] = ()
     offered_by: str | None = None
     acts_on: str | None = None
     without_attention: tuple[object, ...] | None = None
@@ -124,12 +126,17 @@ class PlanField:
             return self.declaration.choices()
         if self.kind is bool:
             return (False, True)
-        return tuple(self.kind) if issubclass(self.kind, StrEnum) else ()
+        return _members(self.kind)
 
     def code(self, value: object) -> int:
-        """Return *value* as the whole number that a column of the search holds; None is 0."""
+        """Return *value* as the whole number that a column of the search holds; None is 0.
+
+        Of a list it has a bit for each member.
+        """
         if self.is_optional and value is None:
             return 0
+        if self.declaration.members:
+            return sum(1 << self.declaration.members.index(each) for each in cast("Any", value))
         shift = self.is_optional
         return shift + self.choices.index(value) if self.choices else cast("int", value)
 
@@ -137,7 +144,15 @@ class PlanField:
         """Return the value that *code* stands for."""
         if self.is_optional and code == 0:
             return None
+        if self.declaration.members:
+            listed = enumerate(self.declaration.members)
+            return tuple(each for place, each in listed if code >> place & 1)
         return self.choices[code - self.is_optional] if self.choices else code
+
+
+@cache
+def _members(kind: type) -> tuple[object, ...]:
+    return tuple(kind) if issubclass(kind, StrEnum) else ()
 
 
 def fields_of(record: type) -> tuple[PlanField, ...]:

@@ -10,6 +10,8 @@ from meshwright.hwprofiles import (
     Kernels,
     LayerFact,
     PipelineRuntime,
+    Precision,
+    Recompute,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
@@ -32,6 +34,8 @@ from meshwright.simulator.schedules import SCHEDULES
 
 # Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
 PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
+# Schedules that run a forward pass of one microbatch beside a backward pass of another.
+OVERLAPPED = "1f1b", "interleaved"
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
 
@@ -149,7 +153,7 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack)
+    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -211,13 +215,33 @@ def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
+def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why no exchange can run beside another microbatch, or None when it can.
+
+    As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
+    pipeline, the interleaved one.
+    """
+    if plan.expert_overlap is None:
+        return None
+    refused = {
+        "ep=1, where no token goes to another rank; allowed: 2 or more": plan.ep == 1,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        "recompute=full; allowed: none, selective": plan.recompute is Recompute.FULL,
+        "recompute_modules=moe; allowed: other parts": RecomputeModule.MOE
+        in plan.recompute_modules,
+        "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
+        f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
+        not in OVERLAPPED,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
     """Return what *model* has not of such a part, or None when it has one."""
     experts = model.experts if isinstance(model, ModelSpec) else None
     if module in {RecomputeModule.MOE, RecomputeModule.MOE_ACT} and experts is None:
         return "has no experts"
-    if module is RecomputeModule.MOE_ACT and experts is not None and experts.bias:
-        return "has biases of experts, of which no witness is known"
     if module is RecomputeModule.SHARED_EXPERTS and not (experts and experts.shared_hidden_size):
         return "has no shared experts"
     # Its checkpoint gives out the last bias, a parameter, as a result of its own, whose gradient

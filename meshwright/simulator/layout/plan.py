@@ -9,6 +9,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
+    ExpertOverlap,
     Offload,
     PipelineRuntime,
     Precision,
@@ -88,6 +89,14 @@ class Degrees:
     ).field(None)
     """How tokens go to the ranks that have their experts; None is the stack's habit."""
 
+    expert_overlap: ExpertOverlap | None = Declaration(
+        help="What another microbatch hides of exchanges with experts [nothing].",
+        group="replication",
+        is_rare=True,
+        offered_by="expert_overlaps",
+        of_experts=True,
+    ).field(None)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputation(Degrees):
@@ -137,21 +146,26 @@ class Recomputation(Degrees):
     recompute_modules: tuple[RecomputeModule, ...] = Declaration(
         help="Parts of layers that backward computes again [core_attn].",
         metavar="LIST",
+        heading="modules",
         group="replication",
+        members=tuple(RecomputeModule),
         without_attention=((),),
     ).field(())
     """Parts of a layer that selective recomputation runs again; none given is attention's core."""
 
     recompute_layers: int | None = Declaration(
-        help="Layers of a virtual stage, or of a checkpoint, that are recomputed in full [all].",
+        help="The number N of --recompute-method, with full recomputation [all, one by one].",
         metavar="N",
+        heading="layers",
         group="replication",
+        is_limited=True,
         is_rare=True,
     ).field(None)
     """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
 
     recompute_method: RecomputeMethod | None = Declaration(
-        help="The first layers of a virtual stage, or all, so many to a checkpoint [block].",
+        help="The first N layers of a stage; all, N to a checkpoint; every N-th of a rank [block].",
+        heading="method",
         group="replication",
         is_rare=True,
         offered_by="recompute_methods",
@@ -185,6 +199,7 @@ class PlanFields(Recomputation):
     microbatch_group_size: int | None = Declaration(
         help="Microbatches in a row through a virtual stage [the fewest].",
         metavar="N",
+        heading="group",
         group="replication",
         is_rare=True,
         acts_on=Axis.PP,
@@ -258,14 +273,6 @@ class PlanFields(Recomputation):
     otherwise wait for, and tell the other data-parallel ranks which they are."""
 
 
-def repeated_modules(
-    recompute: Recompute, modules: tuple[RecomputeModule, ...]
-) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer that run again: of a selection that names none the attention."""
-    usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
-    return modules or usual
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ParallelPlan(PlanFields):
     """A complete layout; the product of its degrees is the world size.
@@ -308,11 +315,6 @@ class ParallelPlan(PlanFields):
     def expert_tp(self) -> int:
         """Ranks that split the widths of an expert."""
         return self.tp if self.etp is None else self.etp
-
-    @property
-    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
-        """Parts of a layer that backward computes again, of those that can be chosen."""
-        return repeated_modules(self.recompute, self.recompute_modules)
 
     @property
     def num_shards(self) -> int:
@@ -370,7 +372,8 @@ class ParallelPlan(PlanFields):
 
     def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
         """Return the schedule as *runtime* runs it."""
-        return get_schedule(self.schedule, runtime, self.microbatch_group_size)
+        beside = self.expert_overlap is not None
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size, beside=beside)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""

@@ -31,40 +31,66 @@ class Checkpoints(NamedTuple):
     Args:
         num_again: How many, from its first one on; None is all of them.
         num_together: Layers of a checkpoint.
+        interval: Of so many layers of a rank the last one alone.
+        num_ahead: Layers of the interval in which the stage begins that are ahead of it.
     """
 
     num_again: int | None = None
     num_together: int = 1
+    interval: int = 1
+    num_ahead: int = 0
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> "Checkpoints":
-        """Return those of *plan*: of each virtual stage as of a TransformerBlock.
+    def of(cls, plan: ParallelPlan, index: int = 0) -> "Checkpoints":
+        """Return those of the virtual stage number *index* of *plan*, in model order.
 
-        So Megatron-Core counts them (`_checkpointed_forward` of transformer_block.py, core 0.16).
+        Megatron-Core counts layers of each virtual stage as of a TransformerBlock
+        (`_checkpointed_forward` of transformer_block.py, core 0.16), torchtitan those of all
+        virtual stages of a rank (`_layer_sac_count` of distributed/activation_checkpoint.py,
+        0.2.2).
         """
-        if plan.recompute_layers is None:
-            return cls()
-        if plan.recompute_method is RecomputeMethod.UNIFORM:
-            return cls(num_together=plan.recompute_layers)
-        return cls(num_again=plan.recompute_layers)
+        number = plan.recompute_layers
+        match plan.recompute_method:
+            case _ if number is None:
+                return cls()
+            case RecomputeMethod.UNIFORM:
+                return cls(num_together=number)
+            case RecomputeMethod.EVERY:
+                ahead = sum(plan.stages[index % plan.pp : index : plan.pp])
+                return cls(interval=number, num_ahead=ahead % number)
+            case _:
+                return cls(num_again=number)
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether there may be layers that are not recomputed."""
+        return self.num_again is not None or self.interval > 1
+
+    def keeps(self, place: int) -> bool:
+        """Return whether the layer at a *place* of the stage, from 0 on, is not recomputed."""
+        if self.num_again is not None:
+            return place >= self.num_again
+        return (self.num_ahead + place + 1) % self.interval != 0
 
     def behind(self, num_layers: int) -> "Checkpoints":
         """Return those of what follows the first *num_layers*, if it is less than a stage.
 
         What it computes; its checkpoints may begin in what is ahead of it.
         """
-        again = self.num_again
-        return Checkpoints(None if again is None else max(0, again - num_layers))
+        again = None if self.num_again is None else max(0, self.num_again - num_layers)
+        ahead = (self.num_ahead + num_layers) % self.interval
+        return Checkpoints(again, interval=self.interval, num_ahead=ahead)
 
     def passes(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         """Return *layers* by what becomes of them: kept, or together in a checkpoint."""
-        if self.num_again is not None:
-            first, end = self.num_again, sum(count for _, count in layers)
-            kept = (BlockRun(KeptLayer(kind), n) for kind, n in cut_runs(layers, first, end))
-            return (*cut_runs(layers, 0, first), *kept)
-        if self.num_together == 1:
+        if not self.keeps_layers and self.num_together == 1:
             return layers
         kinds = [kind for kind, count in layers for _ in range(count)]
+        if self.keeps_layers:
+            found = (
+                KeptLayer(kind) if self.keeps(place) else kind for place, kind in enumerate(kinds)
+            )
+            return join_runs([BlockRun(kind, 1) for kind in found])
         size = self.num_together
         groups = (kinds[first : first + size] for first in range(0, len(kinds), size))
         return join_runs([BlockRun(LayerGroup(group), 1) for group in groups])
@@ -101,6 +127,12 @@ class Stage(NamedTuple):
         last = (BlockRun(HEAD, 1),) if self.has_head else ()
         return (*first, *layers, *last)
 
+    def num_kept(self, first: int = 0) -> int:
+        """Return the layers from the place *first* on that are not recomputed where others are."""
+        if not self.checkpoints.keeps_layers:
+            return 0
+        return sum(map(self.checkpoints.keeps, range(first, self.num_layers)))
+
     @property
     def num_blocks(self) -> int:
         """Layers and ends."""
@@ -124,11 +156,15 @@ def whole_model(model: AnyModel) -> Stage:
 
 def repeated_layers(model: AnyModel, plan: ParallelPlan) -> tuple[BlockRun, ...]:
     """Return the layers of *model* of which backward computes again what the plan recomputes."""
-    first = Checkpoints.of(plan).num_again
-    if first is None:
+    if not Checkpoints.of(plan).keeps_layers:
         return model.layer_runs
-    stages = model_stages(model, plan.stages)
-    return join_runs([run for stage in stages for run in cut_runs(stage.layers, 0, first)])
+    runs = [
+        run
+        for stage in plan_stages(model, plan)
+        for run in stage.checkpoints.passes(stage.layers)
+        if not isinstance(run.kind, KeptLayer)
+    ]
+    return join_runs(runs)
 
 
 def join_stages(stages: Sequence[Stage]) -> Stage:
@@ -140,9 +176,7 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def model_stages(
-    model: AnyModel, layers: Sequence[int], checkpoints: Checkpoints = ALL_ALONE
-) -> tuple[Stage, ...]:
+def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
     """Return *model* cut into stages with so many *layers* each, in model order.
 
     >>> from meshwright.simulator.model import load_model
@@ -151,8 +185,16 @@ def model_stages(
     """
     last = len(layers) - 1
     return tuple(
-        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last, checkpoints)
+        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last)
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
+    )
+
+
+def plan_stages(model: AnyModel, plan: ParallelPlan) -> tuple[Stage, ...]:
+    """Return the virtual stages of *plan*, in model order, with what it recomputes of each."""
+    return tuple(
+        stage._replace(checkpoints=Checkpoints.of(plan, index))
+        for index, stage in enumerate(model_stages(model, plan.stages))
     )
 
 
@@ -164,7 +206,7 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
     >>> rank_stages(load_model("gpt2"), plan, 0)[1].blocks
     (BlockRun(kind='layer', num_blocks=3),)
     """
-    return model_stages(model, plan.stages, Checkpoints.of(plan))[pp_rank :: plan.pp]
+    return plan_stages(model, plan)[pp_rank :: plan.pp]
 
 
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:

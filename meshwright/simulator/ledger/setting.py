@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import (
-    Checkpoints,
     Mesh,
     ParallelPlan,
     Stage,
     TrainingJob,
-    model_stages,
+    plan_stages,
 )
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
@@ -53,7 +52,7 @@ class StepSetting:
         """Return the setting of *plan* on nodes of so many devices."""
         mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)
         replication = replication_of(plan, stack, mesh)
-        stages = model_stages(job.model, plan.stages, Checkpoints.of(plan))
+        stages = plan_stages(job.model, plan)
         return cls(
             job=job,
             plan=plan,

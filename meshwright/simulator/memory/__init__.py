@@ -1,5 +1,6 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
+from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     block_bytes,
@@ -66,6 +67,7 @@ __all__ = [
     "memory_timeline",
     "message_buffer_bytes",
     "num_communicators",
+    "pair_bytes",
     "pass_levels",
     "pass_states",
     "pass_workspace_bytes",

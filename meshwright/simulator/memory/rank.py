@@ -1,7 +1,7 @@
 """Memory of a pipeline rank: what always lives, and what a pass adds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, NamedTuple
 
@@ -178,7 +178,9 @@ class RankMemory:
     """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
 
     ``message_buffers_bytes`` live throughout, with what its blocks share; ``holds_sent`` says that
-    messages it has sent live until the step ends.
+    messages it has sent live until the step ends.  ``pairs_bytes`` are what a forward pass through
+    the first virtual stage and a backward pass through the second add while they run beside each
+    other.
     """
 
     parameters_bytes: int
@@ -189,6 +191,7 @@ class RankMemory:
     host_bytes: int = 0
     message_buffers_bytes: int = 0
     holds_sent: bool = False
+    pairs_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def static_bytes(self) -> int:

@@ -41,8 +41,14 @@ class MemoryEvent(NamedTuple):
         return self.activations_bytes + self.buffers_bytes - self.absent_bytes
 
 
+NO_PAIRS = range(0)
+
+
 def pass_levels(
-    memory: RankMemory, actions: Sequence[Action], states: Sequence[PassState] | None = None
+    memory: RankMemory,
+    actions: Sequence[Action],
+    states: Sequence[PassState] | None = None,
+    pairs: range = NO_PAIRS,
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the live bytes of a rank in each action and after it, beside its static ones.
 
@@ -50,9 +56,11 @@ def pass_levels(
         memory: The rank's sizes.
         actions: What it runs, in order.
         states: The states of that, if they are known.
+        pairs: Where forward passes are in it that run beside the backward pass behind them.
     """
     if memory.virtual_stages[0].kept_units is None:
-        return _plain_levels(memory, actions)
+        levels = _plain_levels(memory, actions)
+        return _paired_levels(memory, actions, levels, pairs) if pairs else levels
     if states is None:
         states = pass_states(actions, len(memory.virtual_stages), reshards=memory.reshards)
     return kept_levels(memory, actions, states)
@@ -162,15 +170,38 @@ def _plain_levels(
         yield full, after._replace(activations=saved)
 
 
+def _paired_levels(
+    memory: RankMemory,
+    actions: Sequence[Action],
+    levels: Iterator[tuple[LiveBytes, LiveBytes]],
+    pairs: range,
+) -> Iterator[tuple[LiveBytes, LiveBytes]]:
+    """Yield *levels* as they are where passes run beside each other: one level for both of a pair.
+
+    Until both end, what the forward pass keeps is counted with what it needs.
+    """
+    full = LiveBytes(0, 0, 0)
+    for position, (during, after) in enumerate(levels):
+        if position in pairs:
+            made, gone = (actions[place].virtual_stage for place in (position, position + 1))
+            before = during.activations - memory.virtual_stages[made].saved_bytes
+            full = LiveBytes(before, memory.pairs_bytes[made, gone], during.absent)
+            yield full, full
+        elif position - 1 in pairs:
+            yield full, after
+        else:
+            yield during, after
+
+
 def _fullest_levels(
-    memory: RankMemory, actions: Sequence[Action]
+    memory: RankMemory, actions: Sequence[Action], pairs: range
 ) -> Iterator[tuple[int, tuple[LiveBytes, LiveBytes]]]:
     """Yield the position and the levels of passes of which one is the first fullest.
 
     Of passes alike it is the first of those that find most saved.
     """
-    if memory.virtual_stages[0].kept_units is not None:
-        yield from enumerate(pass_levels(memory, actions))
+    if memory.virtual_stages[0].kept_units is not None or pairs:
+        yield from enumerate(pass_levels(memory, actions, pairs=pairs))
         return
     saved = memory.message_buffers_bytes
     most: dict[int, tuple[int, int, _Pass]] = {}
@@ -194,7 +225,7 @@ def update_level(memory: RankMemory) -> LiveBytes:
 
 
 def memory_timeline(
-    memory: RankMemory, passes: Sequence[RanAction], update_ps: int
+    memory: RankMemory, passes: Sequence[RanAction], update_ps: int, pairs: range = NO_PAIRS
 ) -> list[MemoryEvent]:
     """Return the live bytes of a rank, beyond its static ones, at each action of a step.
 
@@ -202,13 +233,18 @@ def memory_timeline(
         memory: The rank's sizes.
         passes: Each action with its start and end in picoseconds, in order.
         update_ps: When the optimizer starts.
+        pairs: Where among them forward passes are that ran beside the backward pass behind them.
     """
-    levels = pass_levels(memory, [action for action, _, _ in passes])
+    levels = pass_levels(memory, [action for action, _, _ in passes], pairs=pairs)
     return _events(memory, zip(passes, levels, strict=True), update_ps)
 
 
 def fullest_moments(
-    memory: RankMemory, actions: Sequence[Action], ran: Callable[[int], RanAction], update_ps: int
+    memory: RankMemory,
+    actions: Sequence[Action],
+    ran: Callable[[int], RanAction],
+    update_ps: int,
+    pairs: range = NO_PAIRS,
 ) -> list[MemoryEvent]:
     """Return a few events of `memory_timeline` in order, among them the first fullest instant.
 
@@ -217,8 +253,9 @@ def fullest_moments(
         actions: What it runs, in order.
         ran: Returns the action at a position with its times.
         update_ps: When the optimizer starts.
+        pairs: Where among them forward passes are that ran beside the backward pass behind them.
     """
-    levels = _fullest_levels(memory, actions)
+    levels = _fullest_levels(memory, actions, pairs)
     return _events(memory, ((ran(position), pair) for position, pair in levels), update_ps)
 
 

@@ -20,6 +20,7 @@ from meshwright.simulator.model.kinds import (
     LayerGroup,
     cut_runs,
     join_runs,
+    model_blocks,
 )
 from meshwright.simulator.model.parameters import (
     buffer_bytes,
@@ -79,6 +80,7 @@ __all__ = [
     "list_models",
     "load_model",
     "local_shape",
+    "model_blocks",
     "padded_vocab_size",
     "parameter_tensors",
     "parameters_by_kind",

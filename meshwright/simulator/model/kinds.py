@@ -55,6 +55,17 @@ class LayerGroup(str):
         return made
 
 
+def model_blocks(kind: BlockKind) -> tuple[BlockKind, ...]:
+    """Return the blocks of a model that one of *kind* is made of.
+
+    >>> model_blocks("layer"), model_blocks(LayerGroup(["layer", "expert layer"]))
+    (('layer',), ('layer', 'expert layer'))
+    """
+    if isinstance(kind, LayerGroup):
+        return kind.layers
+    return (kind.layer if isinstance(kind, KeptLayer) else kind,)
+
+
 class BlockRun(NamedTuple):
     """Equal blocks that follow each other."""
 

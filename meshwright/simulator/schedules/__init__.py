@@ -7,7 +7,7 @@ from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
-from meshwright.simulator.schedules.interleaved import core_group, interleaved
+from meshwright.simulator.schedules.interleaved import any_core_group, core_group, interleaved
 from meshwright.simulator.schedules.lookahead import (
     MOST_GATHERED,
     NO_REFETCHES,
@@ -16,7 +16,11 @@ from meshwright.simulator.schedules.lookahead import (
     next_virtual_stages,
     refetched,
 )
-from meshwright.simulator.schedules.one_f_one_b import ONE_F_ONE_B, PYTORCH_ONE_F_ONE_B
+from meshwright.simulator.schedules.one_f_one_b import (
+    ONE_F_BESIDE_ONE_B,
+    ONE_F_ONE_B,
+    PYTORCH_ONE_F_ONE_B,
+)
 
 __all__ = [
     "MOST_GATHERED",
@@ -27,6 +31,7 @@ __all__ = [
     "Phase",
     "Refetches",
     "Schedule",
+    "any_core_group",
     "core_group",
     "count_refetches",
     "get_schedule",
@@ -46,13 +51,15 @@ RUNTIMES: dict[PipelineRuntime, dict[str, Schedule]] = {
 SCHEDULES = RUNTIMES[PipelineRuntime.PUBLISHED]
 
 
-_interleaved_in_groups = cache(interleaved)
+_interleaved = cache(interleaved)
 
 
 def get_schedule(
     name: str,
     runtime: PipelineRuntime = PipelineRuntime.PUBLISHED,
     group_size: int | None = None,
+    *,
+    beside: bool = False,
 ) -> Schedule:
     """Return the schedule called *name* as *runtime* runs it.
 
@@ -61,6 +68,7 @@ def get_schedule(
         runtime: Whose.
         group_size: Microbatches that an interleaved one takes through a virtual stage in a row;
             None is as many as the runtime does.
+        beside: Whether forward passes run beside backward passes of other microbatches.
 
     Raises:
         PlanError: If there is none, with the nearest names.
@@ -72,6 +80,6 @@ def get_schedule(
         hint = f"; did you mean {' or '.join(near)}" if near else ""
         known = ", ".join(SCHEDULES)
         raise PlanError(f"unknown schedule {name!r}{hint}; known: {known}") from None
-    if group_size is None or not schedule.interleaves:
-        return schedule
-    return _interleaved_in_groups(runtime, group_size)
+    if schedule.interleaves and (beside or group_size is not None):
+        return _interleaved(runtime, group_size, beside=beside)
+    return ONE_F_BESIDE_ONE_B if beside and schedule.name == ONE_F_ONE_B.name else schedule

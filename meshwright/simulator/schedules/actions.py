@@ -33,6 +33,11 @@ class Action(NamedTuple):
 ActionLists = list[list[Action]]
 
 
+def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> range:
+    """Return the pairs of a schedule whose passes run one after the other."""
+    return range(0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A pipeline schedule: the action lists and what is known about them in closed form.
@@ -50,6 +55,8 @@ class Schedule:
         bubble_fraction: ``(pp, num_microbatches, vpp) -> `` idle share for equal stages and
             free communication.
         refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
+        pairs: ``(pp_rank, pp, num_microbatches, vpp) -> `` where in the list of a rank forward
+            passes are that run beside the backward pass behind them.
         interleaves: Whether it takes more than one virtual stage a rank.
         holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
     """
@@ -63,6 +70,7 @@ class Schedule:
     around_last: Callable[[int, int, int, int], list[tuple[int, int]]]
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
+    pairs: Callable[[int, int, int, int], range] = no_pairs
     interleaves: bool = False
     holds_sent: bool = False
 
@@ -98,6 +106,15 @@ def alternate(forward: list[Action], backward: list[Action], warmup: int) -> lis
     """Return *warmup* forward passes, then one forward and one backward, then the rest."""
     steady = list(chain.from_iterable(zip(forward[warmup:], backward, strict=False)))
     return [*forward[:warmup], *steady, *backward[len(steady) // 2 :]]
+
+
+def steady_pairs(warmup: int, num_passes: int) -> range:
+    """Return where the forward passes stand that have a backward pass behind each.
+
+    >>> list(steady_pairs(warmup=2, num_passes=4))
+    [2, 4]
+    """
+    return range(warmup, max(warmup, 2 * num_passes - warmup), 2)
 
 
 def single_stage_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:

@@ -5,6 +5,7 @@ and so in the numbers of microbatches that they take.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import sub
 
 from meshwright.hwprofiles import PipelineRuntime
@@ -14,7 +15,9 @@ from meshwright.simulator.schedules.actions import (
     Phase,
     Schedule,
     alternate,
+    no_pairs,
     plain_bubble_fraction,
+    steady_pairs,
 )
 
 
@@ -77,48 +80,76 @@ def any_core_group(size: int) -> Callable[[int, int], int | None]:
     return group
 
 
-def interleaved(runtime: PipelineRuntime, group_size: int | None = None) -> Schedule:
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The order of the groups of a runtime, or of one size, with passes beside each other or not.
+
+    With passes *beside* each other a rank runs one more forward pass ahead, so that no backward
+    pass needs what the forward pass before it makes (`get_pp_rank_microbatches`, megatron/core/
+    pipeline_parallel/schedules.py of core 0.16).
+    """
+
+    runtime: PipelineRuntime
+    group_size: int | None
+    beside: bool
+
+    def group(self, pp: int, num_microbatches: int) -> int:
+        size = _groups(self.runtime, self.group_size)(pp, num_microbatches)
+        assert size is not None, "refused before"
+        return size
+
+    def warmup(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
+        ahead = 2 * (pp - pp_rank - 1) + self.beside
+        return ahead + (vpp - 1) * self.group(pp, num_microbatches)
+
+    def of_ranks(
+        self, ranks: Iterable[int], pp: int, num_microbatches: int, vpp: int
+    ) -> ActionLists:
+        passes = _passes(self.group(pp, num_microbatches), num_microbatches, vpp)
+        size = pp, num_microbatches, vpp
+        return [alternate(*passes, self.warmup(rank, *size)) for rank in ranks]
+
+    def in_flight(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
+        warmup = self.warmup(pp_rank, pp, num_microbatches, vpp)
+        return min(num_microbatches * vpp, warmup + 1)
+
+    def around_last(
+        self, pp_rank: int, pp: int, num_microbatches: int, vpp: int
+    ) -> list[tuple[int, int]]:
+        warmup = self.warmup(pp_rank, pp, num_microbatches, vpp)
+        return _around_last(self.group(pp, num_microbatches), warmup, num_microbatches, vpp)
+
+    def pairs(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> range:
+        warmup = self.warmup(pp_rank, pp, num_microbatches, vpp)
+        return steady_pairs(warmup, num_microbatches * vpp)
+
+
+def interleaved(
+    runtime: PipelineRuntime, group_size: int | None = None, *, beside: bool = False
+) -> Schedule:
     """Return the interleaved 1F1B order with the groups of *runtime*, or of one size.
+
+    Args:
+        runtime: Whose groups.
+        group_size: Microbatches of a group, where they are of one size.
+        beside: Whether forward passes run beside backward passes of other microbatches.
 
     >>> lists = interleaved(PipelineRuntime.PUBLISHED).actions(2, 2, 2)
     >>> "".join(f"{a.phase}{a.virtual_stage}" for a in lists[1])
     'F0F0F1B1F1B1B0B0'
     """
-    groups = _groups(runtime, group_size)
-
-    def group_of(pp: int, num_microbatches: int) -> int:
-        size = groups(pp, num_microbatches)
-        assert size is not None, "refused before"
-        return size
-
-    def of_ranks(ranks: Iterable[int], pp: int, num_microbatches: int, vpp: int) -> ActionLists:
-        group = group_of(pp, num_microbatches)
-        passes = _passes(group, num_microbatches, vpp)
-        return [alternate(*passes, _warmup(rank, pp, group, vpp)) for rank in ranks]
-
-    def rank_actions(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
-        return of_ranks([pp_rank], pp, num_microbatches, vpp)[0]
-
-    def in_flight(pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
-        warmup = _warmup(pp_rank, pp, group_of(pp, num_microbatches), vpp)
-        return min(num_microbatches * vpp, warmup + 1)
-
-    def around_last(
-        pp_rank: int, pp: int, num_microbatches: int, vpp: int
-    ) -> list[tuple[int, int]]:
-        group = group_of(pp, num_microbatches)
-        return _around_last(group, _warmup(pp_rank, pp, group, vpp), num_microbatches, vpp)
-
+    order = _Order(runtime, group_size, beside)
     return Schedule(
         name="interleaved",
         title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
         source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
-        actions=lambda pp, *others: of_ranks(range(pp), pp, *others),
-        rank_actions=rank_actions,
-        in_flight=in_flight,
-        around_last=around_last,
+        actions=lambda pp, *others: order.of_ranks(range(pp), pp, *others),
+        rank_actions=lambda rank, *size: order.of_ranks([rank], *size)[0],
+        in_flight=order.in_flight,
+        around_last=order.around_last,
         bubble_fraction=plain_bubble_fraction,
         refusal=lambda *size: _refusal(runtime, group_size, *size),
+        pairs=order.pairs if beside else no_pairs,
         interleaves=True,
         holds_sent=True,
     )
@@ -182,7 +213,3 @@ def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> li
 
     forward_passes = map(sub, among(forward), among(before))
     return list(zip(forward_passes, reversed(among(backward)), strict=True))
-
-
-def _warmup(pp_rank: int, pp: int, group: int, vpp: int) -> int:
-    return 2 * (pp - pp_rank - 1) + (vpp - 1) * group

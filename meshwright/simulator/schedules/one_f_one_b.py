@@ -11,6 +11,12 @@ from meshwright.simulator.schedules.actions import (
     plain_bubble_fraction,
     refuse_virtual_stages,
     single_stage_passes,
+    steady_pairs,
+)
+
+BESIDE_REFUSAL = (
+    "passes of two microbatches beside each other at pp={pp} need virtual stages; allowed: "
+    "schedule=interleaved with vpp of 2 or more, or pp=1"
 )
 
 
@@ -50,6 +56,20 @@ ONE_F_ONE_B = Schedule(
     around_last=all_passes,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
+)
+
+# Without a pipeline a forward pass runs ahead, and each other one beside a backward pass of the
+# microbatch before (`combined_1f1b_schedule_for_no_pipelining`, megatron/core/pipeline_parallel/
+# combined_1f1b.py of core 0.16); a pipeline needs virtual stages for it.
+ONE_F_BESIDE_ONE_B = replace(
+    ONE_F_ONE_B,
+    actions=lambda _pp, count, _vpp: [alternate(*single_stage_passes(count), 1)],
+    rank_actions=lambda _rank, _pp, count, _vpp: alternate(*single_stage_passes(count), 1),
+    in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
+    pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),
+    refusal=lambda pp, count, vpp: (
+        BESIDE_REFUSAL.format(pp=pp) if pp > 1 else refuse_virtual_stages(pp, count, vpp)
+    ),
 )
 
 PYTORCH_ONE_F_ONE_B = replace(ONE_F_ONE_B, refusal=_pytorch_refusal)

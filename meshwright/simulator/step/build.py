@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, Source, StackProfile
@@ -18,6 +18,7 @@ from meshwright.simulator.memory import (
     RankMemory,
     VirtualStageMemory,
     block_bytes,
+    pair_bytes,
     rank_memory,
     stage_messages,
     virtual_stage_memory,
@@ -33,6 +34,7 @@ from meshwright.simulator.replication import (
     unit_shards,
 )
 from meshwright.simulator.schedules import get_schedule
+from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
     HostSide,
     host_share,
@@ -52,11 +54,15 @@ PPM = 1_000_000
 
 
 class Evidence(NamedTuple):
-    """What the times of stage messages, of replicas' collectives and of host copies rest on."""
+    """What the times of stage messages, of replicas' collectives and of host copies rest on.
+
+    And of what is hidden of exchanges with ranks of experts.
+    """
 
     messages: Source
     replicas: Source
     host: Source
+    exchanges: Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +123,8 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
     message = costs.message(size_bytes, crosses_nodes=crosses)
     link = costs.cluster.host_link
     host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
-    return Evidence(message.transfer.source, ranks[0].replicas, host)
+    exchanges = exchange_source(costs, setting)
+    return Evidence(message.transfer.source, ranks[0].replicas, host, exchanges)
 
 
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
@@ -128,9 +135,12 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
     overlaps = (
         stack.overlap_gradient_reduce or stack.overlap_parameter_gather or replication.gathers_units
     )
+    size = plan.pp, setting.num_microbatches, plan.num_virtual_stages
+    beside = plan.expert_overlap is not None
     return StepWork(
         ranks=tuple(rank.work for rank in ranks),
-        actions=schedule.actions(plan.pp, setting.num_microbatches, plan.num_virtual_stages),
+        actions=schedule.actions(*size),
+        pairs=tuple(schedule.pairs(rank, *size) for rank in range(plan.pp)) if beside else (),
         num_microbatches=setting.num_microbatches,
         blocking_messages=not stack.overlap_p2p,
         # Both through the node's cards, or both inside it: else they use different links.
@@ -148,7 +158,8 @@ def _memory(
 ) -> dict[tuple[Stage, ...], RankMemory]:
     """Return the memory of each of *ranks* by its virtual stages."""
     if holds_units(context.setting.shape, context.setting.replication):
-        passes = PassBytes.of(context.costs.blocks, context.setting.shape)
+        keeps = any(stage.checkpoints.keeps_layers for stage in context.setting.stages)
+        passes = PassBytes.of(context.costs.blocks, context.setting.shape, keeps_layers=keeps)
         return {stages: _memory_of_units(context, stages, passes) for stages in ranks}
     passes_of = {stage: _stage_memory(context, stage) for stage in context.setting.parts}
     return {
@@ -200,12 +211,21 @@ def _memory_of_stages(
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     memory = with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
+    if context.setting.plan.expert_overlap is not None:
+        memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
     if context.setting.parts[stages[0]]:
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
     # takes the place of what the update needs, not of what a pass does.
     at_end = max(memory.update_temporary_bytes, _cast_bytes(context, sum(held)))
     return replace(memory, update_temporary_bytes=at_end)
+
+
+def _pairs_bytes(context: StepContext, stages: tuple[Stage, ...]) -> dict[tuple[int, int], int]:
+    """Return what passes through the virtual *stages* of a rank add beside each other."""
+    known = {pair: pair_bytes(context.blocks, *pair) for pair in product({*stages}, repeat=2)}
+    numbers = product(range(len(stages)), repeat=2)
+    return {(f, b): known[stages[f], stages[b]] for f, b in numbers}
 
 
 def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ...]) -> RankMemory:

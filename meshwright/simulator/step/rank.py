@@ -20,6 +20,7 @@ from meshwright.simulator.ledger import (
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import blocks_of, buffer_copies, held_parameters
+from meshwright.simulator.step.beside import hidden_exchanges
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 
 
@@ -118,6 +119,7 @@ def _priced_rank(
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
         optimizer_ps=update.time_ps,
         gather_ps=copy_back_ps(context.host, sum(held)) + closing[Moment.UPDATED].time_ps,
+        hidden=hidden_exchanges(setting, costs, stages),
     )
     return PricedRank(work, update, closing, price(costs, first.collectives).source)
 

@@ -12,7 +12,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.graph import Size, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, layer_kinds
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer, layer_kinds
 from meshwright.simulator.replication import (
     EndUnits,
     is_tied,
@@ -34,64 +34,90 @@ def layer_kind(shape: BlockShape) -> BlockKind:
     return layer_kinds(shape.trained)[0]
 
 
+class LayerBytes(NamedTuple):
+    """What passes through a layer keep and need.
+
+    Args:
+        saved: Kept from forward to backward.
+        work: Workspaces, forward and backward; its weights' gradients stay.
+        sent: Of a backward whose gradient lies in a message's buffer.
+        adding: Of a backward whose weights' gradients are added to sums at once.
+    """
+
+    saved: Size
+    work: tuple[Size, Size]
+    sent: Size
+    adding: Size
+
+
 class PassBytes(NamedTuple):
     """What passes through blocks of one shape keep and need, whatever the units hold.
 
     Args:
-        saved_layer: Kept by one layer.
+        layers: Of a layer as a plan recomputes it, and last of one that is kept where others run
+            again, if the plan has such.
         saved_embedding: Kept by the embedding.
         saved_head: Kept by the head.
         freed_head: Of that, freed when the head's backward is done: not a stage's kept output.
         message: A gradient of a layer's output.
-        layer: Workspaces of a layer, forward and backward; its weights' gradients stay.
-        sent_layer: Of a backward whose gradient lies in a message's buffer.
-        adding: Of a backward whose weights' gradients are added to sums at once.
         head: Workspaces of the head.
         table: Workspace of the embedding's backward.
         products: What the head's product needs forward, and those of its backward, without what
             the loss keeps: it does not yet, or no more.
     """
 
-    saved_layer: Size
+    layers: tuple[LayerBytes, ...]
     saved_embedding: Size
     saved_head: Size
     freed_head: Size
     message: Size
-    layer: tuple[Size, Size]
-    sent_layer: Size
-    adding: Size
     head: tuple[Size, Size]
     table: Size
     products: tuple[Size, Size]
 
     @classmethod
-    def of(cls, table: BlockTable, shape: BlockShape) -> "PassBytes":
-        """Return the bytes of *shape*."""
-        adding, kept, sent = (table.memory(shape, layer_kind(shape), each) for each in ENDINGS)
+    def of(cls, table: BlockTable, shape: BlockShape, *, keeps_layers: bool = False) -> "PassBytes":
+        """Return the bytes of *shape*; *keeps_layers* says that not all layers run again."""
+        kind = layer_kind(shape)
+        kinds = (kind, KeptLayer(kind)) if keeps_layers else (kind,)
+        message = table.memory(shape, kind).sent
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
         kept_by_loss = 4 * (shape.stack.loss is LossKernel.EAGER)
         alone = shape.num_logits * (shape.element_bytes - kept_by_loss)
-        inputs = adding.sent * (shape.tp if shape.sequence_parallel else 1)
+        inputs = message * (shape.tp if shape.sequence_parallel else 1)
         matrix = shape.local_vocab_size * shape.model.hidden_size
         return cls(
-            saved_layer=adding.saved,
+            layers=tuple(_layer_bytes(table, shape, each) for each in kinds),
             saved_embedding=embedding.saved,
             saved_head=head.saved + logits,
             freed_head=head.saved,
-            message=adding.sent,
-            layer=(kept.forward, kept.backward),
-            sent_layer=sent.backward,
-            adding=adding.backward,
+            message=message,
             head=(head.forward - logits, head.backward),
             table=embedding.backward,
             products=(alone - logits, alone + inputs + matrix * shape.element_bytes),
         )
 
+    def layer(self, stage: Stage, place: int) -> LayerBytes:
+        """Return what passes through the layer at a *place* of *stage* need."""
+        return self.layers[-1 if stage.checkpoints.keeps(place) else 0]
+
+    def saved_layers(self, stage: Stage, first: int = 0) -> Size:
+        """Return what the layers of *stage* from the place *first* on keep."""
+        again, kept = self.layers[0], self.layers[-1]
+        num_kept = stage.num_kept(first)
+        return (stage.num_layers - first - num_kept) * again.saved + num_kept * kept.saved
+
     def messages(self, stage: Stage) -> tuple[Size, Size]:
         """Return what *stage* sends in a microbatch, forward and backward."""
         return 0 if stage.has_head else self.message, 0 if stage.has_embedding else self.message
+
+
+def _layer_bytes(table: BlockTable, shape: BlockShape, kind: BlockKind) -> LayerBytes:
+    adding, kept, sent = (table.memory(shape, kind, each) for each in ENDINGS)
+    work = kept.forward, kept.backward
+    return LayerBytes(saved=adding.saved, work=work, sent=sent.backward, adding=adding.backward)
 
 
 class EndUnit(NamedTuple):

@@ -90,7 +90,7 @@ class StageUnits(NamedTuple):
             surplus=units.surplus,
             copied=0,
             buffers=message_buffer_bytes(shape, sent),
-            saved=stage.num_layers * passes.saved_layer + ends + kept_output_bytes(shape, sent),
+            saved=passes.saved_layers(stage) + ends + kept_output_bytes(shape, sent),
             late=stage_pass.late_bytes,
             after_forward=stays if sharding.reshards else gathered,
             after_backward=gathered if sharding.keeps_units else 0,

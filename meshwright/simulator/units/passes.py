@@ -92,10 +92,10 @@ class StagePass(NamedTuple):
             stay = self.stays(whole=whole)
             here = passes.head[1] + units.root + units.head.weights + stay
             moments += [PassPeak(here, late), *_after_head(self, late, first=first, whole=whole)]
-        for done in extreme_layers(layers):
+        for done in extreme_layers(stage):
             here = self._layer_backward(done, whole=whole)
             moments.append(PassPeak(here, absent - done * appeared))
-        freed = layers * passes.saved_layer + self.freed_head
+        freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
         moments.append(PassPeak(last, absent - layers * appeared))
         if first and sharding.keeps_units:
@@ -111,9 +111,10 @@ class StagePass(NamedTuple):
 
     def _layer_backward(self, done: int, *, whole: bool) -> Size:
         """Return the fullest moment of a layer's backward when *done* layers have run theirs."""
-        passes, _, sharding, units = self
+        passes, stage, sharding, units = self
+        place = stage.num_layers - 1 - done
         others: Size = units.root + units.head_gradient - self.freed_head
-        others = others - done * passes.saved_layer
+        others = others - passes.saved_layers(stage, place + 1)
         if sharding.keeps_units:
             others = others + units.head.weights
         else:
@@ -122,7 +123,8 @@ class StagePass(NamedTuple):
             left = units.dense.wire if done else units.head.wire
             others = others + left + done * units.layer.replicas + units.head.replicas
         arrives = self.sends_output and not done
-        work = passes.sent_layer if arrives else passes.layer[1]
+        layer = passes.layer(stage, place)
+        work = layer.sent if arrives else layer.work[1]
         here: Size = work + self.gathered_layers(done, whole=whole)
         if not sharding.reshards or whole:
             return others + here + units.table.weights
@@ -172,53 +174,81 @@ class StagePass(NamedTuple):
         return largest(moments) + replicas
 
 
-def extreme_layers(count: int) -> list[int]:
-    """Return the layers that may be fullest, in the order of a backward pass.
+def extreme_layers(stage: Stage) -> list[int]:
+    """Return how many layers have run backward ahead of one that may be fullest, in order.
 
-    From the second to the last but one each differs by as much from the one before.
+    Of layers that are all alike each differs by as much from the one before, from the second to the
+    last but one.
     """
+    count = stage.num_layers
+    if stage.checkpoints.keeps_layers:
+        return [*range(count)]
     return sorted({0, 1, count - 2, count - 1}.intersection(range(count)))
 
 
 def _forward_bytes(stage_pass: StagePass, *, whole: bool) -> Size:
     """Return the bytes of the fullest moment of a forward pass."""
-    passes, stage, sharding, units = stage_pass
-    layers, layer = stage.num_layers, units.layer.weights
+    passes, stage, _, units = stage_pass
     moments: list[Size] = [0] if whole else [0, *_gathering(stage_pass)]
-    if layers:
-        # The output counts as kept, and is what the last layer makes.
-        counted: Size = (
-            passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
-        )
-        head: Size = whole * units.head.weights
-        work: Size = passes.layer[0] - counted + units.root + head
-        stay = stage_pass.stays(whole=False, otherwise=layer)
-        moments += [work + stay, *(() if whole else _with_buffers(stage_pass, work + stay))]
-        if whole:
-            # It frees them one by one: at the first layer all are there, and little is saved.
-            table = 0 if sharding.reshards else units.table.weights
-            moments.append(work - (layers - 1) * passes.saved_layer + layers * layer + table)
+    for place in _fullest_forward(stage_pass, whole=whole):
+        moments += _layer_forward(stage_pass, place, whole=whole)
     if stage.has_head:
         here = passes.head[0] + units.root + units.head.weights
         moments.append(here + stage_pass.stays(whole=False))
     return largest(moments)
 
 
-def _with_buffers(stage_pass: StagePass, here: Size) -> Iterator[Size]:
-    """Yield what is live while the last layers run forward, *here* without what is gathered.
+def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
+    """Return the places of layers whose forward may be fullest.
+
+    Of layers that are all alike it is the last one, as most is saved by then; or the first, where
+    a pass finds all units and frees them one by one; or the last but one beside buffers of experts.
+    """
+    _, stage, sharding, _ = stage_pass
+    layers, ends = stage.num_layers, {stage.num_layers - 1}
+    if stage.checkpoints.keeps_layers:
+        return [*range(layers)]
+    if whole:
+        ends.add(0)
+    elif sharding.divides_experts:
+        ends.add(layers - 2)
+    return sorted(ends.intersection(range(layers)))
+
+
+def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterator[Size]:
+    """Yield what is live while the layer at *place* runs forward."""
+    passes, stage, sharding, units = stage_pass
+    layers, behind = stage.num_layers, stage.num_layers - 1 - place
+    # The output counts as kept, and is what the last layer makes.
+    counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
+    here = passes.layer(stage, place).work[0] - counted - passes.saved_layers(stage, place + 1)
+    here = here + units.root + whole * units.head.weights
+    if sharding.reshards:
+        gathered = behind + 1 if whole else 1
+    else:
+        gathered = layers if whole else place + 1
+        here = here + units.table.weights
+    here = here + gathered * units.layer.weights
+    if whole:
+        yield here
+    else:
+        yield from _with_buffers(stage_pass, here, is_last=not behind)
+
+
+def _with_buffers(stage_pass: StagePass, here: Size, *, is_last: bool) -> Iterator[Size]:
+    """Yield what is live while a layer runs forward, *here* without buffers of what is gathered.
 
     Where experts are units of their own, torchtitan has the next layer gathered ahead: beside its
     buffers, or the head's, that of the experts that run is still there (`apply_fsdp` of 0.2.2,
     models/llama4/infra/parallelize.py).
     """
-    passes, stage, sharding, units = stage_pass
+    _, _, sharding, units = stage_pass
     if not sharding.divides_experts:
         yield here + units.buffer
-        return
-    here = here + units.expert_buffer
-    yield here + units.head.weights * units.gathers
-    if stage.num_layers > 1:
-        yield here + units.buffer - passes.saved_layer
+    elif is_last:
+        yield here + units.expert_buffer + units.head.weights * units.gathers
+    else:
+        yield here + units.expert_buffer + units.buffer
 
 
 def _gathering(stage_pass: StagePass) -> Iterator[Size]:
@@ -228,7 +258,7 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     """
     passes, stage, sharding, units = stage_pass
     layers, frees, copies = stage.num_layers, sharding.reshards, 1 + units.gathers
-    saved = layers * passes.saved_layer + passes.saved_head * stage.has_head
+    saved = passes.saved_layers(stage) + passes.saved_head * stage.has_head
     ahead = saved + passes.saved_embedding * stage.has_embedding
     held: Size = 0
     buffer: Size = 0

@@ -158,20 +158,23 @@ class _SummingPass(NamedTuple):
 
     def _layer_moments(self) -> Iterator[PassPeak[Size]]:
         passes, stage, sharding, units = self.stage_pass
-        work = passes.adding if self.adds else passes.layer[1]
         others = units.root + (self.sums.waits if self.adds else units.head_gradient)
         table = 0 if sharding.reshards else units.table.weights
         others = others + table - self.stage_pass.freed_head
-        for done in extreme_layers(stage.num_layers):
+        for done in extreme_layers(stage):
+            place = stage.num_layers - 1 - done
+            layer = passes.layer(stage, place)
+            work = layer.adding if self.adds else layer.work[1]
             here: Size = work + self.stage_pass.gathered_layers(done, whole=False)
             if self.stage_pass.sends_output and not done:
-                here = here - passes.layer[1] + passes.sent_layer
+                here = here - layer.work[1] + layer.sent
             if sharding.reshards and (done or not units.keeps_last):
                 # Before the layer runs: its gathered buffer, and the weights copied out of it.
                 here = larger(here, passes.message + units.layer.weights + units.buffer)
             left = units.dense.wire if done else units.head.wire
             here = here + (left if self.is_last else 0)
-            yield PassPeak(others + here - done * passes.saved_layer, self._absent(done))
+            here = here - passes.saved_layers(stage, place + 1)
+            yield PassPeak(others + here, self._absent(done))
 
     def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.
@@ -181,7 +184,7 @@ class _SummingPass(NamedTuple):
         """
         passes, stage, _, units = self.stage_pass
         sums, absent = self.sums, self._absent(stage.num_layers)
-        freed: Size = stage.num_layers * passes.saved_layer + self.stage_pass.freed_head
+        freed: Size = passes.saved_layers(stage) + self.stage_pass.freed_head
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
         wire = units.layer.wire if self.is_last else 0
         weights: Size = units.root + units.table.weights

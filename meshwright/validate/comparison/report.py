@@ -66,6 +66,7 @@ def head_lines(validation: Validation) -> list[str]:
     size = f"{plan.world_size:,} GPUs{beside} of {saved.cluster.name}"
     degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
     way = f" cp_type={plan.cp_type}" if plan.cp_type else ""
+    way += f" ep={plan.ep} etp={plan.expert_tp}" if plan.ep > 1 else ""
     switches = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}{way}"
     return [
         f"{job.model.name}, plan for {size}, stack {saved.stack.name}",

@@ -211,12 +211,22 @@ def _operations(
 ) -> list[tuple[str, int]]:
     """Return the operations in one call, each with the larger of its input and output bytes.
 
+    Coalesced collectives are one of each tensor, as NCCL runs them, in one group of launches.
+
     >>> _operations("allgatherbase", (torch.ones(8), torch.ones(2)), {}, None)
     [(<CollectiveOp.ALL_GATHER: 'all_gather'>, 32)]
     >>> pair = (["isend", "irecv"], [1, 1], [0, 0], [torch.ones(2), torch.ones(3)])
     >>> _operations("batchp2pops", pair, {}, None)
     [('send', 8), ('recv', 12)]
+    >>> two = ([torch.ones(8), torch.ones(4)], [torch.ones(2), torch.ones(1)])
+    >>> [size for _, size in _operations("allgatherintotensorcoalesced", two, {}, None)]
+    [32, 16]
     """
+    if name.rstrip("_").endswith("coalesced"):
+        listed = [tensors_in(each) for each in (*args, result) if isinstance(each, list | tuple)]
+        together = zip(*filter(None, listed), strict=False)
+        short = name.replace("coalesced", "")
+        return [each for tensors in together for each in _operations(short, tensors, {}, None)]
     if name == "batchp2pops":
         return [(MESSAGES[op], tensor.nbytes) for op, tensor in zip(args[0], args[3], strict=True)]
     for beginning, op in COLLECTIVES.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from meshwright.hwprofiles import Kernels, StackProfile, suggestion
+from meshwright.hwprofiles import Kernels, LayerFact, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
@@ -22,6 +22,12 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan-2024-12": build_fully_sharded,
 }
 
+BEYOND_LLAMA = (
+    "megatron-core",
+    "megatron-core-2024",
+)  # stacks whose programs write what is WRITTEN
+WRITTEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+
 
 def build_program(request: ProgramRequest) -> RankProgram:
     """Return one rank's program of a plan.
@@ -30,7 +36,7 @@ def build_program(request: ProgramRequest) -> RankProgram:
         PlanError: If no program stands for the stack, or it cannot express the plan.
     """
     check_program(request.stack, request.plan)
-    check_layers(request.job)
+    check_layers(request.job, request.stack)
     return PROGRAMS[request.stack.name](request)
 
 
@@ -61,11 +67,13 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
         )
 
 
-def check_layers(job: TrainingJob) -> None:
-    """Raise PlanError if layers of a job's model have what no program writes."""
+def check_layers(job: TrainingJob, stack: StackProfile) -> None:
+    """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    if facts:
+    written = WRITTEN if stack.name in BEYOND_LLAMA else ()
+    unknown = [fact for fact in facts if fact not in written]
+    if unknown:
         raise PlanError(
-            f"{facts[0]} of {job.model.name} has no PyTorch program; "
+            f"{unknown[0]} of {job.model.name} has no PyTorch program; "
             "allowed: models with layers as those of GPT and Llama"
         )

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
+    ExpertOverlap,
     Precision,
     ProfileError,
     Recompute,
@@ -132,7 +133,8 @@ class PublishedRun(_ModelRow):
         shared_hidden_size: Width of all shared ones together.
         dense_layers: Layers before any with experts.
         etp: Ranks that split an expert; empty for as many as split other layers.
-        dispatcher: How tokens go to experts; empty for the stack's habit.
+        dispatcher: How tokens go to experts; empty for the stack's habit.  Behind it, with a space
+            between them, how that goes on beside another microbatch, if it does.
         recompute_modules: Parts of a layer that run again, with spaces between them.
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.
@@ -158,7 +160,7 @@ class PublishedRun(_ModelRow):
     dense_layers: OptionalCount = 0
     ep: Count = 1
     etp: Annotated[Count | None, BeforeValidator(empty_is_none)] = None
-    dispatcher: Annotated[Dispatcher | None, BeforeValidator(empty_is_none)] = None
+    dispatcher: Annotated[tuple[Dispatcher | ExpertOverlap, ...], BeforeValidator(_words)] = ()
     vpp: Count
     schedule: Text
     recompute_modules: Annotated[tuple[RecomputeModule, ...], BeforeValidator(_words)] = ()
@@ -221,7 +223,12 @@ class PublishedRun(_ModelRow):
             dp=self.dp,
             ep=self.ep,
             etp=self.etp,
-            dispatcher=self.dispatcher,
+            dispatcher=next(
+                (each for each in self.dispatcher if isinstance(each, Dispatcher)), None
+            ),
+            expert_overlap=next(
+                (each for each in self.dispatcher if isinstance(each, ExpertOverlap)), None
+            ),
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,

@@ -19,7 +19,7 @@ from meshwright.simulator.account import (
     rank_flops,
     rank_traffic,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -170,7 +170,9 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
             counted[axis, str(op), num_ranks, each.size_bytes] += each.num_calls
     norm = norm_ranks(plan)
     if norm > 1 and not stack.norm_by_axis:
-        counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += 1
+        # Experts that other ranks hold have an optimizer, and a norm, of their own.
+        num_norms = 2 if plan.ep > 1 else 1
+        counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += num_norms
     return tuple(
         sorted(
             CollectiveCount(*key, count) for key, count in counted.items() if count and key[2] > 1
@@ -181,11 +183,22 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
 def group_name(axis: MeshAxis, plan: ParallelPlan) -> str:
     """Return the name of an axis' group: replicas that only share sequences are those of cp.
 
-    Ranks with different experts may be all that share a set of shards.
+    Ranks that share experts may be those of another axis, whose name they have then.
     """
-    if axis is ExpertAxis.EP and plan.tp == 1 and plan.ep == plan.num_shards:
-        axis = Axis.DP
+    if isinstance(axis, ExpertAxis):
+        axis = _usual_axis(axis, plan)
     return Axis.CP.value if axis is Axis.DP and plan.dp == 1 < plan.cp else axis.value
+
+
+def _usual_axis(axis: ExpertAxis, plan: ParallelPlan) -> MeshAxis:
+    """Return the axis of layers whose groups have the same ranks as those of experts, if any."""
+    mesh = Mesh.of(plan)
+    usual = {
+        (1, plan.tp): Axis.TP,
+        (plan.tp, plan.num_shards): Axis.DP,
+        (plan.tp, plan.cp): Axis.CP,
+    }
+    return usual.get((mesh.stride(axis), mesh.degree(axis)), axis)
 
 
 def norm_axis(plan: ParallelPlan) -> str:
@@ -195,4 +208,9 @@ def norm_axis(plan: ParallelPlan) -> str:
     axes = [axis for axis, degree in degrees.items() if degree > 1]
     if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
         return group_name(axes[0], plan)
-    return "world" if norm_ranks(plan) == plan.world_size else "parts"
+    if norm_ranks(plan) != plan.world_size:
+        return "parts"
+    mesh = Mesh.of(plan)
+    of_experts = (ExpertAxis.EP, ExpertAxis.ALL) if plan.ep > 1 else ()
+    known = (axis.value for axis in of_experts if mesh.degree(axis) == plan.world_size)
+    return next(known, "world")

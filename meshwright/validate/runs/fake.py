@@ -91,7 +91,7 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
     check_torch()
     from meshwright.validate.counting import RankOracle, fake_cluster
     from meshwright.validate.programs import build_program
-    from meshwright.validate.programs.contract import ProgramRequest
+    from meshwright.validate.programs.contract import ProgramRequest, Routing
 
     device = _device(saved)
     with fake_cluster(rank, num_processes(saved.plan, saved.stack)):
@@ -104,6 +104,7 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
                 device=device,
                 initialise=False,
                 num_microbatches=saved.plan.num_microbatches(saved.job),
+                routing=Routing(is_balanced=True),
             )
         )
         oracle = RankOracle(program.groups, device)

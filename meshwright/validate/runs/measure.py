@@ -39,6 +39,7 @@ from meshwright.validate.ranks import (
 )
 from meshwright.validate.runs.devices import devices_counted
 from meshwright.validate.runs.fake import NUM_STEPS, run_counted
+from meshwright.validate.runs.real import REFERENCE_STEPS
 from meshwright.validate.traces import COMMUNICATION, read_job_trace
 
 # Threads of a backend may free a buffer a moment late: the smallest peak is the program's.
@@ -64,20 +65,20 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     saved = without_dropout(saved)
     device = _device(spec)
     memory = DeviceMemory(device)
-    program = build_program(
-        ProgramRequest(
-            job=saved.job,
-            plan=saved.plan,
-            stack=saved.stack,
-            rank=rank,
-            device=device,
-            initialise=True,
-            num_microbatches=saved.plan.num_microbatches(saved.job),
-            dropout=0.0,
-        )
+    request = ProgramRequest(
+        job=saved.job,
+        plan=saved.plan,
+        stack=saved.stack,
+        rank=rank,
+        device=device,
+        initialise=True,
+        num_microbatches=saved.plan.num_microbatches(saved.job),
+        dropout=0.0,
     )
+    program = build_program(request)
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
+    steps.run_by_scores(request)
     counts = _count(steps)
     memory.give_back()
     memory.forget_peaks()
@@ -131,6 +132,17 @@ class _Steps:
         time_s = clock(lambda: losses.extend(self.program.run_step(self.number)))
         self.note(losses)
         return time_s
+
+    def run_by_scores(self, request: ProgramRequest) -> None:
+        """Run the steps whose losses are compared, if a model has experts, and balance these.
+
+        Until then these get tokens by their scores, in the steps that are counted equally many.
+        """
+        if request.job.transformer.experts is None:
+            return
+        for _ in range(REFERENCE_STEPS):
+            self.run()
+        request.routing.is_balanced = True
 
     def note(self, losses: list[Tensor]) -> None:
         """Keep the mean loss of a step that has run."""

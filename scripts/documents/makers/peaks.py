@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 from documents.makers import accuracy
 from documents.tables import table
+from meshwright.hwprofiles import format_bytes
 from meshwright.validate.published import (
     MemoryKind,
     PeakComparison,
@@ -23,6 +24,7 @@ from meshwright.validate.published import (
 HEAD = ("model", "tp x pp x cp", "attention, layers", "rows", "mean abs", "median", "worst")
 EXCLUDED_HEAD = ("rows", "why left out")
 RESERVE_HEAD = ("series", "rows", "mean", "least", "most", "fitted on the others", "runs accepted")
+REFUSED_HEAD = ("run", "needs", "processes can have", "beyond it")
 KIND_HEAD = ("source", "rows", "mean abs", "median", "more than 5 % under")
 GOLDEN = "Megatron-LM's own tests"
 
@@ -78,12 +80,46 @@ def _without(fraction: float | None) -> tuple[str, str]:
     """Return a fraction and how many runs that finished are accepted with it."""
     if fraction is None:
         return "not in the fit", ""
-    finished = accuracy.board().finished
-    accepted = sum(
+    return f"{fraction:.1%}", f"{_num_accepted(fraction)} of {len(accuracy.board().finished)}"
+
+
+def _num_accepted(fraction: float) -> int:
+    """Return how many runs that finished fit where allocators hold *fraction* beyond."""
+    return sum(
         replace(each, overheads=each.overheads._replace(allocator_fraction=fraction)).fits
-        for each in finished
+        for each in accuracy.board().finished
     )
-    return f"{fraction:.1%}", f"{accepted} of {len(finished)}"
+
+
+def acceptance() -> str:
+    """Return how many runs that finished would fit with other allocators, in words.
+
+    The other ones are those of pipelines with room to spare, which no fraction was fitted on, and
+    one that holds nothing beyond.
+    """
+    rows = load_published_reserves()
+    spare = fmean(row.fraction for row in rows if not row.is_fitted and "pipelines" in row.series)
+    count, total = _num_accepted(spare), len(accuracy.board().finished)
+    return (
+        f"with {spare:.1%} in the place of {allocator_fraction(rows):.1%} {count} of {total} runs "
+        f"would be accepted, with nothing held beyond {_num_accepted(0.0)}"
+    )
+
+
+def refused_runs() -> str:
+    """Return the runs that finished and are called too large, those furthest beyond first."""
+    found = [each for each in accuracy.board().finished if not each.fits]
+    found.sort(key=lambda each: each.device_bytes / each.usable_bytes, reverse=True)
+    rows = [
+        (
+            each.id,
+            format_bytes(each.device_bytes),
+            format_bytes(each.usable_bytes),
+            f"{each.device_bytes / each.usable_bytes - 1:+.1%}",
+        )
+        for each in found
+    ]
+    return table(REFUSED_HEAD, rows, rule=" --- ")
 
 
 def errors_by_kind() -> dict[str, list[float]]:

@@ -1,6 +1,7 @@
 """The table of docs/plan.md: every field of a plan, as it is declared."""
 
 from documents.tables import table
+from meshwright.planner.space import PASSES
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, SERVER_FIELDS, Axis, PlanField
 
 FIELD_HEAD = ("in JSON and Python", "option", "usual", "searched", "what it is")
@@ -15,6 +16,8 @@ def _option(field: PlanField) -> str:
 def _row(field: PlanField) -> tuple[str, ...]:
     declaration = field.declaration
     searched = "yes" if declaration.heading else ""
+    if field.name in PASSES:
+        searched = "if asked"
     if declaration.is_limited:
         searched += f", to `--max-{field.option.replace('_', '-')}`"
     usual = "" if field.default in (None, ()) else f"{field.default}"

@@ -82,32 +82,56 @@ def latent_attention(
     with block.module(x):
         whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
         x = place(block, x, whole)
-        given = _queries(block, x, latent, dims)
-        plain, turned = cut(block, given, dims.plain_queries, dims.rotary_queries)
-        (turned,) = rotary(block, turned)
-        query = _joined(block, plain, turned, dims.queries)
-        width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
-        both = whole_product(block, x, width, "kv down", PLAIN)
-        narrow, shared = cut(block, both, dims.latent, dims.shared_key)
-        (shared,) = rotary(block, shared)
-        narrow = norm(block, narrow, "kv latent norm", centers=False)
-        (pairs,) = columns(block, narrow, dims.pairs)
-        plain, value = cut(block, pairs, dims.plain_keys, dims.values)
-        key = _joined(block, plain, shared, dims.queries)
+        query, key, value, held = _projected(block, x, latent, dims)
         with block.part(RecomputeModule.CORE_ATTN):
             context = attend(block, query, key, value)
+        for each in (query, key, value):
+            block.give_up(RecomputeModule.MLA_UP_PROJ, each)
         y = row(block, context, hidden, "attention output", outside)
-        block.hold(given, turned, shared, query, key, value, context)
+        block.hold(*held, query, key, value, context)
         return y
 
 
-def _queries(block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims) -> Tensor:
-    """Return queries, of a latent of their own if there is one."""
-    if latent.query_rank:
-        x = whole_product(block, x, Dim("query latent", latent.query_rank), "query down", PLAIN)
-        x = norm(block, x, "query latent norm", centers=False)
-    (queries,) = columns(block, x, dims.queries)
-    return queries
+def _projected(
+    block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return queries, keys and values, and what else has names until attention returns.
+
+    Megatron-Core makes both latents first, in a function that forgets what lies between
+    (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, core 0.16),
+    others the keys' once there are queries.
+    """
+    width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
+    source, both = _query_latent(block, x, latent), None
+    if block.lowering.copies_operands:
+        both = _key_latent(block, x, width, dims)
+    with block.part(RecomputeModule.MLA_UP_PROJ):
+        (given,) = columns(block, source, dims.queries)
+        plain, turned = cut(block, given, dims.plain_queries, dims.rotary_queries)
+        (turned,) = rotary(block, turned)
+        query = _joined(block, plain, turned, dims.queries)
+    narrow, shared = both or _key_latent(block, x, width, dims)
+    with block.part(RecomputeModule.MLA_UP_PROJ):
+        (shared,) = rotary(block, shared)
+        (pairs,) = columns(block, narrow, dims.pairs)
+        plain, value = cut(block, pairs, dims.plain_keys, dims.values)
+        key = _joined(block, plain, shared, dims.queries)
+    return query, key, value, () if both else (given, turned, shared)
+
+
+def _query_latent(block: Block, x: Tensor, latent: LatentAttention) -> Tensor:
+    """Return what queries are made of: a latent of their own, normalised, if there is one."""
+    if not latent.query_rank:
+        return x
+    x = whole_product(block, x, Dim("query latent", latent.query_rank), "query down", PLAIN)
+    return norm(block, x, "query latent norm", centers=False)
+
+
+def _key_latent(block: Block, x: Tensor, width: Dim, dims: LatentDims) -> tuple[Tensor, Tensor]:
+    """Return the normalised latent of keys and values, and the part that all keys have."""
+    both = whole_product(block, x, width, "kv down", PLAIN)
+    narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    return norm(block, narrow, "kv latent norm", centers=False), shared
 
 
 def _joined(block: Block, plain: Tensor, turned: Tensor, out: Dim) -> Tensor:

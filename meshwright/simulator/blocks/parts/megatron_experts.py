@@ -24,6 +24,7 @@ from meshwright.simulator.blocks.parts.routing import (
 )
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
+    STATISTIC_BYTES,
     Activation,
     Block,
     Dim,
@@ -31,6 +32,7 @@ from meshwright.simulator.graph import (
     Placement,
     Reads,
     Tensor,
+    Traffic,
     Transfer,
     activation,
     biased,
@@ -105,6 +107,8 @@ def _fused(
     """
     hidden = flat.dims[-1]
     at = dims.rows_at(flat)
+    if dims.mesh.widens_shares:
+        shares = cast(block, shares, "shares in fp32", STATISTIC_BYTES)
     entries = Dim("entries of a token", 2 * dims.experts.size + 1)
     row_map = shares.like("row map", dims=(dims.tokens, entries), width=INT32_BYTES)
     rows = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(row_map,)), at)
@@ -140,16 +144,37 @@ def _multiplied(
     block.give_up(RecomputeModule.MOE_ACT, opened)
     if not experts.bias:
         return made
+    out = _with_biases(block, made, weights, dims)
+    block.hold(made)
+    return out
+
+
+def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) -> Tensor:
+    """Return rows with the weighed biases of their experts, in the format of rows.
+
+    A bias times its rows' weights, the sum and what puts the parts together are in the format of
+    weights where that is wider (`_apply_bias` of TEGroupedMLP, core 0.16).  Backward puts the parts
+    of the rows' gradient together, and multiplies and sums for a bias and for the weights.
+    """
+    hidden = made.dims[-1]
     weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=_on_ranks(dims))
-    added, joined = made.like("rows with biases"), made.like("outputs with biases")
-    work = block.traffic(made, made)
+    wide = max(made.width, weights.width)
+    added, joined = (
+        made.like(name, width=wide) for name in ("rows with biases", "outputs with biases")
+    )
+    apart = made.like("weighed biases", width=wide)
+    rows, sums = Traffic(2 * made.nbytes), Traffic(3 * apart.nbytes)
+    narrows = (Traffic(apart.nbytes + made.nbytes),) if wide > made.width else ()
     gradients = [
-        Gradient(made, hands_on=True),
-        Gradient(weights, (weights,), (block.traffic(made),), at=weights.at),
-        Gradient(weight, (weights,), (block.traffic(made),), at=weight.at),
+        Gradient(made, (), (*narrows, rows)),
+        Gradient(weights, (weights,), (sums,), at=weights.at),
+        Gradient(weight, (weights,), (sums,), at=weight.at),
     ]
-    block.add([made, weights, weight], [added], gradients, work)
-    return block.add([added], [joined], [Gradient(added, hands_on=True)], work)
+    work = Traffic(3 * apart.nbytes + made.nbytes)
+    added = block.add([made, weights, weight], [added], gradients, work)
+    slopes = [Gradient(added, hands_on=True)]
+    joined = block.add([added], [joined], slopes, Traffic(added.nbytes + joined.nbytes))
+    return cast(block, joined, "outputs cast", made.width)
 
 
 def _opened_at_once(

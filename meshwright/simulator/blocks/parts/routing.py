@@ -54,12 +54,14 @@ class ExpertMesh(NamedTuple):
         told: The axis of all ranks that have parts of an expert, or other experts.
         ranks: Ranks with different experts.
         hottest: Rows of the rank with the hottest expert over those of all ranks on average.
+        widens_shares: Tokens go with their shares in fp32.
     """
 
     split_on: MeshAxis = Axis.TP
     told: MeshAxis = Axis.TP
     ranks: int = 1
     hottest: Fraction = Fraction(1)
+    widens_shares: bool = False
 
 
 def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:

@@ -8,6 +8,7 @@ from meshwright.validate.programs.contract.request import (
     WEIGHT_DECAY,
     ProgramRequest,
     RankProgram,
+    Routing,
     refuse_offload,
 )
 from meshwright.validate.programs.contract.weights import initial_weight, token_batch
@@ -20,6 +21,7 @@ __all__ = [
     "WEIGHT_DECAY",
     "ProgramRequest",
     "RankProgram",
+    "Routing",
     "initial_weight",
     "refuse_offload",
     "token_batch",

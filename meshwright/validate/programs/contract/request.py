@@ -1,7 +1,7 @@
 """What every program of a plan offers, whichever stack it stands for."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +19,17 @@ WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 
 
+@dataclass(slots=True)
+class Routing:
+    """How tokens are sent to experts; it may change between steps.
+
+    Args:
+        is_balanced: To all equally often, as counts are predicted; else by their scores.
+    """
+
+    is_balanced: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramRequest:
     """What to build: one rank's part of a plan.
@@ -32,6 +43,7 @@ class ProgramRequest:
         initialise: Give weights their initial values; fake tensors have none.
         num_microbatches: Microbatches of a step; fewer than the plan's where counts scale.
         dropout: Probability of dropout where the model has it; 0 to compare losses.
+        routing: How tokens are sent to experts, if the model has them.
     """
 
     job: TrainingJob
@@ -42,6 +54,7 @@ class ProgramRequest:
     initialise: bool
     num_microbatches: int
     dropout: float = 0.1
+    routing: Routing = field(default_factory=Routing)
 
     @property
     def vocab_size(self) -> int:

@@ -16,7 +16,10 @@ from meshwright.validate.programs.fused.residual import BiasDropoutAdd
 from meshwright.validate.programs.fused.rotary import Rotary, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
 from meshwright.validate.programs.fused.swiglu import PackedSwiglu, Swiglu
-from meshwright.validate.programs.fused.weight_gradients import accumulate_weight_gradient
+from meshwright.validate.programs.fused.weight_gradients import (
+    GradientSink,
+    accumulate_weight_gradient,
+)
 
 __all__ = [
     "AutogradFunction",
@@ -24,6 +27,7 @@ __all__ = [
     "CausalSoftmax",
     "Context",
     "FusedAttention",
+    "GradientSink",
     "PackedSwiglu",
     "RmsNorm",
     "Rotary",

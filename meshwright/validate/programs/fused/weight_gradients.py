@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from torch.utils.flop_counter import register_flop_formula
 from meshwright.validate.programs.fused.autograd_function import first_that_works
 
 ATEN = torch.ops.aten
+
+
+class GradientSink(Protocol):
+    """Where weight gradients go that products accumulate themselves."""
+
+    def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+        """Add ``gradient^T inputs``, or return it where gradients are not fused."""
 
 
 @torch.library.custom_op("meshwright::accumulate_weight_gradient", mutates_args={"buffer"})

@@ -3,6 +3,7 @@
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
     LayerOptions,
+    Mlp,
     ResidualAdd,
     TransformerLayer,
     VirtualStage,
@@ -11,6 +12,7 @@ from meshwright.validate.programs.layers.transformer import (
 __all__ = [
     "AttentionCore",
     "LayerOptions",
+    "Mlp",
     "ResidualAdd",
     "TransformerLayer",
     "VirtualStage",

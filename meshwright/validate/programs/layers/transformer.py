@@ -33,8 +33,8 @@ class Parts(Protocol):
     fuses_gate: bool
     is_reentrant: bool
 
-    def norm(self, model: ModelSpec) -> nn.Module:
-        """Return a norm of the model's kind and width."""
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
+        """Return a norm of the model's kind."""
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose outputs are split where tensor parallelism is by hand."""
@@ -47,6 +47,9 @@ class Parts(Protocol):
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation between the two products of an MLP."""
+
+    def experts(self, model: ModelSpec) -> nn.Module:
+        """Return the experts of a layer that has them in the place of an MLP, without a bias."""
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> "ResidualAdd":
         """Return what adds the output of *row* to the residual stream, dropped out."""
@@ -124,7 +127,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
         super().__init__()
-        width, kv_width, bias = model.hidden_size, model.kv_hidden_size, model.attention_bias
+        width, query_width = model.hidden_size, model.query_hidden_size
+        kv_width, bias = model.kv_hidden_size, model.attention_bias
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.positions == "rotary"
@@ -132,17 +136,23 @@ class SelfAttention(nn.Module):
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
         if self.fused:
-            self.qkv = parts.column_linear(width, width + 2 * kv_width, bias=bias)
+            self.qkv = parts.column_linear(width, query_width + 2 * kv_width, bias=bias)
         else:
-            self.query = parts.column_linear(width, width, bias=bias)
+            self.query = parts.column_linear(width, query_width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
+        self.norms_heads = model.qk_norm == "head"
+        if self.norms_heads:
+            self.query_norm = parts.norm(model, self.head_dim)
+            self.key_norm = parts.norm(model, self.head_dim)
         self.core = parts.attention_core(model, options)
-        self.output = parts.row_linear(width, width, bias=model.output_bias)
+        self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the projected attention of normalised activations."""
         query, key, value = self._projected(inputs)
+        if self.norms_heads:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
             query, key = (Rotary.apply(each, *self.place) for each in (query, key))
         if self.recomputes and self.training:
@@ -170,11 +180,22 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two products around an activation; a gated one has gate and value apart unless fused."""
+    """Two products around an activation; a gated one has gate and value apart unless fused.
 
-    def __init__(self, model: ModelSpec, parts: Parts) -> None:
+    Args:
+        model: Whose.
+        parts: What the stack makes it of.
+        ffn: Its width; by default that of the model's MLPs.
+        bias: Whether products have one; by default as in the model's MLPs.
+    """
+
+    def __init__(
+        self, model: ModelSpec, parts: Parts, ffn: int | None = None, *, bias: bool | None = None
+    ) -> None:
         super().__init__()
-        width, ffn, bias = model.hidden_size, model.ffn_hidden_size, model.mlp_bias
+        width = model.hidden_size
+        ffn = model.ffn_hidden_size if ffn is None else ffn
+        bias = model.mlp_bias if bias is None else bias
         self.separate = model.gated_mlp and not parts.fuses_gate
         if self.separate:
             self.gate = parts.column_linear(width, ffn, bias=bias)
@@ -194,16 +215,21 @@ class Mlp(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One transformer layer with its norms before attention and MLP."""
+    """One transformer layer with its norms before attention and MLP, or experts."""
 
-    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool = False
+    ) -> None:
         super().__init__()
-        self.attention_norm = parts.norm(model)
+        self.attention_norm = parts.norm(model, model.hidden_size)
         self.attention = SelfAttention(model, options, parts)
-        self.mlp_norm = parts.norm(model)
-        self.mlp = Mlp(model, parts)
+        self.mlp_norm = parts.norm(model, model.hidden_size)
+        mlp = None if has_experts else Mlp(model, parts)
+        self.mlp = parts.experts(model) if mlp is None else mlp
         self.add_attention = parts.residual_add(self.attention.output, dropout=options.dropout)
-        self.add_mlp = parts.residual_add(self.mlp.contract, dropout=options.dropout)
+        self.add_mlp = parts.residual_add(
+            self.mlp if mlp is None else mlp.contract, dropout=options.dropout
+        )
         self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -218,6 +244,10 @@ class TransformerLayer(nn.Module):
     def _run(self, inputs: Tensor) -> Tensor:
         middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
         return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
+
+
+def _has_experts(model: ModelSpec, layer: int) -> bool:
+    return model.experts is not None and model.experts.has_layer(layer)
 
 
 class VirtualStage(nn.Module):
@@ -243,7 +273,12 @@ class VirtualStage(nn.Module):
         super().__init__()
         self.embedding = parts.embedding(model) if has_embedding else None
         self.layers = nn.ModuleDict(
-            {str(index): TransformerLayer(model, options, parts) for index in layers}
+            {
+                str(index): TransformerLayer(
+                    model, options, parts, has_experts=_has_experts(model, index)
+                )
+                for index in layers
+            }
         )
         self.head = parts.head(model) if has_head else None
         self.recomputes = options.recompute is Recompute.FULL

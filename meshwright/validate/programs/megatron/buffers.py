@@ -6,7 +6,7 @@ Megatron-Core 0.8, 2024).
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,11 +23,25 @@ from meshwright.validate.programs.megatron.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class DataParallelGroup:
-    """The data-parallel ranks of a rank; ``group`` is None where there is only one."""
+    """The ranks that hold the same weights; ``group`` is None where there is only one.
+
+    Args:
+        group: These ranks.
+        rank: Which of them is this one.
+        size: How many they are.
+        num_batches: Parts of a batch over which gradients are averaged, if these ranks have not
+            one each: an expert sees tokens of ranks with other experts, too.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    num_batches: int | None = None
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of their gradients is divided by."""
+        return self.size if self.num_batches is None else self.num_batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,10 +95,10 @@ class BucketRule(NamedTuple):
 
 
 class StageBuffers:
-    """All weights of one virtual stage in buckets; the sink of its products.
+    """Weights of one virtual stage in buckets; the sink of their products.
 
     Args:
-        module: Whose weights; they become views of the buffers.
+        weights: Which, in the order of the model; they become views of the buffers.
         stack: Bucket size, gradient width, fusion and overlap.
         dp: Over whom gradients are reduced.
         shards: Whether each rank keeps a part alone (the distributed optimizer).
@@ -94,7 +108,7 @@ class StageBuffers:
 
     def __init__(
         self,
-        module: nn.Module,
+        weights: Iterable[nn.Parameter],
         stack: StackProfile,
         dp: DataParallelGroup,
         *,
@@ -104,7 +118,7 @@ class StageBuffers:
     ) -> None:
         self.stack, self.dp, self.shards = stack, dp, shards
         self.last_pass = False
-        parameters = list(dict.fromkeys(reversed(list(module.parameters()))))
+        parameters = list(dict.fromkeys(reversed(list(weights))))
         groups = _bucketed(parameters, rule)
         self.buckets = [self._bucket(group, is_duplicate) for group in groups]
         self._places = {
@@ -200,9 +214,11 @@ class StageBuffers:
 
     def _reduce(self, bucket: ParameterBucket) -> None:
         """Average a bucket over data-parallel ranks; with shards, the own part alone."""
+        if self.dp.divisor == 1:
+            return
+        gradients = bucket.gradients.mul_(1 / self.dp.divisor)
         if self.dp.size == 1:
             return
-        gradients = bucket.gradients.mul_(1 / self.dp.size)
         if self.shards:
             own = gradients[bucket.shard(self.dp)]
             reduce_scatter(own, gradients, self.dp.group)
@@ -230,12 +246,12 @@ def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list
 def sum_unsplit_weights(
     buffers: Sequence[StageBuffers], unsplit: Sequence[nn.Parameter], tp: TensorParallelGroup
 ) -> None:
-    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens.
+    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens or heads.
 
     With sequence parallelism norms and the biases of row layers are such weights: each tensor
-    rank holds them whole.
+    rank holds them whole.  Without it norms of each head of queries and keys are.
     """
-    if not (tp.splits_tokens and unsplit):
+    if tp.size == 1 or not unsplit:
         return
     views = [gradient_view(buffers, parameter) for parameter in unsplit]
     flat = torch.cat([view.flatten() for view in views])

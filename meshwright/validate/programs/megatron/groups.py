@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.layout import Axis, ContextAxis, Mesh, MeshAxis, context_way
+from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, MeshAxis, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
+from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.buffers import DataParallelGroup
 from meshwright.validate.programs.megatron.messages import Neighbours
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
@@ -24,6 +25,8 @@ class MegatronGroups:
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
         dp: Ranks with the same parameters: data- times context-parallel ranks.
+        experts: Ranks that share the experts of a layer.
+        edp: Ranks with the same experts; None where these are those of *dp*.
         pipeline: Pipeline ranks.
         ends: First and last pipeline rank, on these; None elsewhere.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
@@ -34,6 +37,8 @@ class MegatronGroups:
     tp: TensorParallelGroup
     cp: ContextGroup
     dp: DataParallelGroup
+    experts: ExpertGroup
+    edp: DataParallelGroup | None
     pipeline: Neighbours
     ends: dist.ProcessGroup | None
     norm: dist.ProcessGroup | None
@@ -57,13 +62,14 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
     groups |= _context_groups(plan, rank)
+    expert_groups = _expert_groups(plan, rank)
     norms = _norm_ranks(plan)
     summed = next(ranks for ranks in norms if rank in ranks)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
     names: dict[tuple[int, ...], str] = {summed: "parts"}
     names[tuple(range(plan.world_size))] = "world"
     names[own[0], own[-1]] = "pp"
-    for name, group in groups.items():
+    for name, group in (expert_groups | groups).items():
         names[tuple(dist.get_process_group_ranks(group))] = name
     if plan.cp > 1:  # replicas that only share sequences are those of cp
         names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
@@ -71,6 +77,8 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
         cp=_context_group(request, groups, dp_rank % plan.cp),
         dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp_cp),
+        experts=_expert_group(plan, rank, expert_groups, groups["tp"]),
+        edp=_expert_replicas(plan, rank, expert_groups),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
         norm=norm,
@@ -93,18 +101,58 @@ def _context_group(
     return replace(found, levels=levels)
 
 
+def _expert_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of ranks with other experts, other parts of them, or the same."""
+    mesh = Mesh.of(plan)
+    known = ExpertAxis.ALL, ExpertAxis.ETP, ExpertAxis.EP, ExpertAxis.EDP  # the last name counts
+    axes = [axis for axis in known if mesh.degree(axis) > 1] if plan.ep > 1 else []
+    return {axis: _mesh_group(mesh, axis, rank) for axis in axes}
+
+
+def _expert_group(
+    plan: ParallelPlan, rank: int, groups: Mapping[str, dist.ProcessGroup], tp: dist.ProcessGroup
+) -> ExpertGroup:
+    """Return who shares experts: without ``ep`` the tensor-parallel ranks, which split them."""
+    if plan.ep == 1:
+        one = tp if plan.tp > 1 else None
+        return ExpertGroup(etp=one, everyone=one, etp_rank=rank % plan.tp, num_etp=plan.tp)
+    etp = plan.expert_tp
+    return ExpertGroup(
+        ep=groups[ExpertAxis.EP],
+        etp=groups.get(ExpertAxis.ETP),
+        everyone=groups[ExpertAxis.ALL],
+        ep_rank=rank // etp % plan.ep,
+        etp_rank=rank % etp,
+        num_ep=plan.ep,
+        num_etp=etp,
+    )
+
+
+def _expert_replicas(
+    plan: ParallelPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
+) -> DataParallelGroup | None:
+    """Return the ranks with the same experts, where these are others than with the same layers."""
+    if plan.ep == 1:
+        return None
+    mesh = Mesh.of(plan)
+    ranks = mesh.group(rank, ExpertAxis.EDP)
+    group = groups.get(ExpertAxis.EDP)
+    return DataParallelGroup(group, ranks.index(rank), len(ranks), plan.dp_cp)
+
+
 def _context_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup]:
     """Return the groups of ranks that attend to each other's tokens: of a ring of swaps both."""
     if plan.cp == 1:
         return {}
-    mesh, ranks = Mesh.of(plan), range(plan.world_size)
+    mesh = Mesh.of(plan)
     axes: tuple[MeshAxis, ...] = (*context_groups(plan, rank),) or (Axis.CP,)
-    return {
-        axis: _own_group(
-            list(dict.fromkeys(mesh.group(each, axis) for each in ranks)), mesh.group(rank, axis)
-        )
-        for axis in axes
-    }
+    return {axis: _mesh_group(mesh, axis, rank) for axis in axes}
+
+
+def _mesh_group(mesh: Mesh, axis: MeshAxis, rank: int) -> dist.ProcessGroup:
+    """Return the group of *rank* along an axis; all ranks make those of all."""
+    groups = dict.fromkeys(mesh.group(each, axis) for each in range(mesh.world_size))
+    return _own_group(list(groups), mesh.group(rank, axis))
 
 
 def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:

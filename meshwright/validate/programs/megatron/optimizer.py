@@ -21,13 +21,18 @@ class ShardedAdam:
     """The optimizer of one rank: its part of every bucket, or all of it.
 
     Args:
-        buffers: Of the rank's virtual stages.
-        norm: Ranks over which the gradient norm is summed; None where there is one.
+        buffers: Of the rank's virtual stages; those of experts, if they have their own, apart.
+        norm: Ranks over which the norm of each is summed; None where there is one
+            (`ChainedOptimizer.get_grad_norm` of megatron/core/optimizer/optimizer.py, core 0.16).
     """
 
-    def __init__(self, buffers: Sequence[StageBuffers], norm: dist.ProcessGroup | None) -> None:
-        self.norm = norm
-        self.shards = [(each, bucket) for each in buffers for bucket in each.buckets]
+    def __init__(
+        self, buffers: Sequence[Sequence[StageBuffers]], norm: dist.ProcessGroup | None
+    ) -> None:
+        self.norm, self.parts = norm, buffers
+        self.shards = [
+            (each, bucket) for part in buffers for each in part for bucket in each.buckets
+        ]
         self.masters = [self._master(buffers, bucket) for buffers, bucket in self.shards]
         self.adam = torch.optim.AdamW(
             self.masters,
@@ -77,13 +82,18 @@ class ShardedAdam:
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, each counted once."""
+        totals = [self._square(gradients, part) for part in self.parts]
+        return torch.stack(totals).sum().sqrt() if len(totals) > 1 else totals[0].sqrt()
+
+    def _square(self, gradients: Sequence[Tensor], part: Sequence[StageBuffers]) -> Tensor:
+        """Return the sum over all ranks of the squares of the gradients of a *part*."""
         total = self.masters[0].new_zeros((), dtype=torch.float32)
         for gradient, (buffers, bucket) in zip(gradients, self.shards, strict=True):
-            for part in _counted_once(bucket, _own(buffers, bucket)):
-                total += torch.linalg.vector_norm(gradient[part]).square()
+            for own in _counted_once(bucket, _own(buffers, bucket)) if buffers in part else ():
+                total += torch.linalg.vector_norm(gradient[own]).square()
         if self.norm is not None:
             dist.all_reduce(total, group=self.norm)
-        return total.sqrt()
+        return total
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         factor = (CLIP_NORM / (self.gradient_norm(gradients) + 1e-6)).clamp(max=1.0)

@@ -1,5 +1,7 @@
 """What Megatron-LM and Megatron-Core make a transformer layer of."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -7,11 +9,19 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import ContextParallel
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.context import ContextGroup, GatheredCore, RingCore, SwappedCore
-from meshwright.validate.programs.fused import BiasDropoutAdd, PackedSwiglu, RmsNorm, positions
-from meshwright.validate.programs.layers import AttentionCore, LayerOptions, ResidualAdd
+from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.experts import ExpertGroup
+from meshwright.validate.programs.fused import (
+    BiasDropoutAdd,
+    GradientSink,
+    PackedSwiglu,
+    RmsNorm,
+    positions,
+)
+from meshwright.validate.programs.layers import AttentionCore, LayerOptions, Mlp, ResidualAdd
+from meshwright.validate.programs.megatron.experts import MegatronExperts
 from meshwright.validate.programs.megatron.tensor_parallel import (
     ColumnLinear,
-    GradientSink,
     RowLinear,
     TensorParallelGroup,
     column_product,
@@ -85,7 +95,7 @@ class VocabularyEmbedding(nn.Module):
         learned = model.positions == "learned"
         shape = (model.max_positions, model.hidden_size)
         self.positions = nn.Parameter(torch.empty(shape)) if learned else None
-        self.norm = megatron_norm(model) if model.embedding_norm else None
+        self.norm = megatron_norm(model, model.hidden_size) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return activations of ``[batch, tokens]`` ids."""
@@ -133,7 +143,7 @@ class VocabularyHead(nn.Module):
         table: nn.Parameter,
     ) -> None:
         super().__init__()
-        self.norm = megatron_norm(model)
+        self.norm = megatron_norm(model, model.hidden_size)
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)
 
@@ -142,10 +152,18 @@ class VocabularyHead(nn.Module):
         return column_product(self.norm(hidden), self.output.weight, None, self.tp, self.sink)
 
 
-def megatron_norm(model: ModelSpec) -> nn.Module:
+def megatron_norm(model: ModelSpec, width: int) -> nn.Module:
     """Return the norm of the model's kind."""
     kind = LayerNorm if model.norm == "layernorm" else MegatronRmsNorm
-    return kind(model.hidden_size)
+    return kind(width)
+
+
+class ExpertSetting(NamedTuple):
+    """Who shares experts, how tokens are sent to them, where their weight gradients go."""
+
+    group: ExpertGroup
+    routing: Routing
+    sink: GradientSink
 
 
 class MegatronParts:
@@ -164,15 +182,17 @@ class MegatronParts:
         vocab_size: int,
         dropout: float,
         cp: ContextGroup | None = None,
+        experts: ExpertSetting | None = None,
     ) -> None:
+        self.of_experts = experts
         self.tp, self.cp, self.sink, self.dropout = tp, cp, sink, dropout
         self.starts = cp.starts if cp else (0,)
         self.num_rows = vocab_size // tp.size
         self.table: nn.Parameter | None = None
 
-    def norm(self, model: ModelSpec) -> nn.Module:
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm."""
-        return megatron_norm(model)
+        return megatron_norm(model, width)
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a column-parallel layer."""
@@ -197,6 +217,21 @@ class MegatronParts:
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
         return GatedSilu() if model.gated_mlp else Gelu()
+
+    def experts(self, model: ModelSpec) -> nn.Module:
+        """Return a rank's experts."""
+        facts, setting = model.experts, self.of_experts
+        assert facts is not None
+        assert setting is not None
+        width = facts.shared_hidden_size
+        return MegatronExperts(
+            facts,
+            model.hidden_size,
+            group=setting.group,
+            routing=setting.routing,
+            sinks=(self.sink, setting.sink),
+            shared=Mlp(model, self, width, bias=False) if width else None,
+        )
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:
         """Return the fused bias, dropout and addition after *row*."""

@@ -7,14 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshwright.hwprofiles import Precision
+from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.schedules import Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
+from meshwright.validate.programs.experts import refuse_routing
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
+    DataParallelGroup,
     StageBuffers,
     sum_tied_table,
     sum_unsplit_weights,
@@ -23,7 +25,7 @@ from meshwright.validate.programs.megatron.groups import MegatronGroups, megatro
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.messages import ActivationMessages, PipelineMessages
 from meshwright.validate.programs.megatron.optimizer import ShardedAdam
-from meshwright.validate.programs.megatron.parts import MegatronParts
+from meshwright.validate.programs.megatron.parts import ExpertSetting, MegatronParts
 from meshwright.validate.programs.megatron.pipeline import PipelineRank, StageInput
 from meshwright.validate.programs.megatron.tensor_parallel import LateSink
 from meshwright.validate.programs.megatron.weights import fill_weights, weight_parts
@@ -63,8 +65,10 @@ class MegatronProgram:
         self._groups = megatron_groups(request)
         if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
             torch.manual_seed(request.rank // plan.tp)
-        self.stages, self.buffers = _virtual_stages(request, self._groups)
-        self.adam = ShardedAdam(self.buffers, self._groups.norm)
+        self.stages, self.buffers, self.of_experts = _virtual_stages(request, self._groups)
+        self.adam = ShardedAdam(
+            [each for each in (self.buffers, self.of_experts) if each], self._groups.norm
+        )
         index = self._groups.pipeline.index
         actions = plan.schedule_of(stack.pipeline_runtime).rank_actions(
             index, plan.pp, request.num_microbatches, plan.num_virtual_stages
@@ -97,7 +101,7 @@ class MegatronProgram:
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run a whole training step; return the losses of its microbatches."""
-        for buffers in self.buffers:
+        for buffers in (*self.buffers, *self.of_experts):
             buffers.start_step()
         losses = self.pipeline.run(partial(self._microbatch, step), self._before_backward)
         self.messages.flush()
@@ -118,7 +122,7 @@ class MegatronProgram:
             sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
         if scatters_last:
             self._sum_table()
-        for buffers in self.buffers:
+        for buffers in (*self.buffers, *self.of_experts):
             buffers.finish()
         if is_core:
             sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
@@ -131,7 +135,7 @@ class MegatronProgram:
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradients and optimizer states."""
-        for buffers in self.buffers:
+        for buffers in (*self.buffers, *self.of_experts):
             for bucket in buffers.buckets:
                 yield bucket.weights, ByteKind.PARAMETERS
                 yield bucket.gradients, ByteKind.GRADIENTS
@@ -139,7 +143,9 @@ class MegatronProgram:
 
     def _before_backward(self, virtual_stage: int, microbatch: int) -> None:
         is_last = self._last_backward[virtual_stage] == microbatch
-        self.buffers[virtual_stage].last_pass = is_last
+        for buffers in (self.buffers, self.of_experts):
+            if buffers:
+                buffers[virtual_stage].last_pass = is_last
 
     def _microbatch(self, step: int, index: int) -> StageInput:
         request = self.request
@@ -168,16 +174,27 @@ def check_megatron(request: ProgramRequest) -> None:
             f"precision={request.job.precision} has no program; allowed: {', '.join(DTYPES)}"
         )
     refuse_offload(plan)
+    _refuse_experts(request)
     if model.mlm_head or model.token_types or model.positions == "alibi":
         raise PlanError(
             f"{model.name} has no program; allowed: models in the style of GPT and Llama"
         )
 
 
+def _refuse_experts(request: ProgramRequest) -> None:
+    """Raise PlanError for experts that the program does not write."""
+    plan = request.plan
+    if plan.ep > 1 and not plan.zero_stage and plan.dp_cp > 1:
+        raise PlanError(f"zero_stage=0 with ep={plan.ep} has no PyTorch program; allowed: 1")
+    if request.job.transformer.experts is not None and not request.stack.grouped_experts:
+        raise PlanError("grouped_experts=false has no PyTorch program; allowed: true")
+    refuse_routing(request.job, plan)
+
+
 def _virtual_stages(
     request: ProgramRequest, groups: MegatronGroups
-) -> tuple[list[VirtualStage], list[StageBuffers]]:
-    """Return the rank's virtual stages and their buffers."""
+) -> tuple[list[VirtualStage], list[StageBuffers], list[StageBuffers]]:
+    """Return the rank's virtual stages, their buffers, and those of experts that have their own."""
     plan, model = request.plan, request.job.transformer
     index = groups.pipeline.index
     dropout = request.dropout if model.dropout else 0.0
@@ -186,10 +203,14 @@ def _virtual_stages(
     kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
     stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
     stages, all_buffers = [], []
+    of_experts: list[StageBuffers] = []
     for virtual_stage, share in enumerate(rank_stages(model, plan, index)):
         first = sum(plan.stages[: index + virtual_stage * plan.pp])
-        sink = LateSink()
-        parts = MegatronParts(groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp)
+        sink, own = LateSink(), LateSink()
+        setting = ExpertSetting(groups.experts, request.routing, own)
+        parts = MegatronParts(
+            groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp, experts=setting
+        )
         with default_dtype(DTYPES[precision]), request.device:
             stage = VirtualStage(
                 model,
@@ -200,23 +221,50 @@ def _virtual_stages(
                 has_head=share.has_head,
             )
         if request.initialise:
-            fill_weights(stage, model, groups.tp, size)
-        shards = plan.zero_stage > 0 and plan.dp_cp > 1
-        far = _tied_table([stage], request) if shards else None
-        buffers = StageBuffers(
-            stage,
-            stack,
-            groups.dp,
-            shards=shards,
-            is_duplicate=_duplicates(stage, request, groups),
-            rule=BucketRule.of(stack, plan.dp_cp, is_first=share.has_embedding, far_table=far),
-        )
-        if share.has_embedding and share.has_head and model.tied_embeddings:
-            buffers.shared.update(_tables(stage, request))
-        sink.target = buffers
+            fill_weights(stage, model, groups.tp, size, groups.experts)
+        buffers = _stage_buffers(stage, stack, request, groups)
+        sink.target = own.target = buffers[0]
+        if groups.edp is not None:
+            own.target = buffers[1]
+            of_experts.append(buffers[1])
         stages.append(stage)
-        all_buffers.append(buffers)
-    return stages, all_buffers
+        all_buffers.append(buffers[0])
+    return stages, all_buffers, of_experts
+
+
+def _stage_buffers(
+    stage: VirtualStage, stack: StackProfile, request: ProgramRequest, groups: MegatronGroups
+) -> list[StageBuffers]:
+    """Return the buffers of a virtual stage, and of experts that other ranks hold than these."""
+    plan, model = request.plan, request.job.transformer
+    shards = plan.zero_stage > 0 and plan.dp_cp > 1
+    of_experts: list[nn.Parameter] = []
+    if groups.edp is not None:
+        known = weight_parts(stage, model, request.vocab_size, groups.experts)
+        of_experts = [part.parameter for part in known if part.expert is not None]
+    apart = set(of_experts)
+    has_embedding = stage.embedding is not None
+
+    def buffers_of(
+        weights: list[nn.Parameter], dp: DataParallelGroup, far: nn.Parameter | None = None
+    ) -> StageBuffers:
+        return StageBuffers(
+            weights,
+            stack,
+            dp,
+            shards=plan.zero_stage > 0 and dp.size > 1,
+            is_duplicate=_duplicates(stage, request, groups),
+            rule=BucketRule.of(stack, plan.dp_cp, is_first=has_embedding, far_table=far),
+        )
+
+    far = _tied_table([stage], request) if shards else None
+    others = [each for each in stage.parameters() if each not in apart]
+    buffers = [buffers_of(others, groups.dp, far)]
+    if has_embedding and stage.head is not None and model.tied_embeddings:
+        buffers[0].shared.update(_tables(stage, request))
+    if groups.edp is not None:
+        buffers.append(buffers_of(of_experts, groups.edp))
+    return buffers
 
 
 def _duplicates(
@@ -234,8 +282,10 @@ def _duplicates(
 
 
 def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> list[nn.Parameter]:
-    """Return the weights that see only a rank's own tokens."""
-    names = ("norm.", "attention_output.bias", "mlp_out.bias")
+    """Return the weights that see only a rank's own tokens, or its own heads."""
+    names: tuple[str, ...] = ("query_norm.", "key_norm.")
+    if request.plan.sequence_parallel:
+        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.")
     return [
         part.parameter
         for stage in stages

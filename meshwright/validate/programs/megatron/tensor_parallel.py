@@ -6,7 +6,6 @@ Activations are ``[tokens, batch, width]``.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,14 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody knows it
 from torch import Tensor, nn
 
 from meshwright.validate.programs.context import all_gather, reduce_scatter
-from meshwright.validate.programs.fused import AutogradFunction, Context
-
-
-class GradientSink(Protocol):
-    """Where weight gradients go that products accumulate themselves."""
-
-    def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
-        """Add ``gradient^T inputs``, or return it where gradients are not fused."""
+from meshwright.validate.programs.fused import AutogradFunction, Context, GradientSink
 
 
 class LateSink:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.model import ParameterTensor, parameter_tensors
+from meshwright.simulator.model import ParameterTensor, is_expert, parameter_tensors
 from meshwright.validate.programs.contract import initial_weight
+from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 _PLACES = (
@@ -17,25 +18,45 @@ _PLACES = (
     (r"embedding\.positions", "position_embedding.weight"),
     (r"embedding\.norm\.", "embedding_norm."),
     (r"attention\.qkv\.", "qkv."),
+    (r"attention\.(query|key)_norm\.", r"\1_norm."),
     (r"attention\.output\.", "attention_output."),
     (r"mlp\.expand\.", "mlp_in."),
     (r"mlp\.contract\.", "mlp_out."),
+    (r"mlp\.router\.", "router."),
+    (r"mlp\.grouped_in\.weights\.\d+", "experts_in.weight"),
+    (r"mlp\.grouped_out\.weights\.\d+", "experts_out.weight"),
+    (r"mlp\.shared\.expand\.", "shared_in."),
+    (r"mlp\.shared\.contract\.", "shared_out."),
     (r"head\.norm\.", "final_norm."),
     (r"head\.output\.weight", "output_embedding.weight"),
 )
+ALL_EXPERTS = ExpertGroup()
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 class WeightPart(NamedTuple):
-    """A parameter of a stage, the whole weight it belongs to, and that weight's full name."""
+    """A parameter of a stage, the whole weight it belongs to, and that weight's full name.
+
+    A weight of all experts has one of each, of which ``expert`` says which this is.
+    """
 
     parameter: nn.Parameter
     whole: ParameterTensor
     name: str
+    expert: int | None = None
 
 
-def weight_parts(stage: nn.Module, model: ModelSpec, vocab_size: int) -> Iterator[WeightPart]:
-    """Yield every parameter of *stage* with the weight it is a part of."""
+def weight_parts(
+    stage: nn.Module, model: ModelSpec, vocab_size: int, experts: ExpertGroup = ALL_EXPERTS
+) -> Iterator[WeightPart]:
+    """Yield every parameter of *stage* with the weight it is a part of.
+
+    Args:
+        stage: Whose.
+        model: Of which it is a part.
+        vocab_size: Rows of the table.
+        experts: Who shares experts with this rank.
+    """
     known = {each.name: each for each in parameter_tensors(model, vocab_size=vocab_size)}
     for path, parameter in stage.named_parameters():
         layer = _LAYER.fullmatch(path)
@@ -43,7 +64,10 @@ def weight_parts(stage: nn.Module, model: ModelSpec, vocab_size: int) -> Iterato
         name = _weight_name(inner)
         if name == "output_embedding.weight" and model.tied_embeddings:
             name = "word_embedding.weight"
-        yield WeightPart(parameter, known[name], prefix + name)
+        expert = None
+        if is_expert(known[name]):
+            expert = experts.own(known[name].shape[0])[int(path.rpartition(".")[2])]
+        yield WeightPart(parameter, known[name], prefix + name, expert)
 
 
 def _weight_name(path: str) -> str:
@@ -54,21 +78,32 @@ def _weight_name(path: str) -> str:
 
 
 def fill_weights(
-    stage: nn.Module, model: ModelSpec, tp: TensorParallelGroup, vocab_size: int
+    stage: nn.Module,
+    model: ModelSpec,
+    tp: TensorParallelGroup,
+    vocab_size: int,
+    experts: ExpertGroup = ALL_EXPERTS,
 ) -> None:
     """Give every parameter its part of the model's initial weights."""
-    for part in weight_parts(stage, model, vocab_size):
+    for part in weight_parts(stage, model, vocab_size, experts):
         with part.parameter.device:
             whole = initial_weight(part.name, part.whole.shape)
-        part.parameter.data.copy_(_own_part(whole, part.whole, model, tp))
+        tensor, place = part.whole, (tp.rank, tp.size)
+        if part.expert is not None:
+            assert tensor.tp_dim is not None
+            tensor = tensor._replace(shape=tensor.shape[1:], tp_dim=tensor.tp_dim - 1)
+            whole, place = whole[part.expert], (experts.etp_rank, experts.num_etp)
+        part.parameter.data.copy_(_own_part(whole, tensor, model, place))
 
 
 def _own_part(
-    whole: Tensor, tensor: ParameterTensor, model: ModelSpec, tp: TensorParallelGroup
+    whole: Tensor, tensor: ParameterTensor, model: ModelSpec, place: tuple[int, int]
 ) -> Tensor:
+    """Return what one of some ranks has of a weight: its *place* is which, of how many."""
+    rank, size = place
     if tensor.tp_dim is None:
         return whole
-    if tensor.name.startswith("mlp_in.") and model.gated_mlp:
-        halves = (half.chunk(tp.size)[tp.rank] for half in whole.chunk(2))
+    if tensor.name.startswith(("mlp_in.", "shared_in.", "experts_in.")) and model.gated_mlp:
+        halves = (half.chunk(size)[rank] for half in whole.chunk(2))
         return torch.cat(list(halves))
-    return whole.chunk(tp.size, dim=tensor.tp_dim)[tp.rank]
+    return whole.chunk(size, dim=tensor.tp_dim)[rank]

@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.context import ContextGroup
-from meshwright.validate.programs.contract import initial_weight
+from meshwright.validate.programs.contract import Routing, initial_weight
+from meshwright.validate.programs.experts import PlainExperts
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
     AttentionCore,
     LayerOptions,
+    Mlp,
     ResidualAdd,
     VirtualStage,
 )
@@ -100,6 +102,7 @@ class PlainParts:
         dropout: Probability of dropout after the embedding.
         fuses_qkv: Queries, keys and values are one linear layer.
         cp: The context-parallel ranks of this one, if there are others.
+        routing: How tokens are sent to experts; by default by their scores.
     """
 
     seq_dim = 1
@@ -113,17 +116,19 @@ class PlainParts:
         *,
         fuses_qkv: bool,
         cp: ContextGroup | None = None,
+        routing: Routing | None = None,
     ) -> None:
+        self.routing = routing or Routing()
         self.cp, self.starts = cp, cp.starts if cp else (0,)
         self.vocab_size = vocab_size
         self.dropout = dropout
         self.fuses_qkv = fuses_qkv
 
-    def norm(self, model: ModelSpec) -> nn.Module:
-        """Return a norm of the model's kind and width."""
+    def norm(self, model: ModelSpec, width: int) -> nn.Module:
+        """Return a norm of the model's kind."""
         if model.norm == "layernorm":
-            return nn.LayerNorm(model.hidden_size, eps=NORM_EPSILON)
-        return PlainRmsNorm(model.hidden_size)
+            return nn.LayerNorm(width, eps=NORM_EPSILON)
+        return PlainRmsNorm(width)
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a whole linear layer."""
@@ -143,6 +148,14 @@ class PlainParts:
         """Return the exact GELU; a gated MLP has its activation in the gate."""
         return nn.Identity() if model.gated_mlp else nn.GELU()
 
+    def experts(self, model: ModelSpec) -> nn.Module:
+        """Return all experts of a layer."""
+        experts = model.experts
+        assert experts is not None
+        width = experts.shared_hidden_size
+        shared = Mlp(model, self, width, bias=False) if width else None
+        return PlainExperts(experts, model.hidden_size, self.routing, shared)
+
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
         """Return what adds an output to the residual stream, dropped out; its bias is in it."""
         return DroppedAdd(dropout)
@@ -153,7 +166,7 @@ class PlainParts:
 
     def head(self, model: ModelSpec) -> nn.Module:
         """Return the module from activations to logits, final norm included."""
-        return Head(self.norm(model), model.hidden_size, self.vocab_size)
+        return Head(self.norm(model, model.hidden_size), model.hidden_size, self.vocab_size)
 
 
 def plain_parts(
@@ -214,9 +227,11 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         table = "word" if model.tied_embeddings else "output"
         return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
     if module in ("qkv", "query", "key", "value"):
-        rows = width + 2 * model.kv_hidden_size
+        rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
         return whole if module == "qkv" else _of_groups(model, whole, module)
+    if ".mlp.shared." in name or module in ("mlp", "router"):
+        return _initial_of_experts(model, name)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
         return whole[-ffn:] if module == "expand" else whole[:ffn]
@@ -224,12 +239,33 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         "words": ("word_embedding", model.vocab_size, width),
         "positions": ("position_embedding", model.max_positions, width),
         "attention_norm": (f"{layer}attention_norm", width, 0),
-        "output": (f"{layer}attention_output", width, width),
+        "output": (f"{layer}attention_output", width, model.query_hidden_size),
+        "query_norm": (f"{layer}query_norm", model.head_dim, 0),
+        "key_norm": (f"{layer}key_norm", model.head_dim, 0),
         "mlp_norm": (f"{layer}mlp_norm", width, 0),
         "contract": (f"{layer}mlp_out", width, ffn),
         "norm": ("final_norm", width, 0),
     }[module]
     return _initial(f"{canonical}.{tensor}", outputs, inputs)
+
+
+def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
+    """Return the whole initial value of a router, of all experts, or of shared ones."""
+    layer, module, tensor = _split_name(name)
+    experts, width = model.experts, model.hidden_size
+    assert experts is not None
+    num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
+    if module in ("gate", "expand"):
+        whole = _initial(f"{layer}shared_in.weight", 2 * shared, width)
+        return whole[-shared:] if module == "expand" else whole[:shared]
+    shapes = {
+        "router": ("router", (num, width)),
+        "contract": ("shared_out", (width, shared)),
+        "experts_in": ("experts_in", (num, 2 * inner, width)),
+        "experts_out": ("experts_out", (num, width, inner)),
+    }
+    canonical, shape = shapes[tensor if module == "mlp" else module]
+    return initial_weight(f"{layer}{canonical}.weight", shape)
 
 
 def _initial(name: str, outputs: int, inputs: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processes that outlive what started them, for tests that end it."""
+"""Processes that outlive what started them."""
 
 import os
 import signal
@@ -7,11 +7,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+MARK = "MESHWRIGHT_TEST_MARK"
+
 
 def is_alive(pid: int) -> bool:
+    """Return whether a process runs: one that ended and that nobody asked for does not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes that run with *mark* in their environment, the lowest number first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # another's, or gone
+            continue
+    return sorted(pid for pid in found if is_alive(pid))
 
 
 def left_running(pids: Callable[[], list[int]], within_s: float) -> list[int]:

@@ -1,0 +1,115 @@
+"""Layouts with every setting of their switches, as columns."""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import StackProfile
+from meshwright.planner.space.limits import COLUMNS, SpaceLimits
+from meshwright.planner.space.pipelines import stage_layers
+from meshwright.planner.space.switches import (
+    BASIC,
+    SWITCHES,
+    Column,
+    Place,
+    Setting,
+    Wanted,
+    distinct,
+    settings,
+)
+from meshwright.simulator import TrainingJob
+from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
+
+PASSES = ("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size")
+"""Switches of what passes run, which are searched where they are asked for."""
+
+
+def with_switches(
+    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return *basic* layouts with every setting of the switches that has an effect there.
+
+    Args:
+        job: What is trained.
+        stack: With what software.
+        limits: What is asked for.
+        basic: Numbers of the other fields: ``[fields, layouts]``.
+
+    Returns:
+        Those of all fields: ``[COLUMNS, layouts]``.
+    """
+    wanted = _wanted(limits)
+    places = _places(job, stack, wanted, dict(zip(BASIC, basic, strict=True)))
+    first, member = distinct(places)
+    tables = [
+        _codes(settings(job, stack, Place(*row), wanted))
+        for row in np.stack(places, axis=1)[first].tolist()
+    ]
+    sizes = np.array([table.shape[1] for table in tables], np.int64)
+    num_settings = sizes[member]
+    family = np.repeat(np.arange(len(member)), num_settings)
+    before = np.cumsum(num_settings) - num_settings
+    number = np.arange(len(family)) - before[family] + (np.cumsum(sizes) - sizes)[member[family]]
+    switches = np.concatenate([*tables, _codes([])], axis=1)
+    codes = np.empty((len(COLUMNS), len(family)), np.int64)
+    for fields, known, rows in (BASIC, basic, family), (SWITCHES, switches, number):
+        for name, column in zip(fields, known, strict=True):
+            # Most fields have one value in all layouts.
+            is_one = not len(column) or column.min() == column.max()
+            codes[COLUMNS.index(name)] = column[:1] if is_one else column[rows]
+    return codes
+
+
+def _wanted(limits: SpaceLimits) -> Wanted:
+    """Return the values of switches that are asked for; a largest number is one of a range."""
+    wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
+    for name in SWITCHES:
+        most = limits.most(name) if PLAN_FIELDS[name].declaration.is_limited else None
+        if most is not None and name not in wanted:
+            wanted[name] = (None, *range(1, most + 1))
+    return wanted
+
+
+def _places(
+    job: TrainingJob, stack: StackProfile, wanted: Wanted, columns: dict[str, Column]
+) -> list[Column]:
+    """Return the numbers of the `Place` of each layout of *columns*."""
+    joint = {name: names for name, names in JOINT_AXES.items() if {*names} <= columns.keys()}
+    columns |= {name: product_of(columns[each] for each in names) for name, names in joint.items()}
+    count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
+    lacks = np.zeros(len(count), np.bool_)
+    for gap in stack_gaps(stack, job):
+        if {condition.field for condition in gap.conditions} <= columns.keys():
+            lacks |= gap.lacks(columns.__getitem__)
+    names = ("pp", "cp", "dp", "zero_stage")
+    places = [*(columns[name] for name in names), count > 1, lacks]
+    if wanted.keys() & set(PASSES):
+        stages = _of_stages(job, columns, max), _of_stages(job, columns, gcd)
+        places += [columns["recompute"], columns["schedule"], count, *stages]
+    return [np.asarray(each, np.int64) for each in places]
+
+
+def _of_stages(job: TrainingJob, columns: dict[str, Column], number: Callable[..., int]) -> Column:
+    """Return a *number* of the layers of each layout's virtual stages."""
+    known = [columns[name] for name in ("pp", "num_virtual_stages", "stages")]
+    first, member = distinct(known)
+    rule = PLAN_FIELDS["stages"].value
+    found = [
+        number(*stage_layers(job, pp * vpp, rule(code)), 0)
+        for pp, vpp, code in np.stack(known, axis=1)[first].tolist()
+    ]
+    return np.array(found, np.int64)[member]
+
+
+def _codes(known: Sequence[Setting]) -> NDArray[np.int64]:
+    """Return settings as columns of numbers, a row a switch."""
+    fields = [PLAN_FIELDS[name] for name in SWITCHES]
+    rows = [[field.code(each[field.name]) for each in known] for field in fields]
+    return np.array(rows, np.int64).reshape(len(SWITCHES), -1)
+
+
+def product_of(columns: Iterable[Column]) -> Column:
+    """Return the product of *columns*, number by number."""
+    return np.asarray(np.prod([*columns], axis=0), np.int64)

@@ -1,0 +1,41 @@
+"""Routed experts: who is sent which rows of tokens, and what experts make of them."""
+
+from meshwright.validate.programs.experts.group import (
+    Dispatch,
+    ExpertGroup,
+    exchanged,
+    gathered,
+    summed,
+)
+from meshwright.validate.programs.experts.plain import PlainExperts
+from meshwright.validate.programs.experts.products import (
+    GroupedProduct,
+    WeighedSwiglu,
+)
+from meshwright.validate.programs.experts.routing import Taken, chosen_places, refuse_routing
+from meshwright.validate.programs.experts.rows import (
+    PutBack,
+    Reordered,
+    SortedRows,
+    SortedWeights,
+    row_map,
+)
+
+__all__ = [
+    "Dispatch",
+    "ExpertGroup",
+    "GroupedProduct",
+    "PlainExperts",
+    "PutBack",
+    "Reordered",
+    "SortedRows",
+    "SortedWeights",
+    "Taken",
+    "WeighedSwiglu",
+    "chosen_places",
+    "exchanged",
+    "gathered",
+    "refuse_routing",
+    "row_map",
+    "summed",
+]

@@ -1,0 +1,109 @@
+"""Products of each expert's rows with its own weight, and what is between two of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from meshwright.validate.programs.fused import AutogradFunction, Context, GradientSink
+
+
+@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
+def grouped_product(
+    rows: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], made_dim: int
+) -> Tensor:
+    """Return ``x W^T`` of each expert's rows, or ``g W`` of their gradients.
+
+    Args:
+        rows: In the order of experts.
+        weights: ``[outputs, inputs]`` of each expert.
+        sizes: Rows of each.
+        made_dim: Of a weight, the dim that counts what is made: 0 outputs, 1 gradients of inputs.
+    """
+    parts = zip(rows.split(list(sizes)), weights, strict=True)
+    return torch.cat([part @ (weight if made_dim else weight.t()) for part, weight in parts])
+
+
+@grouped_product.register_fake
+def _(rows: Tensor, weights: Sequence[Tensor], _sizes: Sequence[int], made_dim: int) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights[0].shape[made_dim]))
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_product)
+def _grouped_flops(
+    rows: tuple[int, ...], weights: Sequence[tuple[int, ...]], *_: object, **__: object
+) -> int:
+    """One product of each row with a weight, whosever it is."""
+    return 2 * rows[0] * weights[0][0] * weights[0][1]
+
+
+class GroupedProduct(AutogradFunction):
+    """Products of the rows of each expert in one kernel; keeps the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, rows: Tensor, sizes: Sequence[int], sink: GradientSink, *weights: Tensor
+    ) -> Tensor:
+        """Return the outputs of all rows."""
+        ctx.save_for_backward(rows)
+        # Not saved: what recomputation hands back is no longer the parameter that a sink knows.
+        ctx.weights, ctx.sizes, ctx.sink = weights, sizes, sink
+        return grouped_product(rows, weights, sizes, 0)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows, and of weights where these are not fused."""
+        (rows,) = ctx.saved_tensors
+        slope = grouped_product(gradient, ctx.weights, ctx.sizes, 1)
+        parts = zip(ctx.weights, rows.split(ctx.sizes), gradient.split(ctx.sizes), strict=True)
+        return slope, None, None, *(ctx.sink.add_product(*each) for each in parts)
+
+
+@torch.library.custom_op("meshwright::weighed_swiglu", mutates_args=())
+def weighed_swiglu(packed: Tensor, weights: Tensor) -> Tensor:
+    """Return ``silu(gate) * value`` of ``[gate, value]``, each row times its weight."""
+    gate, value = packed.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(value).mul_(weights.unsqueeze(-1))
+
+
+@weighed_swiglu.register_fake
+def _(packed: Tensor, _weights: Tensor) -> Tensor:
+    return packed.new_empty((packed.shape[0], packed.shape[1] // 2))
+
+
+@torch.library.custom_op("meshwright::weighed_swiglu_backward", mutates_args=())
+def weighed_swiglu_backward(
+    gradient: Tensor, packed: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of what is packed and of the weights."""
+    gate, value = packed.chunk(2, dim=-1)
+    opened = torch.nn.functional.silu(gate)
+    of_weights = (gradient * opened * value).sum(dim=-1)
+    own = gradient * weights.unsqueeze(-1)
+    of_gate = torch.ops.aten.silu_backward(own * value, gate)
+    return torch.cat([of_gate, own * opened], dim=-1), of_weights
+
+
+@weighed_swiglu_backward.register_fake
+def _(_gradient: Tensor, packed: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(packed), torch.empty_like(weights)
+
+
+class WeighedSwiglu(AutogradFunction):
+    """Gated activation of rows times their weights; keeps both.
+
+    Megatron-Core compiles it to a kernel each way (`weighted_bias_swiglu_impl` of
+    megatron/core/fusions/fused_bias_swiglu.py, core 0.16).
+    """
+
+    @staticmethod
+    def forward(ctx: Context, packed: Tensor, weights: Tensor) -> Tensor:
+        """Return `weighed_swiglu`."""
+        ctx.save_for_backward(packed, weights)
+        return weighed_swiglu(packed, weights)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of both."""
+        return weighed_swiglu_backward(gradient, *ctx.saved_tensors)

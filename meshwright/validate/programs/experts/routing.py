@@ -1,0 +1,64 @@
+"""Which experts a token is sent to: by its scores, or to all equally often."""
+
+import torch
+from torch import Tensor
+
+from meshwright.hwprofiles import Dispatcher
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.fused import AutogradFunction, Context
+
+
+def chosen_places(scores: Tensor, chosen: int, routing: Routing) -> Tensor:
+    """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores*.
+
+    Balanced routing hands tokens out in turns, whatever their scores.
+    """
+    num_tokens, num_experts = scores.shape
+    if not routing.is_balanced:
+        return scores.detach().topk(chosen, dim=-1).indices
+    turns = torch.arange(num_tokens * chosen, device=scores.device)
+    return turns.remainder_(num_experts).view(num_tokens, chosen)
+
+
+class Taken(AutogradFunction):
+    """Values of each token's experts; keeps which they are, as `torch.topk` does."""
+
+    @staticmethod
+    def forward(ctx: Context, scores: Tensor, places: Tensor) -> Tensor:
+        """Return ``[tokens, k]`` of ``[tokens, E]`` *scores*."""
+        ctx.save_for_backward(places)
+        ctx.num_experts = scores.shape[1]
+        return scores.gather(1, places)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of all scores."""
+        (places,) = ctx.saved_tensors
+        made = gradient.new_zeros((gradient.shape[0], ctx.num_experts))
+        return made.scatter_(1, places, gradient), None
+
+
+def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
+    """Raise PlanError for experts whose routing no program writes."""
+    experts = job.transformer.experts
+    if experts is None:
+        return
+    switches = {
+        "routing_bias=true of experts": experts.routing_bias,
+        f"num_groups={experts.num_groups} of experts": experts.num_groups > 1,
+        "shared_gate=true of experts": experts.shared_gate,
+        f"dispatcher={plan.dispatcher}": plan.dispatcher not in (None, Dispatcher.ALL_TO_ALL),
+        f"imbalance={job.imbalance:g}": job.imbalance != 1,
+    }
+    for said, is_set in switches.items():
+        if is_set:
+            raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+    split = plan.tp if plan.sequence_parallel else 1
+    num_tokens = job.seq_len // plan.cp // split * plan.microbatch_size
+    rows = num_tokens * experts.experts_per_token
+    if rows % experts.num_experts:
+        raise PlanError(
+            f"a rank's {num_tokens:,} tokens go to {rows:,} experts in all, which "
+            f"num_experts={experts.num_experts} does not divide: no PyTorch program is balanced so"
+        )

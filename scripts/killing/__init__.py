@@ -1,0 +1,1 @@
+"""Commands killed at random moments: who runs on, and what the same command then leaves."""

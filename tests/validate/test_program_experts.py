@@ -1,0 +1,144 @@
+"""Programs of routed experts on fake tensors: what they count is what the simulator says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from meshwright.hwprofiles import (  # noqa: E402
+    Dispatcher,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
+from meshwright.simulator.model import Experts  # noqa: E402
+from meshwright.validate.comparison.checks import CheckVerdict, compare_rank  # noqa: E402
+from meshwright.validate.programs.experts import Dispatch, ExpertGroup  # noqa: E402
+from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  # noqa: E402
+from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "ffn_hidden_size": 512,
+    "vocab_size": 2048,
+    "seq_len": 512,
+    "gated_mlp": True,
+    "tied_embeddings": False,
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "attention_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "dropout": False,
+}
+EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=384)
+MIXTRAL = ModelSpec(name="small-mixtral", experts=EXPERTS, **SIZES)
+# Norms of wide heads, sigmoid scores, shared experts beside routed ones, every other layer dense.
+MIXED = MIXTRAL.model_copy(
+    update={
+        "qk_norm": "head",
+        "head_dim": 64,
+        "experts": EXPERTS.model_copy(
+            update={"scores": "sigmoid", "shared_hidden_size": 384, "layer_step": 2}
+        ),
+    }
+)
+SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+
+
+def saved(model: ModelSpec, stack: str = "megatron-core", **fields: Any) -> SavedPlan:
+    profile, pp = load_stack(stack), fields.get("pp", 1)
+    usual = {
+        "stages": (model.num_layers // pp,) * pp,
+        "attention": profile.attention,
+        "zero_stage": profile.zero_stage,
+    }
+    return SavedPlan(
+        job=TrainingJob(model=model, global_batch_size=2 * fields.get("dp", 1), seq_len=512),
+        plan=ParallelPlan(**(usual | fields)),
+        cluster=load_cluster("dgx-a100"),
+        stack=profile,
+    )
+
+
+CASES = {
+    "one rank": saved(MIXTRAL),
+    "ep 8": saved(MIXTRAL, dp=8, ep=8),
+    "mixed, ep over tp and dp, interleaved": saved(
+        MIXED,
+        pp=2,
+        dp=4,
+        ep=4,
+        etp=1,
+        schedule="interleaved",
+        num_virtual_stages=2,
+        stages=(1, 1, 1, 1),
+        **SPLIT,
+    ),
+    "ep with etp, full": saved(MIXTRAL, dp=4, ep=2, recompute=Recompute.FULL, **SPLIT),
+    "experts split alike": saved(MIXED, dp=2, **SPLIT),
+    "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_with_experts_counts_what_the_simulator_says(name: str) -> None:
+    case = CASES[name]
+    ranks = default_ranks(case.plan)
+    predicted = predict_ranks(case, ranks)
+    for measured in measure_fakes(case, ranks):
+        checks = compare_rank(predicted[measured.rank], measured)
+        assert [each for each in checks if each.verdict is CheckVerdict.FAILED] == []
+
+
+def test_unequal_rows_go_to_their_experts_and_back_in_order() -> None:
+    """Two ranks with other experts, each of two ranks with other parts of them."""
+    counts = [[[1, 0, 2, 3], [4, 1, 0, 2]], [[0, 5, 1, 1], [2, 2, 3, 0]]]
+    group = ExpertGroup(ep_rank=1, etp_rank=0, num_ep=2, num_etp=2)
+    found = Dispatch.of(counts, group)
+    assert (found.sent, found.arrived) == ([5, 2], [5, 2])
+    assert found.gathered == [7, 5]
+    assert [found.sizes[index] for index in found.order] == [2, 1, 0, 3, 3, 1, 2, 0]
+    assert found.by_expert == [6, 6]
+    sizes, order = found.back
+    assert [sizes[index] for index in order] == found.sizes
+
+
+CHANGED = {
+    "routing_bias=true of experts": {"routing_bias": True},
+    "num_groups=2 of experts": {"num_groups": 2},
+    "experts.bias of small-mixtral": {"bias": True},
+}
+
+
+@pytest.mark.parametrize("said", CHANGED)
+def test_routing_that_no_program_writes_is_refused_by_name(said: str) -> None:
+    model = MIXTRAL.model_copy(update={"experts": EXPERTS.model_copy(update=CHANGED[said])})
+    refuses(saved(model), f"{said} has no PyTorch program")
+
+
+def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
+    usual = saved(MIXTRAL, dp=2, ep=2)
+    refuses(
+        replace(usual, job=replace(usual.job, imbalance=2.0)), "imbalance=2 has no PyTorch program"
+    )
+    plan = replace(usual.plan, dispatcher=Dispatcher.DEEPEP)
+    refuses(replace(usual, plan=plan), "dispatcher=deepep has no PyTorch program")
+    refuses(saved(MIXTRAL, dp=2, ep=2, zero_stage=0), "zero_stage=0 with ep=2 has no PyTorch")
+    one_by_one = usual.stack.model_copy(update={"grouped_experts": False})
+    refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
+    few = replace(usual, job=replace(usual.job, seq_len=6))
+    refuses(few, r"a rank's 6 tokens go to 12 experts in all, which num_experts=8 does not divide")
+    refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
+
+
+def refuses(case: SavedPlan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        next(iter(measure_fakes(case, [0])))
