@@ -23,7 +23,7 @@ from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  #
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 SIZES: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 256,
     "num_heads": 8,
     "num_kv_heads": 4,
@@ -47,7 +47,7 @@ HEADS = {"qk_norm": "head", "head_dim": 64}
 SHARING = MIXTRAL.model_copy(update=HEADS | {"experts": EXPERTS.model_copy(update=SHARED)})
 # The same, every other layer dense.
 MIXED = SHARING.model_copy(
-    update={"experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2})}
+    update={"num_layers": 4, "experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2})}
 )
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
@@ -68,8 +68,6 @@ def saved(model: ModelSpec, stack: str = "megatron-core", **fields: Any) -> Save
 
 
 CASES = {
-    "one rank": saved(MIXTRAL),
-    "ep 8": saved(MIXTRAL, dp=8, ep=8),
     "mixed, ep over tp and dp, interleaved": saved(
         MIXED,
         pp=2,
@@ -82,11 +80,8 @@ CASES = {
         **SPLIT,
     ),
     "ep with etp, full": saved(MIXTRAL, dp=4, ep=2, recompute=Recompute.FULL, **SPLIT),
-    "experts split alike": saved(MIXED, dp=2, **SPLIT),
-    "titan ep": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
     "titan ep of all ranks, pp": saved(SHARING, "torchtitan", pp=2, dp=4, ep=4),
     "titan, experts cut": saved(MIXTRAL, "torchtitan", dp=16, ep=2),
-    "titan ep hsdp": saved(MIXTRAL, "torchtitan", dp=4, dp_shard=2, ep=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 

@@ -94,7 +94,6 @@ CASES = {
         LLAMA, "torchtitan", plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True)
     ),
     "experts": Case(QWEN, "torchtitan", plan(dp=2)),
-    "ep": Case(QWEN, "torchtitan", plan(dp=4, ep=2)),
     "ep of all ranks, pp": Case(QWEN, "torchtitan", plan(dp=2, ep=2, **PIPELINE)),
     "ep hsdp": Case(QWEN, "torchtitan", plan(dp=4, dp_shard=2, ep=2)),
     "pp fsdp": Case(GPT, "torchtitan", plan(dp=2, **PIPELINE)),
