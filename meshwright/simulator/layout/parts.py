@@ -1,20 +1,27 @@
 """Models with layers or parts that a stack is not known to run."""
 
+from collections.abc import Iterator
+from operator import eq, gt
+
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Device,
     Kernels,
     LayerFact,
+    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
+    Units,
 )
+from meshwright.simulator.layout.axes import DP_CP, Axis
+from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import SHARDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -29,8 +36,42 @@ from meshwright.simulator.schedules import SCHEDULES
 
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
+MAX_ZERO_STAGE = 3
+# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
+PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
+
+
+def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
+    """Return the ZeRO stages of *stack* that are searched where none is asked for.
+
+    Megatron-FSDP is another wrapper of a model than Megatron-Core's usual one, with options and
+    checkpoints of its own, which who asks for stage 3 chooses.
+    """
+    if stack.units is not Units.FLAT:
+        return stack.zero_stages
+    return tuple(each for each in stack.zero_stages if each < MAX_ZERO_STAGE)
+
+
+def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the ZeRO stages that *stack* lacks for *job*; at dp=1 a stage has no effect.
+
+    Megatron-FSDP is told of transformer layers alone (`FullyShardedDataParallel` of core 0.16).
+    Weights in 8 bits, which it gathers so and transposes for a backward pass, are not modelled.
+    """
+    offered = stack.zero_stages
+    if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
+        offered = usual_zero_stages(stack)
+    in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        name = f"zero_stage={stage}"
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
+        if stage not in in_pipelines:
+            reason = name if stage not in offered else f"{name} in a pipeline"
+            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+        if stage not in offered:
+            yield Gap("zero_stage", name, has_stage, offered)
 
 
 def layer_refusal(
@@ -50,6 +91,40 @@ def layer_refusal(
         has_cap = model.attention_softcap > 0
         which = LayerFact.ATTENTION_SOFTCAP if has_cap else LayerFact.ATTENTION_SINKS
         return f"attention={plan.attention} does not go with {which}; allowed: flash"
+    return None
+
+
+def module_gaps(model: ModelSpec, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the plans with tensor parallelism that the tp_plan of transformers cannot train so.
+
+    Accelerate 1.15 trains what transformers 4.57 splits.  There `post_init` drops the plan of the
+    head, Accelerate's `_prepare_tp` makes a tied table two, and gradients of norms of heads are
+    those of a rank's own heads; a projection is seen as whole heads (modeling_llama.py).
+    FSDP without shards is refused (`_validate_accelerator`, accelerate/parallelism_config.py).
+    """
+    why = _without_module_plan(model, job)
+    if why is not None:
+        yield Gap(Axis.TP, "tp > 1", (Condition(Axis.TP, gt, 1),), (1,), model.name, why)
+        return
+    heads = model.num_kv_heads
+    cuts = Condition(Axis.TP, lambda ranks, total: total % ranks != 0, heads)
+    reason = f"tp that does not divide the {heads} key heads"
+    allowed = f"a divisor of the {heads} key heads"
+    yield Gap(Axis.TP, reason, (cuts,), (allowed,), model.name)
+    alone = Condition(Axis.TP, gt, 1), Condition(SHARDS, eq, 1)
+    yield Gap(Axis.DP, "tp > 1 without shards", alone, ("more than 1 rank with tp > 1",))
+
+
+def _without_module_plan(model: ModelSpec, job: TrainingJob) -> str | None:
+    """Return why transformers does not train *model* by a tp_plan, or None where it does."""
+    is_llama = (model.spelling, model.norm, model.positions) == ("llama", "rmsnorm", "rotary")
+    others = set(model.layer_facts(job.seq_len)) - PLANNED_FACTS
+    if not is_llama or model.fused_qkv or not model.gated_mlp or others:
+        return "the tp_plan of transformers is offered for layers as Llama's alone"
+    if model.tied_embeddings:
+        return "Accelerate would make a tied table two"
+    if job.precision.is_eight_bit:
+        return f"not in {job.precision}"
     return None
 
 
@@ -112,7 +187,8 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
+    beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
+    return of_layers or beside or moments_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -151,6 +227,11 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     if method not in stack.recompute_methods:
         known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
         return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    if method is RecomputeMethod.UNIFORM and number > 1 and plan.zero_stage == MAX_ZERO_STAGE:
+        return (
+            f"recompute_layers={number} of method {method} is not offered by stack {stack.name} at "
+            f"zero_stage={plan.zero_stage}; allowed: 1, or method {RecomputeMethod.BLOCK}"
+        )
     uneven = [count for count in plan.stages if count % number]
     if method is RecomputeMethod.UNIFORM and uneven:
         return (
@@ -195,6 +276,22 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     }
     why = next((reason for reason, is_so in refused.items() if is_so), None)
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
