@@ -22,7 +22,6 @@ from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
     Dispatcher,
-    Kernels,
     LossKernel,
     Offload,
     ParameterGather,
@@ -299,11 +298,11 @@ def _check_experts(stack: StackProfile) -> None:
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
-    can_hide = stack.megatron_layers and stack.kernels is Kernels.FUSED and stack.expert_parallel
+    can_hide = stack.megatron_layers and stack.expert_parallel
     if stack.expert_overlaps and not can_hide:
         raise ProfileError(
             f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
-            "allowed: with megatron_layers, kernels fused and expert_parallel"
+            "allowed: with megatron_layers and expert_parallel"
         )
     if bool(stack.expert_overlaps) != (stack.ep_overlap_fraction > 0):
         raise ProfileError(

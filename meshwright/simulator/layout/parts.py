@@ -169,7 +169,7 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
+    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -231,13 +231,13 @@ def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
-def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why no exchange can run beside another microbatch, or None when it can.
 
     As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
     pipeline, the interleaved one.
     """
-    if plan.expert_overlap is None:
+    if plan.expert_overlap is None or not stack.expert_overlaps:
         return None
     refused = {
         "ep=1, where no token goes to another rank; allowed: 2 or more": plan.ep == 1,
@@ -246,6 +246,7 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
         "recompute_modules=moe; allowed: other parts": RecomputeModule.MOE
         in plan.recompute_modules,
         "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
+        f"kernels={stack.kernels}; allowed: {Kernels.FUSED}": stack.kernels is not Kernels.FUSED,
         "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
         f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
         not in OVERLAPPED,
