@@ -215,3 +215,15 @@ def test_published_pairs_save_what_is_predicted(
         for each in (None, overlap)
     )
     assert on / off == pytest.approx(on_s / off_s, abs=0.03)
+
+
+def test_what_no_pair_goes_with_is_refused_by_name() -> None:
+    eager = STACK.model_copy(update={"kernels": Kernels.EAGER})
+    refused = [
+        (replace(ALONE, zero_stage=3), STACK, "zero_stage=3"),
+        (ALONE, eager, "kernels=eager"),
+    ]
+    for plan, stack, said in refused:
+        beside = replace(plan, expert_overlap=ExpertOverlap.MICROBATCHES)
+        with pytest.raises(PlanError, match=f"does not go with {said}; allowed"):
+            simulate(JOB, beside, CLUSTER, stack)
