@@ -63,6 +63,7 @@ CORE_PLANS = (
     f"{LLAMA} --gpus 32 --pp 4 --vpp 2 --recompute selective",
     f"{LLAMA} --gpus 16 --pp 2 --vpp 2 --stages 7,9,8,8",
     f"{LLAMA} --gpus 16 --zero 0 --micro-batch 2",
+    f"{LLAMA} --gpus 16 --zero 3 --tp 2 --sequence-parallel",
     f"{LLAMA} --gpus 8 --pp 4 --stages 7,9,9,7",
 )
 SPEED = "gpt2 --stack deepspeed --global-batch 64 --gpus 8"
@@ -149,7 +150,7 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
         "recompute_num_layers": own["recompute_num_layers"]
     }
     DistributedDataParallelConfig(**parts["ddp."])
-    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage == 1}
+    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage > 0}
     if layout is None:
         assert len({*plan.stages}) == 1
         return

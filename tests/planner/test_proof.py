@@ -394,6 +394,29 @@ CASES = {
         limits=SpaceLimits(**FEW_CUT, cp=(2,)),
         changes=(("casts_shards_alone", False),),
     ),
+    "flat units that stay waiting": Case(
+        GROUPED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(max_pp=2, max_microbatch_size=2),
+        changes=(("zero_stage", 3),),
+    ),
+    "experts in flat units": Case(
+        PART_ROUTED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            max_microbatch_size=1,
+            max_pp=1,
+            sequence_parallel=(True,),
+            recompute=(Recompute.NONE, Recompute.FULL),
+        ),
+        changes=(("zero_stage", 3),),
+    ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }
 

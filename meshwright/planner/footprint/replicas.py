@@ -23,6 +23,7 @@ from meshwright.simulator.replication import (
     StagePart,
     WireBytes,
     bucket_cast_peak,
+    flat_pass_bytes,
     reduced_parts,
     replication_of,
 )
@@ -138,6 +139,8 @@ class ReplicaWorkspaces:
     ) -> tuple[int, int]:
         shape, replication = self._table.shapes[index], kind.replication
         dp = devices // shape.tp
+        if replication.has_flat_units:
+            return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, dp)
         key = (shape.tp, dp, replication, stage)
         if key not in self._parts:
             spanned = replication._replace(span=GroupSpan(dp, 1, dp))

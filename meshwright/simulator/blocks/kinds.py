@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute, RecomputeModule
+from meshwright.hwprofiles import CollectiveOp, Dispatcher, Kernels, Recompute, RecomputeModule
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
@@ -164,6 +164,9 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         keeps_weights=recipe.weight_copy_bytes > 0,
         gathers=recipe.tp_gathers_fp8,
         scaled=recipe.scaled_elements,
+        # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
+        # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+        pads_experts=recipe.pads_expert_rows and shape.dispatcher is not Dispatcher.HYBRIDEP,
     )
 
 

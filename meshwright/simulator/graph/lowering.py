@@ -23,12 +23,14 @@ class EightBits:
         keeps_weights: Narrow copies of weights are always there.
         gathers: Operands of linear layers are cast before they are gathered.
         scaled: Elements that share a scale of one byte; 0 where a tensor has one.
+        pads_experts: Rows of experts are copied ahead of their products, and back behind them.
     """
 
     keeps_copy: bool
     keeps_weights: bool
     gathers: bool
     scaled: int = 0
+    pads_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

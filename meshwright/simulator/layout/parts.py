@@ -9,14 +9,16 @@ from meshwright.hwprofiles import (
     Device,
     Kernels,
     LayerFact,
+    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
+    Units,
 )
-from meshwright.simulator.layout.axes import Axis
+from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import SHARDS, ParallelPlan
@@ -32,12 +34,44 @@ from meshwright.simulator.model import (
 )
 from meshwright.simulator.schedules import SCHEDULES
 
-# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
-PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
+MAX_ZERO_STAGE = 3
+# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
+PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
+
+
+def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
+    """Return the ZeRO stages of *stack* that are searched where none is asked for.
+
+    Megatron-FSDP is another wrapper of a model than Megatron-Core's usual one, with options and
+    checkpoints of its own, which who asks for stage 3 chooses.
+    """
+    if stack.units is not Units.FLAT:
+        return stack.zero_stages
+    return tuple(each for each in stack.zero_stages if each < MAX_ZERO_STAGE)
+
+
+def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the ZeRO stages that *stack* lacks for *job*; at dp=1 a stage has no effect.
+
+    Megatron-FSDP is told of transformer layers alone (`FullyShardedDataParallel` of core 0.16).
+    Weights in 8 bits, which it gathers so and transposes for a backward pass, are not modelled.
+    """
+    offered = stack.zero_stages
+    if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
+        offered = usual_zero_stages(stack)
+    in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        name = f"zero_stage={stage}"
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
+        if stage not in in_pipelines:
+            reason = name if stage not in offered else f"{name} in a pipeline"
+            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+        if stage not in offered:
+            yield Gap("zero_stage", name, has_stage, offered)
 
 
 def layer_refusal(
@@ -153,7 +187,8 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
+    beside = group_refusal(plan, stack) or overlap_refusal(job, plan)
+    return of_layers or beside or moments_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -192,6 +227,11 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     if method not in stack.recompute_methods:
         known = ", ".join(stack.recompute_methods) or "leave recompute_layers out"
         return f"recompute_method={method} is not offered by stack {stack.name}; allowed: {known}"
+    if method is RecomputeMethod.UNIFORM and number > 1 and plan.zero_stage == MAX_ZERO_STAGE:
+        return (
+            f"recompute_layers={number} of method {method} is not offered by stack {stack.name} at "
+            f"zero_stage={plan.zero_stage}; allowed: 1, or method {RecomputeMethod.BLOCK}"
+        )
     uneven = [count for count in plan.stages if count % number]
     if method is RecomputeMethod.UNIFORM and uneven:
         return (
@@ -235,6 +275,22 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
     }
     why = next((reason for reason, is_so in refused.items() if is_so), None)
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:

@@ -28,11 +28,11 @@ from meshwright.simulator.layout.parts import (
     parts_refusal,
     passes_refusal,
     scales_refusal,
+    zero_gaps,
 )
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
-MAX_ZERO_STAGE = 3
 # Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
 SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 WITHOUT_EXPERT_RANKS = (
@@ -49,7 +49,7 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     if stack.tp_plan and isinstance(job.model, ModelSpec):
         yield from module_gaps(job.model, job)
     yield from _trait_gaps(stack)
-    yield from _zero_gaps(stack)
+    yield from zero_gaps(stack, job)
     if stack.context_parallel and isinstance(job.model, ModelSpec):
         yield from _context_gaps(stack, job.model, job.seq_len)
     if stack.casts_shards_alone and job.precision is not Precision.FP32:
@@ -208,19 +208,6 @@ def _precision_gaps(precision: Precision) -> Iterator[Gap]:
     for axis in (Axis.TP, Axis.PP):
         alone = Condition(DP_CP, eq, 1), Condition(axis, gt, 1)
         yield Gap(Axis.DP, f"{precision} with {axis} but without dp", alone, allowed)
-
-
-def _zero_gaps(stack: StackProfile) -> Iterator[Gap]:
-    """Yield the ZeRO stages that *stack* lacks; at dp=1 a stage has no effect."""
-    in_pipelines = tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
-    for stage in range(MAX_ZERO_STAGE + 1):
-        name = f"zero_stage={stage}"
-        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
-        if stage not in in_pipelines:
-            reason = name if stage not in stack.zero_stages else f"{name} in a pipeline"
-            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
-        if stage not in stack.zero_stages:
-            yield Gap("zero_stage", name, has_stage, stack.zero_stages)
 
 
 def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
