@@ -7,9 +7,9 @@ perfetto.dev/docs/getting-started/other-formats names as an input.
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from meshwright.simulator.account import (
     CLOSING,
@@ -18,11 +18,10 @@ from meshwright.simulator.account import (
     StepResult,
     rank_passes,
 )
-from meshwright.simulator.blocks import BlockShape, Collective, Operator, RingMessages
-from meshwright.simulator.costs import Category, CostModel, PhaseCost
+from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.engine import Span, SpanKind, StepTimes
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import LAYERS, BlockKind
+from meshwright.simulator.model import LAYERS
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step
@@ -35,12 +34,12 @@ from meshwright.simulator.trace_events import (
     microseconds,
     slice_event,
 )
+from meshwright.simulator.trace_layers import Block, layer_parts, shortened, spent_us
 
 STREAMS = ("compute", "messages", "data parallel")
 COMPUTE, MESSAGES, DATA_PARALLEL = range(len(STREAMS))
 OVERHEAD = "step overhead"
 WAIT = "wait for parameters"
-BETWEEN = "kernels"
 MOST_INSIDE = 200_000  # slices in layers of a trace: some 40 MB, which viewers still open
 PASS_NAMES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 
@@ -145,7 +144,7 @@ class _RankEvents:
         self.built, self.times, self.costs, self.pp_rank = built, times, costs, pp_rank
         self.rank = times.ranks[pp_rank]
         self.compute = Track(pp_rank, COMPUTE)
-        self._inside: dict[tuple[Phase, int], list[_Block]] = {}
+        self._inside: dict[tuple[Phase, int], list[Block]] = {}
 
     def all(self) -> Iterator[TraceEvent]:
         """Yield all of them, track by track."""
@@ -175,11 +174,13 @@ class _RankEvents:
         yield _complete(span, self.compute)
         for wait in each.waits:
             yield self._leaf(WAIT, Category.DP_COMM, *wait)
+        beside = self.built.setting.plan.expert_overlap is not None
         blocks = self._blocks(phase, virtual_stage)
         parts = self._part_sizes(phase, virtual_stage, len(each.parts), len(blocks))
         for part, size in zip(each.parts, parts, strict=True):
-            start_ps = part.start_ps
-            for block in blocks[:size]:
+            start_ps, run = part.start_ps, blocks[:size]
+            hidden_ps = sum(block.time_ps for block in run) - (part.end_ps - start_ps)
+            for block in shortened(run, hidden_ps) if beside else run:
                 end_ps = start_ps + block.time_ps
                 is_open = len(block.parts) > 1 and microbatch < self._num_open
                 args = EventArguments(phase=span.kind.value) if is_open else block.args
@@ -188,7 +189,7 @@ class _RankEvents:
                 start_ps = end_ps
             blocks = blocks[size:]
 
-    def _inside_of(self, block: "_Block", start_ps: int) -> Iterator[TraceEvent]:
+    def _inside_of(self, block: Block, start_ps: int) -> Iterator[TraceEvent]:
         """Yield the slices of a layer: its collectives, and what runs between them."""
         for name, time_ps, args in block.parts:
             end_ps = start_ps + time_ps
@@ -217,7 +218,7 @@ class _RankEvents:
         sizes = [part.stage.num_blocks for part in self.built.setting.parts[stage]]
         return sizes if phase is Phase.FORWARD else sizes[::-1]
 
-    def _blocks(self, phase: Phase, virtual_stage: int) -> "list[_Block]":
+    def _blocks(self, phase: Phase, virtual_stage: int) -> list[Block]:
         """Return the blocks of a pass in the order in which it runs them."""
         setting = self.built.setting
         key = phase, virtual_stage
@@ -230,71 +231,14 @@ class _RankEvents:
             ):
                 cost = self.costs.block_cost(setting.shape, kind)
                 spent = cost.forward if phase is Phase.FORWARD else cost.backward
-                args = EventArguments(phase=PASS_NAMES[phase].value, category_us=_spent(spent))
-                inside = _inside(self.costs, setting.shape, kind, phase)
+                args = EventArguments(phase=PASS_NAMES[phase].value, category_us=spent_us(spent))
+                parts = layer_parts(self.costs, setting.shape, kind, phase)
                 for _ in range(number):
                     name = f"{kind} {layer}" if kind in LAYERS else str(kind)
                     layer += kind in LAYERS
-                    blocks.append(_Block(name, spent.time_ps, args, inside))
+                    blocks.append(Block(name, spent.time_ps, args, parts))
             self._inside[key] = blocks if phase is Phase.FORWARD else blocks[::-1]
         return self._inside[key]
-
-
-class _Part(NamedTuple):
-    """A collective of a layer, or what runs between two of them."""
-
-    name: str
-    time_ps: int
-    args: EventArguments
-
-
-class _Block(NamedTuple):
-    """A layer or an end of the model in a pass, and what is in it."""
-
-    name: str
-    time_ps: int
-    args: EventArguments
-    parts: tuple[_Part, ...]
-
-
-def _inside(
-    costs: CostModel, shape: BlockShape, kind: BlockKind, phase: Phase
-) -> tuple[_Part, ...]:
-    """Return the collectives of a pass through a block, and what runs between them, in order.
-
-    What another operator hides of a collective is in that one's time.
-    """
-    operators = costs.blocks.operators(shape, kind)
-    is_forward = phase is Phase.FORWARD
-    redone = () if is_forward else operators.recompute
-    run = operators.forward if is_forward else operators.backward
-    kinds = [(each, True) for each in redone] + [(each, False) for each in run]
-    parts: list[_Part] = []
-    for sent, group in groupby(kinds, key=lambda each: _sent(each[0])):
-        priced = [(costs.operator_cost(each, shape), again) for each, again in group]
-        found = PhaseCost.total(
-            (Category.RECOMPUTE if again else category, cost) for (category, cost), again in priced
-        )
-        if found.time_ps:
-            args = EventArguments(category_us=_spent(found))
-            if sent is not None:
-                args["size_bytes"] = sent.size_bytes
-            name = BETWEEN if sent is None else f"{sent.axis} {sent.op}"
-            parts.append(_Part(name, found.time_ps, args))
-    return tuple(parts) if any(each.name != BETWEEN for each in parts) else ()
-
-
-def _sent(operator: Operator) -> Collective | RingMessages | None:
-    """Return *operator* if it is what ranks send each other."""
-    return operator if isinstance(operator, Collective | RingMessages) else None
-
-
-def _spent(cost: PhaseCost) -> dict[str, float]:
-    return {
-        category.value: microseconds(cost.category_ps(category))
-        for category in Category
-        if cost.category_ps(category)
-    }
 
 
 def _flows(times: StepTimes) -> Iterator[TraceEvent]:

@@ -10,6 +10,7 @@ import pytest
 from meshwright.hwprofiles import (
     PS_PER_S,
     ContextParallel,
+    ExpertOverlap,
     Precision,
     Recompute,
     StackProfile,
@@ -291,6 +292,18 @@ def test_layers_of_the_first_microbatches_hold_their_collectives(
         }
         assert held == opened
         test_what_slices_are_spent_on_adds_up_to_the_breakdown(result)
+
+
+def test_exchanges_beside_another_microbatch_are_as_long_as_what_shows_of_them() -> None:
+    model, stack = load_model("qwen3-30b-a3b"), load_stack("megatron-core")
+    job = TrainingJob(model=model, global_batch_size=64, seq_len=4096)
+    overlap = {"expert_overlap": ExpertOverlap.MICROBATCHES, "zero_stage": 1}
+    layout = {"pp": 2, "dp": 8, "ep": 8, "num_virtual_stages": 2, "schedule": "interleaved"}
+    kernel = {"attention": stack.attention}
+    plan = ParallelPlan(**layout, **overlap, **kernel, stages=(12,) * 4)
+    result = simulate(job, plan, load_cluster("dgx-h100"), stack)
+    test_what_slices_are_spent_on_adds_up_to_the_breakdown(result)
+    assert outer_slices(chrome_trace(result))  # which look at how slices nest
 
 
 def test_flows_pair_and_end_where_the_next_stage_starts(result: StepResult) -> None:
