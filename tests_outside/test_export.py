@@ -63,6 +63,7 @@ CORE_PLANS = (
     f"{LLAMA} --gpus 32 --pp 4 --vpp 2 --recompute selective",
     f"{LLAMA} --gpus 16 --pp 2 --vpp 2 --stages 7,9,8,8",
     f"{LLAMA} --gpus 16 --zero 0 --micro-batch 2",
+    f"{LLAMA} --gpus 16 --zero 3 --tp 2 --sequence-parallel",
     f"{LLAMA} --gpus 8 --pp 4 --stages 7,9,9,7",
 )
 SPEED = "gpt2 --stack deepspeed --global-batch 64 --gpus 8"
@@ -89,6 +90,8 @@ ACCELERATE_PLANS = (
     f"{FSDP} --no-reshard-after-forward --precision fp16",
     f"{FSDP} --micro-batch 4 --offload parameters",
     f"{FSDP} --dp-shard 8",
+    f"{FSDP} --tp 2",
+    f"{FSDP} --tp 4 --dp-shard 2",
     f"{SPEED} --zero 2 --offload optimizer --micro-batch 2",
     f"{SPEED} --zero 3 --precision fp16",
 )
@@ -147,7 +150,7 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
         "recompute_num_layers": own["recompute_num_layers"]
     }
     DistributedDataParallelConfig(**parts["ddp."])
-    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage == 1}
+    assert parts["optimizer."] == {"use_distributed_optimizer": plan.zero_stage > 0}
     if layout is None:
         assert len({*plan.stages}) == 1
         return
@@ -218,6 +221,7 @@ def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
         if plan.dp_shard is not None:
             replicas = plan.dp // plan.dp_shard
             assert (axes.dp_replicate_size, axes.dp_shard_size) == (replicas, plan.dp_shard)
+        assert axes.tp_size == plan.tp
     if config.distributed_type == "DEEPSPEED":
         options = vars(launch_command_parser().parse_args(["train.py"]))
         assert {*config.deepspeed_config} <= {*options}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from block_witness import Given, count_pass
+from witnesses.boundary import objects_shared
 from witnesses.expert_layers import (
     HEADS,
     LLAMA4,
@@ -36,8 +37,11 @@ from meshwright.simulator.model import (
     ModelSpec,
 )
 from meshwright.simulator.replication import reduced_parts, replication_of
+from meshwright.simulator.replication.flat_units import flat_walk
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.megatron import default_dtype
+
+from witnesses import megatron_fsdp  # isort: skip  (after what stands for Apex)
 
 from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,
@@ -182,3 +186,40 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
         [(size, replication.experts.dp_cp) for size in part.expert_buckets],
     ]
     assert counted == ours
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "ep", "etp"),
+    [(centered(SPEC), 1, 4, 1), (centered(SPEC), 2, 2, 2), (centered(SHARING), 2, 8, 1)],
+)
+def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
+    model: ModelSpec, tp: int, ep: int, etp: int
+) -> None:
+    """Two layers, of which each has its weights in two buckets, over the ranks that share them."""
+    ranks = 8
+    with fake_cluster(0, ranks), dispatched(model, tp), objects_shared():
+        with default_dtype(torch.bfloat16):
+            layers = [megatron_module(model, tp, ep, etp) for _ in range(2)]
+        found = megatron_fsdp.wrap(layers[0].config, torch.nn.ModuleList(layers))
+        counted = [
+            (
+                group.model_weight_buffer.bucket_index.size,
+                group.is_expert_param,
+                group.model_weight_buffer.data_parallel_group.size(),
+            )
+            for group in found.param_and_grad_buffer.parameter_groups
+        ]
+    plan = ParallelPlan(
+        tp=tp, dp=ranks // tp, ep=ep, etp=etp, zero_stage=3, sequence_parallel=tp > 1, stages=(2,)
+    )
+    stack = load_stack("megatron-core")
+    shape = BlockShape.of(
+        TrainingJob(model=model, global_batch_size=8, seq_len=TOKENS), plan, stack
+    )
+    stage = Stage((BlockRun(EXPERT_LAYER, 2),), has_embedding=True, has_head=True)
+    sharing = ranks // tp, ranks // (ep * etp)
+    assert counted == [
+        (bucket.size, bucket.is_expert, sharing[bucket.is_expert])
+        for _, unit in flat_walk(shape, stage, ranks // tp).layers
+        for bucket in unit
+    ]

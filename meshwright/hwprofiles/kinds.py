@@ -240,12 +240,14 @@ class Units(StrEnum):
 
     `LAYERS` has embedding and head in the units of the outer layers.  `ROOT` has both in one that
     stays gathered from forward to backward.  `ENDS` has the table in one of its own, final norm and
-    head in one that stays; with them a tied table, and what else there is stays, too.
+    head in one that stays; with them a tied table, and what else there is stays, too.  `FLAT` has
+    both, and the final norm, in flat buckets that are gathered once a step (Megatron-FSDP).
     """
 
     LAYERS = "layers"
     ROOT = "root"
     ENDS = "ends"
+    FLAT = "flat"
 
 
 class WeightCast(StrEnum):

@@ -22,7 +22,6 @@ from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
     Dispatcher,
-    Kernels,
     LossKernel,
     Offload,
     ParameterGather,
@@ -32,6 +31,7 @@ from meshwright.hwprofiles.kinds import (
     RecomputeModule,
     StageSplit,
     Strategy,
+    Units,
     WeightCast,
 )
 from meshwright.hwprofiles.stack_traits import StackTraits
@@ -52,6 +52,7 @@ LISTS = (
     "context_parallel",
     "dispatchers",
     "expert_overlaps",
+    "moment_precisions",
 )
 
 
@@ -63,7 +64,9 @@ class EightBitRecipe(Profile):
     fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
     the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
     gradients of linear layers are cast before tensor-parallel all-gathers; ``scaled_elements`` how
-    many elements share a scale of one byte, 0 where a tensor has one.
+    many elements share a scale of one byte, 0 where a tensor has one; ``pads_expert_rows`` whether
+    the rows of each expert are copied to fill up what a product takes, and what it makes is copied
+    back.
     """
 
     saved_input_bytes: SavedBytes
@@ -72,6 +75,7 @@ class EightBitRecipe(Profile):
     holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     scaled_elements: Size = 0
+    pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")
@@ -229,6 +233,7 @@ class StackProfile(StackTraits):
             )
         _check_recipes(self)
         _check_gather(self)
+        _check_tp_plan(self)
         _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
@@ -266,10 +271,11 @@ def _check_gradients(stack: StackProfile) -> None:
             "gradient_as_bucket_view: false is of replicas of a whole model; allowed: with "
             "strategy mesh and zero_stages 0, without tensor_parallel and pipeline_parallel"
         )
-    if stack.gradient_bucket_parameters_per_replica and max(stack.zero_stages) >= 2:
+    in_buckets = max(stack.zero_stages) <= 1 or stack.units is Units.FLAT
+    if stack.gradient_bucket_parameters_per_replica and not in_buckets:
         raise ProfileError(
             "gradient_bucket_parameters_per_replica: does not go with zero_stages "
-            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1"
+            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1, or units {Units.FLAT}"
         )
     stored = {each.storage for each in Precision}
     for pair in stack.gradient_precisions:
@@ -283,24 +289,24 @@ def _check_gradients(stack: StackProfile) -> None:
 
 def _check_experts(stack: StackProfile) -> None:
     """Raise ProfileError where experts would be divided among ranks as no code here does it."""
-    in_buckets = stack.megatron_layers and max(stack.zero_stages) <= 1
+    is_flat = stack.units is Units.FLAT
+    in_buckets = stack.megatron_layers and (max(stack.zero_stages) <= 1 or is_flat)
     in_units = stack.is_fully_sharded and not stack.transformers_layers
     if stack.expert_parallel and not (in_buckets or in_units):
         raise ProfileError(
             "expert_parallel: true is of Megatron-Core's layers and optimizer, or of torchtitan's "
-            "units; allowed: with megatron_layers and zero_stages 0 and 1, or zero_stages 3 alone "
-            "without transformers_layers"
+            "units; allowed: with megatron_layers and zero_stages 0 and 1, or units flat; or "
+            "zero_stages 3 alone without transformers_layers"
         )
     if stack.expert_parallel != bool(stack.dispatchers):
         raise ProfileError(
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
-    can_hide = stack.megatron_layers and stack.kernels is Kernels.FUSED and stack.expert_parallel
-    if stack.expert_overlaps and not can_hide:
+    if stack.expert_overlaps and not (stack.megatron_layers and stack.expert_parallel):
         raise ProfileError(
             f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
-            "allowed: with megatron_layers, kernels fused and expert_parallel"
+            "allowed: with megatron_layers and expert_parallel"
         )
     if bool(stack.expert_overlaps) != (stack.ep_overlap_fraction > 0):
         raise ProfileError(
@@ -318,6 +324,16 @@ def _check_gather(stack: StackProfile) -> None:
         raise ProfileError(
             f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
             "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding or offloading"
+        )
+
+
+def _check_tp_plan(stack: StackProfile) -> None:
+    """Raise ProfileError where the tp_plan of transformers would not be all that splits layers."""
+    is_theirs = stack.transformers_layers and stack.tensor_parallel and stack.is_fully_sharded
+    if stack.tp_plan and (not is_theirs or stack.sequence_parallel or stack.pipeline_parallel):
+        raise ProfileError(
+            "tp_plan: true is of transformers under FSDP2; allowed: with transformers_layers, "
+            "tensor_parallel and units, without sequence_parallel and pipeline_parallel"
         )
 
 

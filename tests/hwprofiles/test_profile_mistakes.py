@@ -276,24 +276,24 @@ MISTAKES = [
     (
         STACK,
         "zero_stage = 1",
-        "zero_stage = 3",
-        ": zero_stage: 3 is not in zero_stages; allowed: 0, 1",
+        "zero_stage = 2",
+        ": zero_stage: 2 is not in zero_stages; allowed: 0, 1, 3",
     ),
     (
         STACK,
-        "zero_stages = [0, 1]",
+        "zero_stages = [0, 1, 3]",
         "zero_stages = [0, 4]",
         ": zero_stages.1: 4 is not allowed; it must",
     ),
     (
         STACK,
-        "zero_stages = [0, 1]",
+        "zero_stages = [0, 1, 3]",
         "zero_stages = [1, 1]",
         ": zero_stages: 1, 1 repeats a value; allow",
     ),
     (
         STACK,
-        "zero_stages = [0, 1]",
+        "zero_stages = [0, 1, 3]",
         "zero_stages = 1",
         ": zero_stages: 1 is not allowed; it must be a l",
     ),
@@ -353,9 +353,9 @@ MISTAKES = [
     ),
     (
         STACK,
-        "zero_stages = [0, 1]",
-        "zero_stages = [0, 1, 2]",
-        ": gradient_bucket_parameters_per_replica: does not go with zero_stages 0, 1, 2; allowed",
+        'units = "flat"',
+        'units = "layers"',
+        ": gradient_bucket_parameters_per_replica: does not go with zero_stages 0, 1, 3; allowed",
     ),
     (
         CLUSTER,

@@ -278,6 +278,9 @@ CASES = {
         changes=(("reduces_each_microbatch", False),),
     ),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
+    "layers split a module at a time": Case(
+        GROUPED, "a100-4xhdr200", "fsdp", 8, 16, limits=TWO_SIZES
+    ),
     "owners broadcast": Case(
         UNEVEN, "dgx-a100", "zero-broadcast", 16, 64, precision=Precision.FP16
     ),
@@ -390,6 +393,29 @@ CASES = {
         32,
         limits=SpaceLimits(**FEW_CUT, cp=(2,)),
         changes=(("casts_shards_alone", False),),
+    ),
+    "flat units that stay waiting": Case(
+        GROUPED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(max_pp=2, max_microbatch_size=2),
+        changes=(("zero_stage", 3),),
+    ),
+    "experts in flat units": Case(
+        PART_ROUTED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            max_microbatch_size=1,
+            max_pp=1,
+            sequence_parallel=(True,),
+            recompute=(Recompute.NONE, Recompute.FULL),
+        ),
+        changes=(("zero_stage", 3),),
     ),
     "many microbatches": Case(UNEVEN, "dgx-a100", "megatron-core", 4, 96),
 }

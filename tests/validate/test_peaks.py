@@ -25,21 +25,31 @@ def peaks() -> list[PeakComparison]:
 
 def test_peaks_agree_with_megatrons_own(peaks: list[PeakComparison]) -> None:
     errors = [each.error_fraction for each in peaks]
-    assert len(errors) == 266
-    assert fmean(map(abs, errors)) < 0.0135
+    assert len(errors) == 271
+    assert fmean(map(abs, errors)) < 0.014
     assert abs(median(errors)) < 0.01
-    assert sum(error < -0.05 for error in errors) == 1
-    assert max(map(abs, errors)) < MOST_OF_A_ROW
+    assert sum(error < -0.05 for error in errors) == 2
+    usual = [each for each in peaks if "use-megatron-fsdp" not in each.row.switches]
+    assert max(abs(each.error_fraction) for each in usual) < MOST_OF_A_ROW
 
 
 def test_peaks_with_experts_and_rings_of_swaps_agree(peaks: list[PeakComparison]) -> None:
     """Experts are predicted with even loads, which routing that begins to learn does not have."""
     experts = [each.error_fraction for each in peaks if "num-experts" in each.row.switches]
-    assert len(experts) == 58
+    assert len(experts) == 62
     assert fmean(map(abs, experts)) < 0.027
     swaps = [each.error_fraction for each in peaks if each.row.cp == 4]
     assert len(swaps) == 4
     assert max(map(abs, swaps)) < 0.002
+
+
+def test_peaks_of_megatron_fsdp_agree(peaks: list[PeakComparison]) -> None:
+    """Two to 0.1 %; the others have experts, whose loads are not even, or older software."""
+    errors = [each.error_fraction for each in peaks if "use-megatron-fsdp" in each.row.switches]
+    assert len(errors) == 5
+    assert sum(abs(error) < 0.001 for error in errors) == 2
+    assert max(map(abs, errors)) < 0.1
+    assert fmean(map(abs, errors)) < 0.045
 
 
 def test_real_sizes_agree(peaks: list[PeakComparison]) -> None:

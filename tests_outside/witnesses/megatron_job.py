@@ -41,6 +41,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from witnesses import megatron_fsdp  # isort: skip  (after what stands for Apex)
+
 
 class NoTracker(random.CudaRNGStatesTracker):
     """Random numbers of a GPU that has none: nothing is drawn on tensors without data."""
@@ -107,7 +109,7 @@ def answers() -> Iterator[None]:
     """
     norm = patch.object(backends, "LNImpl", backends.LNImpl)
     with gpu_answers(), random_numbers(), norm, ExitStack() as stack:
-        for kernel in (*fused_kernels(), *without_engine()):
+        for kernel in (*fused_kernels(), *without_engine(), *megatron_fsdp.answers()):
             stack.enter_context(kernel)
         yield
 
@@ -182,6 +184,9 @@ class MegatronJob:
         for chunk in self._chunks:
             yield from ((buffer, ByteKind.ACTIVATIONS) for buffer in chunk.module.buffers())
             yield from ((parameter, ByteKind.PARAMETERS) for parameter in chunk.parameters())
+            if isinstance(chunk, megatron_fsdp.Wrapper):
+                yield from megatron_fsdp.persistent_tensors(chunk)
+                continue
             for buffer in chunk.buffers:
                 yield buffer.grad_data, ByteKind.GRADIENTS
                 if buffer.param_data is not None:
@@ -192,7 +197,7 @@ class MegatronJob:
                 states = part.optimizer.state.get(master, {}).values()
                 yield from ((each, ByteKind.OPTIMIZER) for each in (master, *states))
 
-    def _chunk(self, index: int) -> DistributedDataParallel:
+    def _chunk(self, index: int) -> DistributedDataParallel | megatron_fsdp.Wrapper:
         job, plan = self._saved.job, self._saved.plan
         model, virtual = job.transformer, plan.num_virtual_stages
         stage = index if virtual > 1 else None
@@ -214,6 +219,8 @@ class MegatronJob:
         if job.precision is Precision.BF16:
             gpt = Float16Module(self._config, gpt)
         shards = plan.zero_stage > 0
+        if plan.zero_stage == 3:
+            return megatron_fsdp.wrap(self._config, gpt)
         return DistributedDataParallel(
             self._config,
             DistributedDataParallelConfig(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from meshwright.hwprofiles import StackProfile
+from meshwright.hwprofiles import StackProfile, Units
 from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
@@ -181,10 +181,10 @@ class DataParallelCosts:
             gathers = [self._times(parameter_gathers, each, replication, wire) for each in parts]
         port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
         # For a backward pass what does not stay is gathered again.
-        every = zip(chain(*parts), chain(*gathers), strict=True)
-        freed = [time_ps for part, time_ps in every if not part.stays]
-        port_again = sum(freed) if replication.reshards else 0
-        each, has_root = replication.reduces_each_microbatch, self._stack.is_fully_sharded
+        once, freed = _once_and_freed(parts, gathers)
+        port_gather -= once
+        port_again = freed if replication.reshards else 0
+        each, has_root = replication.reduces_each_microbatch, self._stack.units is not Units.LAYERS
         if not replication.gathers_units and not self._stack.overlap_parameter_gather:
             whole = self._parts.parameters(shape, role.stages)
             update += self._whole_ps(parameter_gathers, whole, replication, wire)
@@ -195,7 +195,8 @@ class DataParallelCosts:
             port_each=port_again
             + (0 if replication.keeps_units else port_gather)
             + (port_reduce if each else 0),
-            port_last=(port_gather if replication.keeps_units else 0)
+            port_last=once
+            + (port_gather if replication.keeps_units else 0)
             + (0 if each else port_reduce),
         )
         # One ahead, all gathers may hide but a pass's first, and where there is a root even that
@@ -264,6 +265,15 @@ def _norm_ps(
     experts = shape.expert_tp, shape.ep
     mesh = Mesh(node_size=node_size, experts=experts, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication)).time_ps
+
+
+def _once_and_freed(
+    parts: Sequence[Sequence[StagePart]], gathers: Sequence[Sequence[int]]
+) -> tuple[int, int]:
+    """Return the gathers of parts that are gathered once a step, and of those that passes free."""
+    every = [*zip(chain(*parts), chain(*gathers), strict=True)]
+    once = sum(time_ps for part, time_ps in every if part.is_once)
+    return once, sum(time_ps for part, time_ps in every if not part.stays)
 
 
 def _first_gathers(

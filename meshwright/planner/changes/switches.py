@@ -7,7 +7,7 @@ from math import prod
 
 from meshwright.hwprofiles import ContextParallel, StackProfile, StageSplit, Strategy
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, resolve_stages
-from meshwright.simulator.layout import AXES, PLAN_FIELDS
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, usual_zero_stages
 
 Fields = Mapping[str, object]
 
@@ -19,10 +19,13 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
     microbatches, no virtual stages, the other rules for stages and twice the ranks along an axis.
     Whether stack, job and the rest of the plan go with one is for a simulation to say.
     """
-    for name, field in PLAN_FIELDS.items():
+    usual = {name: each for name, each in PLAN_FIELDS.items() if not each.declaration.is_rare}
+    for name, field in usual.items():
         others = (each for each in field.choices if each != getattr(plan, name))
         yield from chain.from_iterable(_chosen(plan, name, each) for each in others)
-    yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage > plan.zero_stage)
+    yield from (
+        {"zero_stage": stage} for stage in usual_zero_stages(stack) if stage > plan.zero_stage
+    )
     if plan.num_shards < plan.dp_cp:
         yield {"dp_shard": plan.dp}
     for size in sorted({1, plan.microbatch_size // 2}):
@@ -56,7 +59,9 @@ def neighbours(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
     """
     yield from switches(plan, stack)
     yield {"microbatch_size": 2 * plan.microbatch_size}
-    yield from ({"zero_stage": stage} for stage in stack.zero_stages if stage < plan.zero_stage)
+    yield from (
+        {"zero_stage": stage} for stage in usual_zero_stages(stack) if stage < plan.zero_stage
+    )
     if stack.strategy is not Strategy.MESH:
         return
     for vpp in sorted({plan.num_virtual_stages // 2, 2 * plan.num_virtual_stages} - {0, 1}):

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.export.launch import Export, Framework
-from meshwright.planner.export.megatron_core import BATCHES, groups_row, shared_rows, stages_row
+from meshwright.planner.export.megatron_core import (
+    BATCHES,
+    groups_row,
+    shards_row,
+    shared_rows,
+    stages_row,
+)
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import command_words
 
@@ -30,6 +36,11 @@ PRECISIONS: Mapping[object, object] = {
     Precision.MXFP8: "bf16_with_mxfp8_mixed",
 }
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
+SHARDED: Keys = {
+    "ddp.use_megatron_fsdp": True,
+    "ddp.data_parallel_sharding_strategy": "optim_grads_params",
+    "checkpoint.ckpt_format": "fsdp_dtensor",
+}
 
 
 def table() -> tuple[Row, ...]:
@@ -40,7 +51,7 @@ def table() -> tuple[Row, ...]:
         *(words.same(field, f"train.{key}") for field, key in BATCHES.items()),
         words.same("seq_len", "dataset.seq_length"),
         words.told(("dp", "world_size"), lambda _: None),
-        _shards(),
+        shards_row(words, SHARDS, SHARDED, off=False),
         *shared_rows(words, "model.{}".format, overlap="comm_overlap.{}".format, off=False),
         stages_row(
             words,
@@ -61,23 +72,6 @@ def table() -> tuple[Row, ...]:
 
 def _kept(facts: Facts) -> Precision:
     return Precision.FP16 if facts.get("precision") is Precision.FP16 else Precision.FP32
-
-
-def _shards() -> Row:
-    """Return the row of the distributed optimizer, which two parts have to know of."""
-    known = {0: False, 1: True}
-
-    def write(facts: Facts) -> Keys:
-        is_on = known[int(str(WORDS.known("zero_stage", facts, known)))]
-        return dict.fromkeys(SHARDS, is_on)
-
-    def read(keys: Keys, _: Facts) -> Keys:
-        theirs = [keys[key] for key in SHARDS if key in keys]
-        if theirs[1:] not in ([], theirs[:1]):
-            raise WORDS.unknown(SHARDS[0], keys[SHARDS[0]], (f"that of {SHARDS[1]}",))
-        return {"zero_stage": int(theirs[0] is True)} if theirs else {}
-
-    return Row(fields=("zero_stage",), keys=SHARDS, write=write, read=read)
 
 
 def _overlap() -> Row:

@@ -5,7 +5,7 @@ core_v0.16.1).
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import cast
 
@@ -33,12 +33,49 @@ CONTEXT: Mapping[object, object] = {
     ContextParallel.ALL_TO_ALL: "a2a",
     ContextParallel.RING_OF_SWAPS: "a2a+p2p",
 }
+FULLY_SHARDED = 3
 TWO_LEVELS = 2  # of a ring of swaps: Transformer Engine takes no more
 RECOMPUTE: Mapping[object, Keys] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"granularity": "selective"},
     Recompute.FULL: FULL,
 }
+
+
+def shards_row(words: Words, optimizer: Sequence[str], sharded: Keys, *, off: object) -> Row:
+    """Return the row of what replicas share.
+
+    Args:
+        words: Of the framework.
+        optimizer: Keys of the distributed optimizer.
+        sharded: What tells of Megatron-FSDP besides: its switch, then its strategy and others.
+        off: As for `shared_rows`.
+    """
+    switch, strategy, *_ = sharded
+
+    def write(facts: Facts) -> Keys:
+        stage = words.known("zero_stage", facts, (0, 1, 3))
+        if stage == 0:
+            return {} if off is None else dict.fromkeys(optimizer, off)
+        return dict.fromkeys(optimizer, True) | (sharded if stage == FULLY_SHARDED else {})
+
+    def read(keys: Keys, _: Facts) -> Keys:
+        if keys.get(switch) is True:
+            if keys.get(strategy) != sharded[strategy]:
+                raise words.unknown(strategy, keys.get(strategy), (sharded[strategy],))
+            return {"zero_stage": FULLY_SHARDED}
+        theirs = [keys[key] for key in optimizer if key in keys]
+        if theirs[1:] not in ([], theirs[:1]):
+            raise words.unknown(optimizer[0], keys[optimizer[0]], (f"that of {optimizer[1]}",))
+        if not theirs and off is False:
+            return {}  # a recipe says it
+        return {"zero_stage": int(theirs[:1] == [True])}
+
+    return Row(fields=("zero_stage",), keys=(*optimizer, *sharded), write=write, read=read)
+
+
+def _is_fully_sharded(facts: Facts) -> bool:
+    return facts.number("zero_stage") == FULLY_SHARDED
 
 
 def shared_rows(
@@ -77,9 +114,9 @@ def shared_rows(
         # get_forward_backward_func of megatron/core/pipeline_parallel/schedules.py
         words.rule("schedule", _schedule),
         words.rule("reduce_precision", lambda facts: facts.get("gradient_precision")),
-        words.rule("sync_each_microbatch", lambda _: False),
+        words.rule("sync_each_microbatch", _is_fully_sharded),
         words.rule("dp_shard", lambda facts: facts.get("dp")),
-        words.rule("reshard_after_forward", lambda _: None),
+        words.rule("reshard_after_forward", lambda facts: _is_fully_sharded(facts) or None),
         words.only("offload", Offload.NONE),
         words.same("cp", key("context_parallel_size"), 1),
         _context(words, key),

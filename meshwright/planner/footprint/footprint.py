@@ -227,10 +227,12 @@ def _group_peaks(
         experts = sizes.counts.of_experts(shapes, role.stages)
         others = parameters - experts
         # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = -(-others // of_optimizer) + -(-experts // space.expert_shards[group.indices])
+        shards = space.expert_shards[group.indices]
+        updated = -(-others // of_optimizer) + -(-experts // shards)
         static = (
-            (-(-others // of_weights) + experts) * weight
-            + (-(-others // of_gradients) + experts) * (state.gradient + state.bucket)
+            (-(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))) * weight
+            + (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
+            * (state.gradient + state.bucket)
             + updated * state.optimizer
             + sizes.counts.beside_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]

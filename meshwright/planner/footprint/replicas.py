@@ -23,6 +23,7 @@ from meshwright.simulator.replication import (
     StagePart,
     WireBytes,
     bucket_cast_peak,
+    flat_pass_bytes,
     reduced_parts,
     replication_of,
 )
@@ -56,12 +57,12 @@ class Kind(NamedTuple):
         # parts: any degrees above 1 stand for all.
         plan = space.plan_without_stages(index)
         ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded)
-        uncut = replace(plan, cp=1, cp_type=None, cp_inner=None)
-        if plan.num_shards < plan.dp_cp:
-            plan = replace(uncut, tp=1, dp=4, dp_shard=2, ep=ep, etp=None)
-        else:
-            dp = 1 + has_replicas
-            plan = replace(uncut, tp=1, dp=dp, dp_shard=None, ep=ep, etp=None)
+        has_sets = plan.num_shards < plan.dp_cp
+        dp, shard = (4, 2) if has_sets else (1 + has_replicas, None)
+        # First: ranks that cut sequences may have experts between them.
+        undivided = replace(plan, ep=1, etp=None)
+        uncut = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None)
+        plan = replace(uncut, dp=dp, dp_shard=shard, ep=ep)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision
@@ -138,6 +139,8 @@ class ReplicaWorkspaces:
     ) -> tuple[int, int]:
         shape, replication = self._table.shapes[index], kind.replication
         dp = devices // shape.tp
+        if replication.has_flat_units:
+            return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, dp)
         key = (shape.tp, dp, replication, stage)
         if key not in self._parts:
             spanned = replication._replace(span=GroupSpan(dp, 1, dp))

@@ -42,6 +42,7 @@ from meshwright.simulator.layout import (
     known_values,
     model_refusal,
     plan_stages,
+    usual_zero_stages,
 )
 from meshwright.simulator.model import AnyModel, BlockKind
 
@@ -329,16 +330,13 @@ def _switches(
     wanted = limits.values(field.name)
     values = _usual_values(job, stack, field) if wanted is None else wanted
     acts_on = field.declaration.acts_on
-    if acts_on is not None and prod(fixed[axis] for axis in _axes(acts_on)) == 1:
+    axes = () if acts_on is None else JOINT_AXES.get(acts_on) or (Axis(acts_on),)
+    if axes and prod(fixed[axis] for axis in axes) == 1:
         values = values[:1]
     if field.name == "sequence_parallel" and job.seq_len % (fixed["tp"] * fixed["cp"]):
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]
     return codes if acts_on is not None else sorted(codes)
-
-
-def _axes(acts_on: str) -> tuple[str, ...]:
-    return JOINT_AXES.get(acts_on) or (Axis(acts_on),)
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:
@@ -347,9 +345,10 @@ def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tu
     A mode of one framework alone is searched on its stacks; asked for, a rule rejects it by name.
     """
     if field.name == "zero_stage":
-        return tuple(sorted({0, 1, *stack.zero_stages}))
+        return tuple(sorted({0, 1, *usual_zero_stages(stack)}))
     if field.name == "attention":
         return attention_kernels(job.model, stack)
-    known = known_values(field, job.model)
     alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
-    return tuple(each for each in (known or field.choices) if each not in alone)
+    return tuple(
+        each for each in known_values(field, job.model) or field.choices if each not in alone
+    )

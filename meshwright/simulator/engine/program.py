@@ -18,7 +18,7 @@ class Instruction(NamedTuple):
         reductions: Segments of microbatches that reduce, where it hands on gradients.
         units: Units of every microbatch, where parameters are sharded.
         again_units: The same after a forward pass, from which those that stay are gathered.
-        kept_units: The same where all are gathered from a backward pass.
+        kept_units: The same after a backward pass, without those that have stayed since.
         reduces_always: Gradients are reduced in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
@@ -41,6 +41,11 @@ class Instruction(NamedTuple):
 def _gathered(unit: UnitWork) -> UnitWork:
     """Return *unit* without its gather."""
     return replace(unit, gather_ps=0)
+
+
+def _kept(work: StepWork, units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
+    """Return *units* without the gathers of those that stay from a backward pass to the next."""
+    return tuple(_gathered(unit) if work.keeps_units or unit.is_once else unit for unit in units)
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
@@ -68,7 +73,7 @@ def _forward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
         again_units=tuple(
             _gathered(unit) if unit.stays else unit for unit in stage_work.forward_units
         ),
-        kept_units=tuple(map(_gathered, stage_work.forward_units)),
+        kept_units=_kept(work, stage_work.forward_units),
         reduces_always=False,
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
         target_slot=virtual_stage + wraps,
@@ -92,7 +97,7 @@ def _backward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
         again_units=tuple(
             _gathered(unit) if unit.stays else unit for unit in stage_work.backward_units
         ),
-        kept_units=tuple(map(_gathered, stage_work.backward_units)),
+        kept_units=_kept(work, stage_work.backward_units),
         reduces_always=stage_work.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
         target_slot=slots + virtual_stage - wraps,

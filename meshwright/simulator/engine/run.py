@@ -199,9 +199,7 @@ class StepRun:
     ) -> Generator[Event, int, int]:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
-        units = _units_now(
-            state, instruction, action, self.freed[place.pp_rank], keeps_units=self.work.keeps_units
-        )
+        units = _units_now(state, instruction, action, self.freed[place.pp_rank])
         microbatch = action.microbatch
         reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
@@ -297,8 +295,6 @@ def _units_now(
     instruction: Instruction,
     action: Action,
     freed: Sequence[bool],
-    *,
-    keeps_units: bool,
 ) -> tuple[UnitWork, ...]:
     """Return the units of a pass, without the gathers that an earlier pass has left.
 
@@ -311,7 +307,7 @@ def _units_now(
     state.passed[virtual_stage] = action.phase
     if before is Phase.FORWARD:
         return instruction.again_units
-    if before is Phase.BACKWARD and keeps_units:
+    if before is Phase.BACKWARD:
         return instruction.kept_units
     return instruction.units
 

@@ -37,6 +37,7 @@ class UnitWork:
     unpack_ps: int = 0
     pack_ps: int = 0
     stays: bool = False
+    is_once: bool = False
 
 
 def num_gathers(

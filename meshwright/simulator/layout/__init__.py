@@ -27,14 +27,17 @@ from meshwright.simulator.layout.formats import (
     is_unwrapped,
     main_gradient_bytes,
     offered_formats,
+    optimizer_bytes,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
 from meshwright.simulator.layout.parts import (
+    MAX_ZERO_STAGE,
     attention_kernels,
     context_way,
     default_attention,
     usual_inner,
+    usual_zero_stages,
 )
 from meshwright.simulator.layout.placement import (
     Partial,
@@ -57,7 +60,6 @@ from meshwright.simulator.layout.plan import (
     ParallelPlan,
 )
 from meshwright.simulator.layout.refusals import (
-    MAX_ZERO_STAGE,
     check_sharding,
     experts_refusal,
     known_values,
@@ -143,6 +145,7 @@ __all__ = [
     "model_stages",
     "near_multiples",
     "offered_formats",
+    "optimizer_bytes",
     "pair_span",
     "parse_stages",
     "plan_stages",
@@ -162,6 +165,7 @@ __all__ = [
     "sums_microbatches",
     "syncs_by_default",
     "usual_inner",
+    "usual_zero_stages",
     "whole_model",
     "with_stages",
     "zero_communication",

@@ -1,20 +1,27 @@
 """Models with layers or parts that a stack is not known to run."""
 
+from collections.abc import Iterator
+from operator import eq, gt
+
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Device,
     Kernels,
     LayerFact,
+    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
+    Units,
 )
+from meshwright.simulator.layout.axes import DP_CP, Axis
+from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -29,8 +36,61 @@ from meshwright.simulator.schedules import SCHEDULES
 
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
+MAX_ZERO_STAGE = 3
+# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
+PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
+
+
+def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
+    """Return the ZeRO stages of *stack* that are searched where none is asked for.
+
+    Megatron-FSDP is another wrapper of a model than Megatron-Core's usual one, with options and
+    checkpoints of its own, which who asks for stage 3 chooses.
+    """
+    if stack.units is not Units.FLAT:
+        return stack.zero_stages
+    return tuple(each for each in stack.zero_stages if each < MAX_ZERO_STAGE)
+
+
+def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the ZeRO stages that *stack* lacks for *job*; at dp=1 a stage has no effect.
+
+    Megatron-FSDP is told of transformer layers alone (`FullyShardedDataParallel` of core 0.16).
+    Weights in 8 bits, which it gathers so and transposes for a backward pass, are not modelled.
+    """
+    offered = stack.zero_stages
+    if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
+        offered = usual_zero_stages(stack)
+    if MAX_ZERO_STAGE in offered and stack.units is Units.FLAT:
+        yield _checkpoints_gap()
+    in_pipelines = tuple(each for each in offered if each in stack.pipeline_zero_stages)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        name = f"zero_stage={stage}"
+        has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
+        if stage not in in_pipelines:
+            reason = name if stage not in offered else f"{name} in a pipeline"
+            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+        if stage not in offered:
+            yield Gap("zero_stage", name, has_stage, offered)
+
+
+def _checkpoints_gap() -> Gap:
+    """Return the plans whose checkpoints hold several of Megatron-FSDP's units.
+
+    Each unit that runs again there lets go the one before, which backward gathers once more.
+    """
+    methods = PLAN_FIELDS["recompute_method"]
+    uniform = methods.code(RecomputeMethod.UNIFORM)
+    conditions = (
+        Condition("zero_stage", eq, MAX_ZERO_STAGE),
+        Condition(DP_CP, gt, 1),
+        Condition(methods.name, eq, uniform),
+        Condition("recompute_layers", gt, 1),
+    )
+    reason = f"recompute_layers > 1 of method {RecomputeMethod.UNIFORM} at zero_stage=3"
+    return Gap("recompute_layers", reason, conditions, (1, f"method {RecomputeMethod.BLOCK}"))
 
 
 def layer_refusal(
@@ -50,6 +110,40 @@ def layer_refusal(
         has_cap = model.attention_softcap > 0
         which = LayerFact.ATTENTION_SOFTCAP if has_cap else LayerFact.ATTENTION_SINKS
         return f"attention={plan.attention} does not go with {which}; allowed: flash"
+    return None
+
+
+def module_gaps(model: ModelSpec, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the plans with tensor parallelism that the tp_plan of transformers cannot train so.
+
+    Accelerate 1.15 trains what transformers 4.57 splits.  There `post_init` drops the plan of the
+    head, Accelerate's `_prepare_tp` makes a tied table two, and gradients of norms of heads are
+    those of a rank's own heads; a projection is seen as whole heads (modeling_llama.py).
+    FSDP without shards is refused (`_validate_accelerator`, accelerate/parallelism_config.py).
+    """
+    why = _without_module_plan(model, job)
+    if why is not None:
+        yield Gap(Axis.TP, "tp > 1", (Condition(Axis.TP, gt, 1),), (1,), model.name, why)
+        return
+    heads = model.num_kv_heads
+    cuts = Condition(Axis.TP, lambda ranks, total: total % ranks != 0, heads)
+    reason = f"tp that does not divide the {heads} key heads"
+    allowed = f"a divisor of the {heads} key heads"
+    yield Gap(Axis.TP, reason, (cuts,), (allowed,), model.name)
+    alone = Condition(Axis.TP, gt, 1), Condition(SHARDS, eq, 1)
+    yield Gap(Axis.DP, "tp > 1 without shards", alone, ("more than 1 rank with tp > 1",))
+
+
+def _without_module_plan(model: ModelSpec, job: TrainingJob) -> str | None:
+    """Return why transformers does not train *model* by a tp_plan, or None where it does."""
+    is_llama = (model.spelling, model.norm, model.positions) == ("llama", "rmsnorm", "rotary")
+    others = set(model.layer_facts(job.seq_len)) - PLANNED_FACTS
+    if not is_llama or model.fused_qkv or not model.gated_mlp or others:
+        return "the tp_plan of transformers is offered for layers as Llama's alone"
+    if model.tied_embeddings:
+        return "Accelerate would make a tied table two"
+    if job.precision.is_eight_bit:
+        return f"not in {job.precision}"
     return None
 
 
@@ -112,7 +206,8 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan)
+    beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
+    return of_layers or beside or moments_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -174,13 +269,13 @@ def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
-def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why no exchange can run beside another microbatch, or None when it can.
 
     As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
     pipeline, the interleaved one.
     """
-    if plan.expert_overlap is None:
+    if plan.expert_overlap not in stack.expert_overlaps:  # none is wanted, or none offered
         return None
     refused = {
         "ep=1, where no token goes to another rank; allowed: 2 or more": plan.ep == 1,
@@ -189,11 +284,29 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
         "recompute_modules=moe; allowed: other parts": RecomputeModule.MOE
         in plan.recompute_modules,
         "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
+        f"kernels={stack.kernels}; allowed: {Kernels.FUSED}": stack.kernels is not Kernels.FUSED,
+        "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
         f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
         not in OVERLAPPED,
     }
     why = next((reason for reason, is_so in refused.items() if is_so), None)
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:

@@ -93,6 +93,12 @@ def stage_entries(
     elif setting.gathers_in_pass:
         # Gathered are shards alone, and what is reduced is cut likewise.
         gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp_cp)]
+    unused = [
+        (part._replace(buckets=part.unused[0], expert_buckets=part.unused[1]), count)
+        for count in (setting.num_microbatches,)
+        for part in parts
+        if any(part.unused)
+    ]
     reduced = [(part, setting.num_reductions) for part in parts]
     return tuple(
         LedgerEntry(
@@ -103,6 +109,7 @@ def stage_entries(
         )
         for moment, exchange, exchanged in (
             (Moment.GATHER, parameter_gathers, gathered),
+            (Moment.AHEAD, parameter_gathers, unused),
             (Moment.REDUCE, gradient_reductions, reduced),
         )
         for part, num_times in exchanged

@@ -24,6 +24,7 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
+from meshwright.simulator.replication.flat_memory import flat_pass_bytes
 from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
 from meshwright.simulator.replication.reductions import reduced_parts
 
@@ -39,6 +40,7 @@ __all__ = [
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",
+    "flat_pass_bytes",
     "held_parameters",
     "is_tied",
     "keeps_last_layer",

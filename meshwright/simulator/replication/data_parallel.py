@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Offload, ParameterGather, Precision, StackProfile
+from meshwright.hwprofiles import (
+    CollectiveOp,
+    Offload,
+    ParameterGather,
+    Precision,
+    StackProfile,
+    Units,
+)
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.layout import (
@@ -21,6 +28,7 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     is_unwrapped,
     main_gradient_bytes,
+    optimizer_bytes,
     reshards_units,
     syncs_by_default,
     zero_communication,
@@ -40,7 +48,8 @@ class Replication(NamedTuple):
 
     ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
     between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched,
-    ``is_unwrapped`` that there are no units: one rank alone is not wrapped in fully_shard.
+    ``is_unwrapped`` that there are no units: one rank alone is not wrapped in fully_shard,
+    ``is_flat`` that units are those of Megatron-FSDP.
     ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
     ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
     """
@@ -57,6 +66,7 @@ class Replication(NamedTuple):
     keeps_units: bool = False
     finds_unused: bool = False
     is_unwrapped: bool = False
+    is_flat: bool = False
     axis: MeshAxis = Axis.DP
     experts: "Replication | None" = None
     """That of routed experts, where other ranks than those of a replica hold the same ones."""
@@ -92,6 +102,11 @@ class Replication(NamedTuple):
     def gathers_units(self) -> bool:
         """Whether parameters are gathered unit by unit in every pass."""
         return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
+
+    @property
+    def has_flat_units(self) -> bool:
+        """Whether these are flat buckets, of which the ends' stay gathered throughout a step."""
+        return self.is_flat and self.gathers_units
 
     @property
     def has_owners(self) -> bool:
@@ -161,6 +176,7 @@ def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Repli
         keeps_units=stack.is_fully_sharded and plan.pp > 1,
         finds_unused=plan.find_unused,
         is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
+        is_flat=stack.units is Units.FLAT and plan.pp == 1,
     )
     if plan.ep == 1:
         return found
@@ -192,10 +208,26 @@ class WireBytes(NamedTuple):
         copies = 0 if stack.gradient_as_bucket_view else BUCKET_COPY_TRAFFIC_BYTES
         if precision is Precision.FP32:
             return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES + copies, casts)
-        copy_bytes = main_gradient_bytes(stack, precision, wanted)
+        moments = None if plan is None else plan.moment_precision
+        copy_bytes = main_gradient_bytes(stack, precision, wanted, moments)
         copies += copy_bytes + kept_bytes if copy_bytes else 0
-        update = stack.optimizer_traffic_bytes + copies
+        update = _update_traffic_bytes(stack, precision, moments) + copies
         return cls(reduce_bytes, precision.num_bytes, update, casts)
+
+
+def _update_traffic_bytes(
+    stack: StackProfile, precision: Precision, moments: Precision | None
+) -> int:
+    """Return the memory traffic of an update: the stack's, less what narrower states save.
+
+    States are read and written; copies to fp32, where they are made, are read and written twice.
+    The stack's number is more than its bytes by a share that is fitted, which stays.
+    """
+    size, copied = optimizer_bytes(stack, precision, moments)
+    saved = 2 * (stack.optimizer_bytes - size)
+    whole = 2 * stack.optimizer_bytes + Precision.FP32.num_bytes  # and the gradient
+    scratch = 4 * (copied - stack.optimizer_temporary_bytes)
+    return stack.optimizer_traffic_bytes * (whole - saved) // whole + scratch
 
 
 def spread(total: int, num_parts: int) -> list[int]:

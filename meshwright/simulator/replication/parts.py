@@ -30,13 +30,16 @@ class StagePart(NamedTuple):
     In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
     forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
     a forward pass and its backward.  ``expert_buckets`` are of experts that other ranks than those
-    of a replica hold.
+    of a replica hold.  What is gathered ``is_once`` stays to the end of a step; ``unused`` are
+    buckets, and such experts', that each microbatch gathers once more, and frees again.
     """
 
     stage: Stage
     buckets: tuple[int, ...]
     stays: bool = False
     expert_buckets: tuple[int, ...] = ()
+    is_once: bool = False
+    unused: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def by_holders(self, replication: Replication) -> list[tuple[tuple[int, ...], Replication]]:
         """Return the buckets with the ranks that hold the same weights."""
@@ -92,6 +95,8 @@ def part_gathers(
     refetches: Refetches = NO_REFETCHES,
 ) -> int:
     """Return how often the parameters of *part* are gathered in a step."""
+    if part.is_once:
+        return 1
     stays = part.stays or not replication.reshards
     return num_gathers(
         num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches

@@ -12,6 +12,7 @@ from meshwright.simulator.replication.buckets import (
     unit_parts,
 )
 from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
+from meshwright.simulator.replication.flat_units import flat_parts
 from meshwright.simulator.replication.parts import StagePart, cut_at
 
 
@@ -27,7 +28,7 @@ def reduced_parts(
     if not replication.has_replicas and replication.offload is Offload.NONE:
         return ()
     if replication.gathers_units:
-        return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
+        return _gathered_parts(shape, stage, replication)
     if replication.finds_unused:
         return cut_at(stage, listed_buckets(shape, stage))
     if replication.in_units or shape.stack.overlap_gradient_reduce:
@@ -35,6 +36,15 @@ def reduced_parts(
     if replication.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()
+
+
+def _gathered_parts(
+    shape: BlockShape, stage: Stage, replication: Replication
+) -> tuple[StagePart, ...]:
+    """Return the units of *stage*."""
+    if replication.has_flat_units:
+        return flat_parts(shape, stage, replication.dp_cp)
+    return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
 
 
 def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:

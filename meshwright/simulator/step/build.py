@@ -29,6 +29,7 @@ from meshwright.simulator.memory import (
 from meshwright.simulator.replication import (
     blocks_of,
     bucket_cast_peak,
+    flat_pass_bytes,
     held_parameters,
     sum_parameters,
     unit_shards,
@@ -187,8 +188,15 @@ def _memory_of_units(
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
-    virtual_stage = virtual_stage_memory(context.setting.shape, stage, context.blocks)
-    if context.setting.replication.in_units:
+    shape, replication = context.setting.shape, context.setting.replication
+    virtual_stage = virtual_stage_memory(shape, stage, context.blocks)
+    if replication.has_flat_units:
+        blocks, state = context.blocks, context.host.state
+        passes = flat_pass_bytes(shape, stage, blocks, state, replication.dp_cp)
+        virtual_stage = replace(
+            virtual_stage, forward_workspace_bytes=passes[0], backward_workspace_bytes=passes[1]
+        )
+    elif replication.in_units:
         units = [sum(part.buckets) for part in context.setting.parts[stage]]
         virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
     if context.late is not None:

@@ -133,11 +133,12 @@ def _virtual_stage_work(
 ) -> VirtualStageWork:
     replication = context.setting.replication
     messages = stage_messages(context.blocks, stage)
-    gathers, reductions = (
+    gathers, ahead, reductions = (
         [entry for entry in entries if entry.moment is moment]
-        for moment in (Moment.GATHER, Moment.REDUCE)
+        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE)
     )
-    units = _units(context, gathers, reductions) if replication.in_units else ((), ())
+    ahead_ps = sum(_entry_ps(context, entry) for entry in ahead)
+    units = _units(context, gathers, reductions, ahead_ps) if replication.in_units else ((), ())
     if replication.gathers_units:
         gathers = []
     if replication.in_units:
@@ -163,11 +164,15 @@ def _virtual_stage_work(
 
 
 def _units(
-    context: StepContext, gathers: Sequence[LedgerEntry], reductions: Sequence[LedgerEntry]
+    context: StepContext,
+    gathers: Sequence[LedgerEntry],
+    reductions: Sequence[LedgerEntry],
+    ahead_ps: int,
 ) -> tuple[tuple[UnitWork, ...], tuple[UnitWork, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed.
 
-    Where parameters are not sharded, a forward pass has none.
+    Where parameters are not sharded, a forward pass has none.  What is gathered ahead and unused
+    comes before what a backward pass gathers first: that of the last layer.
     """
     setting = context.setting
     replication = setting.replication
@@ -186,6 +191,7 @@ def _units(
             gather_ps + copies.in_ps,
             unpack_ps=copied.unpack_ps,
             stays=part.stays or not replication.reshards,
+            is_once=part.is_once,
         )
         forward.append(unit)
         backward.append(
@@ -197,6 +203,9 @@ def _units(
                 pack_ps=copied.pack_ps,
             )
         )
+    if ahead_ps:
+        last = max(place for place, unit in enumerate(backward) if not unit.stays)
+        backward[last] = replace(backward[last], gather_ps=backward[last].gather_ps + ahead_ps)
     return tuple(forward) if replication.gathers_units else (), tuple(reversed(backward))
 
 

@@ -230,7 +230,7 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
         num_virtual_stages=row.vpp,
         microbatch_size=row.microbatch_size,
         schedule="interleaved" if row.vpp > 1 else "1f1b",
-        zero_stage=int("use-distributed-optimizer" in switches),
+        zero_stage=_zero_stage(switches),
         sequence_parallel="sequence-parallel" in switches,
         recompute=Recompute.FULL if "recompute" in switches else Recompute.NONE,
         attention=_attention(row),
@@ -241,6 +241,11 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
         else None,
         **_context(row),
     )
+
+
+def _zero_stage(switches: Mapping[str, str]) -> int:
+    """Return what replicas share; of Megatron-FSDP's strategies the rows have the one of all."""
+    return 3 if "use-megatron-fsdp" in switches else int("use-distributed-optimizer" in switches)
 
 
 class Swaps(TypedDict, total=False):

@@ -1,0 +1,88 @@
+"""Megatron-FSDP's units: what is gathered and reduced, and how often."""
+
+from collections import Counter
+
+import pytest
+
+from meshwright.hwprofiles import (
+    Precision,
+    Recompute,
+    RecomputeMethod,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
+from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
+from meshwright.simulator.replication.flat_units import bucket_size
+
+CORE, CLUSTER = load_stack("megatron-core"), load_cluster("dgx-h100")
+
+
+def job_of(name: str, batch: int, *, precision: Precision = Precision.BF16) -> TrainingJob:
+    return TrainingJob(
+        model=load_model(name), global_batch_size=batch, seq_len=1024, precision=precision
+    )
+
+
+def calls(name: str, *, dp: int) -> Counter[tuple[str, int]]:
+    """Return the calls of replicas in the passes of a step of two microbatches, by bytes."""
+    job = job_of(name, 2 * dp)
+    plan = ParallelPlan(dp=dp, zero_stage=3, stages=(job.model.num_layers,))
+    setting = StepSetting.of(job, plan, CORE, 8)
+    found: Counter[tuple[str, int]] = Counter()
+    for entry in rank_ledger(setting, 0).virtual_stages[0]:
+        if entry.moment in {Moment.GATHER, Moment.AHEAD, Moment.REDUCE}:
+            for each in entry.collectives:
+                sent = each.size_bytes + each.padding_bytes
+                found[each.op.value, sent] += each.num_calls * entry.num_times
+    return found
+
+
+def test_llama_gathers_three_layers_in_vain() -> None:
+    # As Megatron-FSDP of core 0.16.1 was counted to do on fake tensors (docs/agreement.md): 32
+    # layers twice a microbatch, and 3 before the head, which the last layer's gather frees.
+    assert calls("llama3-8b", dp=4) == {
+        ("all_gather", 436_273_152): 2 * (2 * 32 + 3),
+        ("all_gather", 1_050_673_152): 1,
+        ("all_gather", 1_050_705_920): 1,
+        ("reduce_scatter", 872_546_304): 2 * 32,
+        ("reduce_scatter", 2_101_346_304): 2,
+        ("reduce_scatter", 2_101_411_840): 2,
+    }
+
+
+def test_a_bucket_is_filled_up_to_rows_of_every_weight() -> None:
+    # A layer of 512 with biases over 4 ranks, and the ends of small-gpt-untied: as counted.
+    layer = [(1536, 512), (1536,), (512, 512), (2048, 512), (2048,), (512, 2048), *[(512,)] * 6]
+    assert bucket_size(layer, 4) == 3_153_920
+    ends = [(4096, 512), (1024, 512), (512,), (512,), (4096, 512)]
+    assert bucket_size(ends, 4) == 4_720_640
+
+
+def test_rests_of_two_weights_share_a_cell() -> None:
+    # Rows of 6 and 4 make a grid of 12: 18 and 16 elements leave rests of 6 and 4.
+    assert bucket_size([(3, 6), (4, 4)], 1) == 36
+
+
+def test_what_megatron_fsdp_does_not_take_is_refused_by_name() -> None:
+    plans = [
+        (ParallelPlan(dp=4, pp=2, zero_stage=3, stages=(6, 6)), Precision.BF16),
+        (ParallelPlan(dp=8, zero_stage=3, stages=(12,)), Precision.FP8),
+        (ParallelPlan(dp=8, zero_stage=2, stages=(12,)), Precision.BF16),
+    ]
+    for plan, precision in plans:
+        with pytest.raises(PlanError, match=r"zero_stage=\d is not offered by stack megatron-core"):
+            simulate(job_of("gpt2", 16, precision=precision), plan, CLUSTER, CORE)
+
+
+def test_checkpoints_of_several_units_are_refused() -> None:
+    plan = ParallelPlan(
+        dp=8,
+        zero_stage=3,
+        stages=(12,),
+        recompute=Recompute.FULL,
+        recompute_layers=2,
+        recompute_method=RecomputeMethod.UNIFORM,
+    )
+    with pytest.raises(PlanError, match=r"recompute_layers=2 is not offered .* method block"):
+        simulate(job_of("gpt2", 16), plan, CLUSTER, CORE)
