@@ -171,6 +171,9 @@ def test_stages_table_has_a_row_a_pipeline_rank(step: StepResult) -> None:
     assert [int(row["peak_bytes"]) for row in table] == [
         stage.peak_bytes for stage in step.memory.by_stage
     ]
+    times_s = [float(row["peak_time_s"]) for row in table]
+    assert times_s == pytest.approx([each.peak_time_ps * 1e-12 for each in step.memory.by_stage])
+    assert 0 < max(times_s) <= step.step_time_s
 
 
 def test_stages_table_adds_up_virtual_stages() -> None:
