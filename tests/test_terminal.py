@@ -128,3 +128,18 @@ def test_numbers_that_idle_devices_are_met_with_the_nearest_good_ones(
     assert "allows dp up to 1; nearest: 96 (dp up to 12) or 108 (dp up to 12)" in said
     assert main([*words, "--gpus", "16", "--global-batch", "96"]) == 0
     assert "hint" not in capsys.readouterr().out
+
+
+def test_files_that_were_written_stand_on_lines_as_wide_as_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "8"]
+    assert main([*words, "--out", "found"]) == 0
+    said = capsys.readouterr().out
+    lines = said[said.index("written  found:") :].splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
+    assert all(line.startswith(" " * 9) for line in lines[1:])
+    assert {*" ".join(lines).split()[2:]} == {each.name for each in (tmp_path / "found").iterdir()}

@@ -90,6 +90,8 @@ ACCELERATE_PLANS = (
     f"{FSDP} --no-reshard-after-forward --precision fp16",
     f"{FSDP} --micro-batch 4 --offload parameters",
     f"{FSDP} --dp-shard 8",
+    f"{FSDP} --tp 2",
+    f"{FSDP} --tp 4 --dp-shard 2",
     f"{SPEED} --zero 2 --offload optimizer --micro-batch 2",
     f"{SPEED} --zero 3 --precision fp16",
 )
@@ -219,6 +221,7 @@ def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
         if plan.dp_shard is not None:
             replicas = plan.dp // plan.dp_shard
             assert (axes.dp_replicate_size, axes.dp_shard_size) == (replicas, plan.dp_shard)
+        assert axes.tp_size == plan.tp
     if config.distributed_type == "DEEPSPEED":
         options = vars(launch_command_parser().parse_args(["train.py"]))
         assert {*config.deepspeed_config} <= {*options}

@@ -7,16 +7,17 @@ import pytest
 import torch
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.llama3.model import model as llama3
-from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-from torchtitan.models.qwen3.model.model import TransformerBlock
-from transformers import GPT2Config, LlamaConfig
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from witnesses import megatron_job
 from witnesses.boundary import modules_converted, objects_shared, values_answered
+from witnesses.dense_layers import (
+    DenseLayer,
+    torchtitan_llama,
+    torchtitan_qwen3,
+    transformers_gpt2,
+    transformers_llama,
+)
 
 from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeModule, load_stack
 from meshwright.planner.reports import SavedPlan
@@ -119,63 +120,23 @@ def test_a_layer_of_megatrons_local_spec_is_byte_exact(
     )
 
 
-def torchtitan_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
-    """Return a layer of torchtitan's Llama."""
-    width = model.hidden_size
-    layer = llama3.TransformerBlock(
-        0,
-        llama3.TransformerModelArgs(
-            dim=width, n_heads=model.num_heads, n_kv_heads=model.num_kv_heads, max_seq_len=tokens
-        ),
-    )
-    # It takes two thirds of the width that it is given.
-    layer.feed_forward = llama3.FeedForward(width, model.ffn_hidden_size * 3 // 2, 1, None)
-    angles = torch.empty(tokens, model.head_dim // 2, dtype=torch.complex64)
-    return lambda x: layer(x, angles, None)
-
-
-def torchtitan_qwen3(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
-    """Return a layer of torchtitan's Qwen3."""
-    sizes = Qwen3ModelArgs(
-        dim=model.hidden_size,
-        n_heads=model.num_heads,
-        n_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        hidden_dim=model.ffn_hidden_size,
-    )
-    table = torch.empty(tokens, 2 * model.head_dim, dtype=torch.float32)
-    layer = TransformerBlock(0, sizes)
-    return lambda x: layer(x, table, None)
-
-
-def transformers_layer(model: ModelSpec, tokens: int) -> Callable[[Tensor], Tensor]:
-    """Return a layer of transformers' Llama; its gradients are added where it is under autocast."""
-    config = LlamaConfig(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-    )
-    config._attn_implementation = "sdpa"
-    layer = LlamaDecoderLayer(config, 0)
-    angles = torch.empty(NUM_SEQUENCES, tokens, model.head_dim)
-    if angles.dtype is torch.float32:
-        for each in layer.parameters():
-            each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-    return lambda x: layer(x, position_embeddings=(angles, angles))
+def drop_gradients(module: nn.Module) -> None:
+    """Let the gradients of weights go as soon as they would be added to sums."""
+    for each in module.parameters():
+        each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
 
 
 @pytest.mark.parametrize(
     ("make", "stack", "facts"),
     [
-        (torchtitan_layer, "torchtitan", {}),
+        (torchtitan_llama, "torchtitan", {}),
         (torchtitan_qwen3, "torchtitan", HEADS),
-        (transformers_layer, "fsdp", {}),
-        (transformers_layer, "ddp", {}),
+        (transformers_llama, "fsdp", {}),
+        (transformers_llama, "ddp", {}),
     ],
 )
 def test_a_layer_of_pytorchs_operators_is_byte_exact(
-    make: Callable[[ModelSpec, int], Callable[[Tensor], Tensor]],
+    make: Callable[[ModelSpec, int, int], DenseLayer],
     stack: str,
     facts: dict[str, object],
 ) -> None:
@@ -188,7 +149,9 @@ def test_a_layer_of_pytorchs_operators_is_byte_exact(
     precision = Precision.BF16 if profile.autocast else Precision.FP32
     with fake_cluster(0, 1):
         with default_dtype(dtype):
-            layer = make(model, tokens)
+            layer = make(model, tokens, NUM_SEQUENCES)
+        if profile.autocast:
+            drop_gradients(layer.module)
 
         def run(x: Tensor) -> Tensor:
             with autocast(precision, "cpu"):
@@ -205,12 +168,9 @@ def test_a_layer_of_gpt2_is_byte_exact_under_autocast(recompute: Recompute) -> N
     saved = PLANS["ddp gpt"].saved()
     model, tokens = saved.job.transformer, saved.job.seq_len
     plan = replace(saved.plan, microbatch_size=NUM_SEQUENCES, recompute=recompute)
-    config = GPT2Config(n_embd=model.hidden_size, n_head=model.num_heads, attn_pdrop=0.0)
-    config._attn_implementation = "sdpa"
     with fake_cluster(0, 1):
-        layer = GPT2Block(config, 0)
-        for each in layer.parameters():
-            each.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+        layer = transformers_gpt2(model, tokens, NUM_SEQUENCES)
+        drop_gradients(layer.module)
 
         def run(x: Tensor) -> Tensor:
             with autocast(Precision.BF16, "cpu"):

@@ -52,6 +52,7 @@ LISTS = (
     "context_parallel",
     "dispatchers",
     "expert_overlaps",
+    "moment_precisions",
 )
 
 
@@ -63,7 +64,9 @@ class EightBitRecipe(Profile):
     fp8 copies of a linear layer's weight take an element; ``holds_parameters`` whether these are
     the parameters, with no bf16 weight beside them; ``tp_gathers_fp8`` whether inputs and
     gradients of linear layers are cast before tensor-parallel all-gathers; ``scaled_elements`` how
-    many elements share a scale of one byte, 0 where a tensor has one.
+    many elements share a scale of one byte, 0 where a tensor has one; ``pads_expert_rows`` whether
+    the rows of each expert are copied to fill up what a product takes, and what it makes is copied
+    back.
     """
 
     saved_input_bytes: SavedBytes
@@ -72,6 +75,7 @@ class EightBitRecipe(Profile):
     holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     scaled_elements: Size = 0
+    pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")
@@ -229,6 +233,7 @@ class StackProfile(StackTraits):
             )
         _check_recipes(self)
         _check_gather(self)
+        _check_tp_plan(self)
         _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
@@ -298,8 +303,7 @@ def _check_experts(stack: StackProfile) -> None:
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
-    can_hide = stack.megatron_layers and stack.expert_parallel
-    if stack.expert_overlaps and not can_hide:
+    if stack.expert_overlaps and not (stack.megatron_layers and stack.expert_parallel):
         raise ProfileError(
             f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
             "allowed: with megatron_layers and expert_parallel"
@@ -320,6 +324,16 @@ def _check_gather(stack: StackProfile) -> None:
         raise ProfileError(
             f"parameter_gather: {stack.parameter_gather} is for sharded parameters alone; "
             "allowed: with zero_stages of 3 or of 0 and 3, without hybrid_sharding or offloading"
+        )
+
+
+def _check_tp_plan(stack: StackProfile) -> None:
+    """Raise ProfileError where the tp_plan of transformers would not be all that splits layers."""
+    is_theirs = stack.transformers_layers and stack.tensor_parallel and stack.is_fully_sharded
+    if stack.tp_plan and (not is_theirs or stack.sequence_parallel or stack.pipeline_parallel):
+        raise ProfileError(
+            "tp_plan: true is of transformers under FSDP2; allowed: with transformers_layers, "
+            "tensor_parallel and units, without sequence_parallel and pipeline_parallel"
         )
 
 

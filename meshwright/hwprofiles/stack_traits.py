@@ -6,7 +6,14 @@ from typing import Literal
 from pydantic import Field
 
 from meshwright.hwprofiles.base import Count, Flag, Fraction, Profile
-from meshwright.hwprofiles.kinds import ExpertOverlap, Kernels, LayerFact, RecomputeMethod, Units
+from meshwright.hwprofiles.kinds import (
+    ExpertOverlap,
+    Kernels,
+    LayerFact,
+    Precision,
+    RecomputeMethod,
+    Units,
+)
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -57,8 +64,12 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
+        tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
+            whole on each rank, and every product whose outputs are split sums the gradient of its
+            input over the ranks by itself.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
@@ -87,10 +98,12 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
     )
+    tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 
     def fuses_qkv(self, *, in_model: bool) -> bool:

@@ -6,7 +6,8 @@ perfetto.dev/docs/getting-started/other-formats names as an input.
 
 import json
 from collections.abc import Iterator
-from itertools import count
+from functools import cached_property
+from itertools import count, groupby
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -17,10 +18,11 @@ from meshwright.simulator.account import (
     StepResult,
     rank_passes,
 )
+from meshwright.simulator.blocks import BlockShape, Collective, Operator, RingMessages
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.engine import Span, SpanKind, StepTimes
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import LAYERS
+from meshwright.simulator.model import LAYERS, BlockKind
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step
@@ -38,6 +40,8 @@ STREAMS = ("compute", "messages", "data parallel")
 COMPUTE, MESSAGES, DATA_PARALLEL = range(len(STREAMS))
 OVERHEAD = "step overhead"
 WAIT = "wait for parameters"
+BETWEEN = "kernels"
+MOST_INSIDE = 200_000  # slices in layers of a trace: some 40 MB, which viewers still open
 PASS_NAMES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 
 
@@ -67,7 +71,8 @@ class ChromeTrace(TypedDict):
 def chrome_trace(result: StepResult) -> ChromeTrace:
     """Return the trace of *result*: a process for each pipeline rank.
 
-    A process has a track for computation, whose passes hold their layers and waits, one for the
+    A process has a track for computation, whose passes hold their layers and waits, and layers that
+    communicate their collectives, of as many first microbatches as can be read, one for the
     pipeline messages it sends, with a flow to the pass that takes each, one for collectives over
     its replicas, and a counter of its live bytes.  Ranks that differ only in their tensor- or
     data-parallel position do the same and share a process.  A step of lanes is one process with a
@@ -176,10 +181,31 @@ class _RankEvents:
             start_ps = part.start_ps
             for block in blocks[:size]:
                 end_ps = start_ps + block.time_ps
-                name, args = block.name, block.args
-                yield slice_event(name, "layers", self.compute, start_ps, end_ps, args)
+                is_open = len(block.parts) > 1 and microbatch < self._num_open
+                args = EventArguments(phase=span.kind.value) if is_open else block.args
+                yield slice_event(block.name, "layers", self.compute, start_ps, end_ps, args)
+                yield from self._inside_of(block, start_ps) if is_open else ()
                 start_ps = end_ps
             blocks = blocks[size:]
+
+    def _inside_of(self, block: "_Block", start_ps: int) -> Iterator[TraceEvent]:
+        """Yield the slices of a layer: its collectives, and what runs between them."""
+        for name, time_ps, args in block.parts:
+            end_ps = start_ps + time_ps
+            yield slice_event(name, "in layers", self.compute, start_ps, end_ps, args)
+            start_ps = end_ps
+
+    @cached_property
+    def _num_open(self) -> int:
+        """Microbatches whose layers show what is in them: the first, as many as can be read."""
+        stages, phases = self.built.setting.rank_stages(self.pp_rank), tuple(PASS_NAMES)
+        each = sum(
+            len(block.parts)
+            for virtual_stage in range(len(stages))
+            for phase in phases
+            for block in self._blocks(phase, virtual_stage)
+        )
+        return max(1, MOST_INSIDE // (len(self.times.ranks) * max(1, each)))
 
     def _part_sizes(
         self, phase: Phase, virtual_stage: int, num_parts: int, num_blocks: int
@@ -205,20 +231,62 @@ class _RankEvents:
                 cost = self.costs.block_cost(setting.shape, kind)
                 spent = cost.forward if phase is Phase.FORWARD else cost.backward
                 args = EventArguments(phase=PASS_NAMES[phase].value, category_us=_spent(spent))
+                inside = _inside(self.costs, setting.shape, kind, phase)
                 for _ in range(number):
                     name = f"{kind} {layer}" if kind in LAYERS else str(kind)
                     layer += kind in LAYERS
-                    blocks.append(_Block(name, spent.time_ps, args))
+                    blocks.append(_Block(name, spent.time_ps, args, inside))
             self._inside[key] = blocks if phase is Phase.FORWARD else blocks[::-1]
         return self._inside[key]
 
 
-class _Block(NamedTuple):
-    """A layer or an end of the model in a pass."""
+class _Part(NamedTuple):
+    """A collective of a layer, or what runs between two of them."""
 
     name: str
     time_ps: int
     args: EventArguments
+
+
+class _Block(NamedTuple):
+    """A layer or an end of the model in a pass, and what is in it."""
+
+    name: str
+    time_ps: int
+    args: EventArguments
+    parts: tuple[_Part, ...]
+
+
+def _inside(
+    costs: CostModel, shape: BlockShape, kind: BlockKind, phase: Phase
+) -> tuple[_Part, ...]:
+    """Return the collectives of a pass through a block, and what runs between them, in order.
+
+    What another operator hides of a collective is in that one's time.
+    """
+    operators = costs.blocks.operators(shape, kind)
+    is_forward = phase is Phase.FORWARD
+    redone = () if is_forward else operators.recompute
+    run = operators.forward if is_forward else operators.backward
+    kinds = [(each, True) for each in redone] + [(each, False) for each in run]
+    parts: list[_Part] = []
+    for sent, group in groupby(kinds, key=lambda each: _sent(each[0])):
+        priced = [(costs.operator_cost(each, shape), again) for each, again in group]
+        found = PhaseCost.total(
+            (Category.RECOMPUTE if again else category, cost) for (category, cost), again in priced
+        )
+        if found.time_ps:
+            args = EventArguments(category_us=_spent(found))
+            if sent is not None:
+                args["size_bytes"] = sent.size_bytes
+            name = BETWEEN if sent is None else f"{sent.axis} {sent.op}"
+            parts.append(_Part(name, found.time_ps, args))
+    return tuple(parts) if any(each.name != BETWEEN for each in parts) else ()
+
+
+def _sent(operator: Operator) -> Collective | RingMessages | None:
+    """Return *operator* if it is what ranks send each other."""
+    return operator if isinstance(operator, Collective | RingMessages) else None
 
 
 def _spent(cost: PhaseCost) -> dict[str, float]:

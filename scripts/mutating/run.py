@@ -1,13 +1,13 @@
 """Put faults into a copy of the checkout, one at a time, and say which the tests find.
 
-A fault is killed if a test fails. Which tests call what is at fault is noted before, once, some ten
-minutes for all of them: of these those in the module's examples and in the few test files that name
-most of what is at fault run first, the shortest first. Where those pass, the commands that call it
-say whether it changes a byte of what they print; if not, it is not counted. If it does, all other
-tests that call it run until one fails. Faults for which tests do not end are counted apart. The
-same seed gives the same faults. Nothing is written to the checkout but below .mutate: what was
-noted, and what came of faults, so that a run that was interrupted goes on, and a fault that
-survived is judged again.
+A fault is killed if a test fails. Which tests call what is at fault is noted before, once, in ten
+to twenty minutes for all of them: of these those in the module's examples and in the few test files
+that name most of what is at fault run first, the shortest first. Where those pass, the commands
+that call it say whether it changes a byte of what they print; if not, it is not counted. If it
+does, all other tests that call it run until one fails. Faults for which tests do not end are
+counted apart. The same seed gives the same faults. Nothing is written to the checkout but below
+.mutate: what was noted, and what came of faults, so that a run that was interrupted goes on; a
+fault that survived is judged again.
 """
 
 import argparse

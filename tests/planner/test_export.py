@@ -45,6 +45,11 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "3", "--tp", "2", "--cp", "2"], CORE),
+        (
+            [*LLAMA, "--gpus", "16", "--gradient-precision", "bf16", "--moment-precision", "bf16"],
+            CORE,
+        ),
+        ([*LLAMA, "--gpus", "16", "--moment-precision", "fp8"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
         ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
@@ -92,6 +97,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
             [*SHARDED, "--micro-batch", "4"],
         ),
         ([*FSDP, "--dp-shard", "8"], SHARDED),
+        ([*FSDP, "--tp", "2"], SHARDED),
+        ([*FSDP, "--tp", "4", "--dp-shard", "2", "--recompute", "full"], SHARDED),
         ([*SPEED, "--zero", "2", "--offload", "optimizer", "--micro-batch", "2"], SPED),
         ([*SPEED, "--zero", "3", "--precision", "fp16"], SPED),
     ],
@@ -131,7 +138,10 @@ def stack_of(version: str | None, word: str) -> str:
 
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
-    lacking = {"0.3": ("fp8", "--ep", "--recompute-layers"), "fsdp1": ("--dp-shard",)}
+    lacking = {
+        "0.3": ("fp8", "--ep", "--recompute-layers"),
+        "fsdp1": ("--dp-shard", "--tp"),
+    }
     return not {*words}.intersection(lacking.get(version or "", ()))
 
 
@@ -213,12 +223,13 @@ def test_what_a_framework_cannot_express_is_named_and_nothing_is_written(
 
 
 SWAPS = "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype"
 TENSOR = """distributed_type: FSDP
 num_processes: 8
 fsdp_config:
   fsdp_version: 2
 parallelism_config:
-  parallelism_config_tp_size: 2
+  parallelism_config_tp_size: 3
 """
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
@@ -228,7 +239,7 @@ WRONG = [
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
     ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
-    ("a.yaml", TENSOR, "allowed: 1"),
+    ("a.yaml", TENSOR, "allowed: a divisor of 8 processes"),
     (
         "titan.sh",
         "-m torchtitan.train --module llama3 --config llama3_8b activation-checkpoint:full",
@@ -236,6 +247,10 @@ WRONG = [
     ),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
+    ("a.sh", "torchrun x.py --overlap-moe-expert-parallel-comm", "allowed: false"),
+    ("a.sh", "torchrun x.py --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
+    ("a.sh", f"torchrun x.py {MOMENTS} bf16 --exp-avg-sq-dtype fp32", "allowed: bf16"),
+    ("a.sh", f"torchrun x.py {MOMENTS} nvfp4", "allowed: fp32, fp16, bf16, fp8"),
     ("a.sh", f"torchrun x.py {SWAPS} 2 2", "2 sizes whose product is context-parallel-size=8"),
     ("a.sh", "torchrun x.py --recompute-granularity full", "(block, uniform)"),
     ("a.txt", "", "--from is missing"),

@@ -9,7 +9,7 @@ import pytest
 from meshwright.hwprofiles import GIBI, Attention, StageSplit, load_cluster, load_stack
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
-from meshwright.planner.largest.quantity import stretches
+from meshwright.planner.largest.quantity import deeper_job, stretches
 from meshwright.planner.search import search
 from meshwright.planner.space import COLUMNS, ShapeTable, Space, SpaceLimits, enumerate_space
 from meshwright.simulator import (
@@ -75,6 +75,7 @@ def largest(
         Quantity.SEQ_LEN: result.job.seq_len,
         Quantity.GLOBAL_BATCH: result.job.global_batch_size,
         Quantity.MICRO_BATCH: result.plans[0].plan.microbatch_size,
+        Quantity.LAYERS: result.job.model.num_layers,
     }
     assert (result.optimal, at[quantity]) == (True, found.value)
     return found.value, found.next_value
@@ -132,6 +133,23 @@ def test_the_largest_batch_at_once_is_that_of_a_scan_by_searches() -> None:
     assert [each for each in range(1, value * 3 // 2) if fits_at_once(each)][-1] == value
 
 
+@pytest.mark.parametrize("model", [SMALL, ROUTED])
+def test_the_deepest_model_is_that_of_a_scan_by_searches(model: ModelSpec) -> None:
+    # Microbatches so large that few layers fill a device.
+    job = job_of(model, batch=64, seq_len=2048)
+    limits = SpaceLimits(recompute=("none",), microbatch_size=(16,), attention=("flash",))
+    value, following = largest(job, "megatron-core", Quantity.LAYERS, limits)
+    assert value is not None
+    assert following == value + 1
+
+    def fits_evenly(count: int) -> bool:
+        at, equal = deeper_job(job, count), {"stages": (StageSplit.EVEN,)}
+        pins = [limits.pinned(pp=(pp,), **equal) for pp in (1, 2, 4) if count % pp == 0]
+        return any(fits(at, "megatron-core", each) for each in pins)
+
+    assert [each for each in range(1, value * 3 // 2) if fits_evenly(each)][-1] == value
+
+
 PLAN = ParallelPlan(tp=2, pp=2, zero_stage=1, attention=Attention.FLASH)
 REPLICAS = ParallelPlan(dp=4, attention=Attention.FLASH)
 
@@ -141,6 +159,7 @@ REPLICAS = ParallelPlan(dp=4, attention=Attention.FLASH)
     [
         (Quantity.SEQ_LEN, "megatron-core", PLAN, range(256, 32768, 256)),
         (Quantity.SEQ_LEN, "megatron-core", replace(PLAN, pp=1, cp=2), range(256, 32768, 256)),
+        (Quantity.LAYERS, "megatron-core", replace(PLAN, pp=4), range(4, 400, 4)),
         (Quantity.MICRO_BATCH, "ddp", REPLICAS, (1, 2, 4, 8, 16, 32, 64)),
         (Quantity.GLOBAL_BATCH, "fsdp", replace(REPLICAS, zero_stage=3), range(1024, 25600, 256)),
     ],
@@ -161,6 +180,8 @@ def test_the_largest_of_a_plan_is_that_of_a_scan_by_simulations(
         at, size = job, None
         if quantity is Quantity.SEQ_LEN:
             at = replace(job, seq_len=value)
+        elif quantity is Quantity.LAYERS:
+            at = deeper_job(job, value)
         elif quantity is Quantity.MICRO_BATCH:
             size = value
         else:
@@ -256,5 +277,16 @@ def test_what_does_not_go_together_is_refused() -> None:
     job, limits = job_of(), SpaceLimits(microbatch_size=(2,))
     with pytest.raises(PlanError, match="--max micro-batch and --micro-batch contradict"):
         largest(job, "megatron-core", Quantity.MICRO_BATCH, limits)
+    with pytest.raises(PlanError, match="does not go with resnet50, which lists its layers"):
+        largest(job_of(load_model("resnet50"), seq_len=1), "ddp", Quantity.LAYERS, SpaceLimits())
     with pytest.raises(PlanError, match="does not go with stack dataparallel"):
         largest(job, "dataparallel", Quantity.SEQ_LEN, SpaceLimits())
+
+
+def test_experts_among_ranks_that_cut_sequences_are_looked_at() -> None:
+    job, stack = job_of(ROUTED, seq_len=1024), load_stack("megatron-core")
+    pins = {"ep": (4,), "cp": (4,), "recompute": ("full",), "attention": ("flash",)}
+    found = search(job, CLUSTER, stack, 4, limits=SpaceLimits(**pins), top=1)
+    plan = found.plans[0].plan
+    assert (plan.ep, plan.cp, plan.tp, plan.dp) == (4, 4, 1, 1)
+    assert found.plans[0].hfu_fraction > found.plans[0].mfu_fraction

@@ -319,6 +319,20 @@ def test_memory_time_shows_every_layout_and_tells_proven_points_apart() -> None:
     assert f"tp{plan.tp} pp{plan.pp} dp{plan.dp} vpp1 mb1" in note
 
 
+def test_memory_time_names_what_a_device_has_and_what_of_it_may_be_used() -> None:
+    for result, limits in (
+        (search_result(), ["usable", "capacity"]),
+        (nothing_fits(), ["capacity"]),
+    ):
+        figure = plot_memory_time(result)
+        legends = [
+            each for each in (*figure.legends, *(a.get_legend() for a in figure.axes)) if each
+        ]
+        words = [text.get_text() for legend in legends for text in legend.get_texts()]
+        named = [each.split()[0] for each in words if each.endswith("GiB")]
+        assert named == limits
+
+
 def test_density_is_of_every_feasible_layout() -> None:
     """What was simulated lies in a cell of its memory, and no cell is slower than that."""
     job = TrainingJob(

@@ -278,6 +278,9 @@ CASES = {
         changes=(("reduces_each_microbatch", False),),
     ),
     "sharded parameters without overlap": Case(UNEVEN, "dgx-a100", "fsdp", 16, 64),
+    "layers split a module at a time": Case(
+        GROUPED, "a100-4xhdr200", "fsdp", 8, 16, limits=TWO_SIZES
+    ),
     "owners broadcast": Case(
         UNEVEN, "dgx-a100", "zero-broadcast", 16, 64, precision=Precision.FP16
     ),

@@ -154,6 +154,16 @@ def test_long_sequences_are_cut_and_short_ones_if_asked(
     assert set(space.column("dp_cp").tolist()) == {1, 2, 4, 8}
 
 
+def test_experts_are_divided_among_all_ranks_of_a_stage() -> None:
+    """Megatron-Core's expert ranks are of tp, cp and dp (`parallel_state`)."""
+    model = load_model("mixtral-8x7b")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=8192)
+    for tp, cp in ((1, 8), (2, 2), (4, 1)):
+        limits = SpaceLimits(tp=(tp,), cp=(cp,), pp=(1,))
+        space = enumerate_space(job, STACK, 8, limits)
+        assert set(space.column("ep").tolist()) == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize(
     ("limits", "inner"),
     [

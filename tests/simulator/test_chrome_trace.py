@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.hwprofiles import (
     PS_PER_S,
+    ContextParallel,
     Precision,
     Recompute,
     StackProfile,
@@ -25,6 +26,7 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
 )
+from meshwright.simulator import chrome_trace as chrome_trace_module
 from meshwright.simulator.chrome_trace import (
     ChromeTrace,
     TraceEvent,
@@ -226,10 +228,14 @@ def test_slices_nest_and_passes_are_full_of_their_layers_and_waits(result: StepR
     outer = outer_slices(trace)
     passes = [each for each in outer if "microbatch" in each["args"] and each["tid"] == 0]
     inside = [each for each in events(trace, "X") if each not in outer]
-    assert {each["cat"] for each in inside} <= {"layers", "compute"}
-    assert sum(end - start for start, end in map(stretch_ps, passes)) == sum(
-        end - start for start, end in map(stretch_ps, inside)
-    )
+    kinds = {each["cat"] for each in inside}
+    assert kinds <= {"layers", "compute", "in layers"}
+    assert ("in layers" in kinds) == (result.plan.tp > 1)
+    lasting = defaultdict(int)
+    for each in inside:
+        lasting[each["cat"]] += stretch_ps(each)[1] - stretch_ps(each)[0]
+    waits = lasting["layers"] + lasting["compute"]
+    assert sum(end - start for start, end in map(stretch_ps, passes)) == waits
     plan, layers = result.plan, [each for each in inside if each["cat"] == "layers"]
     blocks = result.job.model.num_layers + 2
     assert len(layers) == 2 * result.num_microbatches * blocks
@@ -252,6 +258,39 @@ def test_what_slices_are_spent_on_adds_up_to_the_breakdown(result: StepResult) -
         # The breakdown rounds each category down to whole picoseconds.
         mean_us = spent_us[category] / result.plan.pp
         assert mean_us * 1e6 == pytest.approx(time_ps, abs=1 + result.step_ps * 1e-12)
+
+
+def routed_step() -> StepResult:
+    model, stack = load_model("mixtral-8x7b"), load_stack("megatron-core")
+    job = TrainingJob(model=model, global_batch_size=16, seq_len=8192)
+    layout = {"tp": 2, "cp": 2, "dp": 4, "ep": 8, "etp": 1, "sequence_parallel": True}
+    switches = {"zero_stage": 1, "cp_type": ContextParallel.ALL_GATHER}
+    plan = ParallelPlan(**layout, **switches, attention=stack.attention, stages=(32,))
+    return simulate(job, plan, load_cluster("dgx-h100"), stack)
+
+
+def test_layers_of_the_first_microbatches_hold_their_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = routed_step()
+    for most, opened in ((10**6, {0, 1, 2, 3}), (1, {0})):
+        monkeypatch.setattr(chrome_trace_module, "MOST_INSIDE", most)
+        trace = chrome_trace(result)
+        inside = [each for each in events(trace, "X") if each["cat"] == "in layers"]
+        assert {each["name"] for each in inside} >= {
+            "tp all_gather",
+            "cp all_gather",
+            "ep all_to_all",
+        }
+        passes = [each for each in events(trace, "X") if "microbatch" in each["args"]]
+        held = {
+            each["args"]["microbatch"]
+            for each in passes
+            for start, end in [stretch_ps(each)]
+            if any(start <= stretch_ps(part)[0] < end for part in inside[:: len(inside) // 99 or 1])
+        }
+        assert held == opened
+        test_what_slices_are_spent_on_adds_up_to_the_breakdown(result)
 
 
 def test_flows_pair_and_end_where_the_next_stage_starts(result: StepResult) -> None:

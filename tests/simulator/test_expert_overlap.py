@@ -187,6 +187,9 @@ def test_what_megatron_core_does_not_run_is_refused() -> None:
     assert "schedule=gpipe" in refused(replace(plan, schedule="gpipe"))
     stages = replace(plan, pp=2, dp=8, ep=8, stages=(24, 24))
     assert "need virtual stages" in refused(stages)
+    eager = STACK.model_copy(update={"kernels": Kernels.EAGER})
+    with pytest.raises(PlanError, match="does not go with kernels=eager"):
+        simulate(JOB, plan, CLUSTER, eager)
     other = load_stack("torchtitan")
     with pytest.raises(PlanError, match="expert_overlap=microbatches is not offered"):
         simulate(JOB, replace(plan, zero_stage=3), CLUSTER, other)

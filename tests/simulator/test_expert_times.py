@@ -288,3 +288,27 @@ def test_biases_of_experts_are_added_in_the_format_of_shares(
         if isinstance(each.work, Traffic) and each.operator.outputs[0].name in names
     ]
     assert sum(own) == moved * 4096 * 4 * model.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("stack", "dispatcher", "passes"),
+    [
+        ("megatron-core", Dispatcher.ALL_TO_ALL, 4),
+        ("megatron-core", Dispatcher.HYBRIDEP, 0),
+        ("megatron-core-capacity", Dispatcher.ALL_TO_ALL, 0),
+    ],
+)
+def test_rows_of_experts_are_filled_up_in_8_bits(
+    stack: str, dispatcher: Dispatcher, passes: int
+) -> None:
+    job = replace(JOB, precision=Precision.FP8)
+    shape = BlockShape.of(job, replace(PLAN, dispatcher=dispatcher), load_stack(stack))
+    steps = walk(shape, EXPERT_LAYER).tape.steps
+    names = {"rows filled up", "rows as they came"}
+    own = [each for each in steps if each.operator.outputs[0].name in names]
+    # There and back, forward and backward: each reads and writes two bytes an element.
+    assert len(own) == passes
+    assert MIXTRAL.experts is not None
+    rows = JOB.seq_len * MIXTRAL.experts.experts_per_token
+    size = 4 * rows * MIXTRAL.hidden_size
+    assert {each.work.nbytes for each in own if isinstance(each.work, Traffic)} <= {size}

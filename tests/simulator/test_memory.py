@@ -20,6 +20,8 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.memory import (
+    BlockBytes,
+    LateGradients,
     Overheads,
     block_bytes,
     num_communicators,
@@ -39,7 +41,7 @@ from meshwright.simulator.memory.rank import (
     with_workspace,
 )
 from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
-from meshwright.simulator.model import BlockRun
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.model.spec import ModelSpec
@@ -567,6 +569,38 @@ def test_a_ring_of_swaps_has_two_communicators_in_the_place_of_one() -> None:
     for inner, expected in ((1, 3), (4, 4), (8, 3)):
         mesh = Mesh(cp=8, cp_inner=inner, node_size=8)
         assert num_communicators(mesh, is_tied=False) == expected
+
+
+SIZES = st.integers(0, 1000)
+BLOCKS = st.fixed_dictionaries(
+    {kind: st.tuples(SIZES, SIZES, SIZES) for kind in (HEAD, "layer", EMBEDDING)}
+)
+
+
+@RELAXED
+@given(sizes=BLOCKS, waiting=SIZES, layers=st.integers(1, 4))
+def test_late_gradients_are_fullest_at_a_block_of_the_first_backward_pass(
+    sizes: dict[BlockKind, tuple[int, int, int]], waiting: int, layers: int
+) -> None:
+    """Block by block from the last: what a block saved goes, its gradients come."""
+    nothing = BlockBytes(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    blocks = {
+        kind: nothing._replace(saved=saved, backward=backward)
+        for kind, (saved, backward, _) in sizes.items()
+    }
+    blocks[HEAD] = blocks[HEAD]._replace(waiting=waiting)
+    late = LateGradients(blocks, {kind: made for kind, (_, _, made) in sizes.items()})
+    stage = stage_of(layers, has_embedding=True, has_head=True)
+    freed, absent = 0, late.total_bytes(stage)
+    moments = [(0, absent)]
+    for kind in (HEAD, *["layer"] * layers, EMBEDDING):
+        saved, backward, made = sizes[kind]
+        moments.append((backward + (kind != HEAD) * waiting - freed, absent))
+        freed, absent = freed + saved, absent - made
+    fullest = late.fullest(stage)
+    assert absent == 0
+    assert fullest in moments
+    assert fullest.total_bytes == max(needed - missing for needed, missing in moments)
 
 
 def test_sums_of_gradients_leave_with_the_last_backward() -> None:

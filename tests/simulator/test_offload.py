@@ -231,8 +231,9 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     )
 
 
-@pytest.mark.parametrize("offload", sorted(OFFLOADS))
-@pytest.mark.parametrize("dp", [1, 8])
+@pytest.mark.parametrize(
+    ("offload", "dp"), [(Offload.OPTIMIZER, 1), (Offload.OPTIMIZER, 8), (Offload.PARAMETERS, 8)]
+)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_offloading_is_slower_and_leaves_room(offload: Offload, dp: int, batch: int) -> None:
     stack, zero_stage = OFFLOADS[offload]
@@ -513,3 +514,16 @@ def test_a_gradient_on_the_host_has_the_format_of_its_parameter() -> None:
         "gradient_precision=bf16 does not go with offload=parameters; "
         "allowed: the 4 bytes of a parameter on the host"
     )
+
+
+def test_torchtitan_offloads_nothing_of_one_data_parallel_rank() -> None:
+    """`parallelize_llama` of 0.2.2 hands `enable_cpu_offload` to `apply_fsdp` alone."""
+    with pytest.raises(PlanError, match="allowed: none, or more than 1 for dp"):
+        run(Offload.PARAMETERS, stack=TITAN, zero_stage=3, dp=1)
+    assert run(Offload.PARAMETERS, stack=TITAN, zero_stage=3, dp=2).memory.host_bytes
+
+
+def test_bf16_of_torchtitan_on_one_device_is_said_to_run_under_autocast() -> None:
+    found = (run(Offload.NONE, stack=stack, zero_stage=3, dp=1) for stack in (TITAN, FSDP))
+    said = ["under autocast" in " ".join(each.warnings) for each in found]
+    assert said == [True, False]

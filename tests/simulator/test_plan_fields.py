@@ -41,7 +41,22 @@ def test_every_axis_has_a_field_and_one_takes_the_rest() -> None:
     assert sum(known.takes_rest for known in AXES.values()) == 1
 
 
-@pytest.mark.parametrize("field", SEARCHED_FIELDS, ids=lambda field: field.name)
+LISTS = [each for each in SEARCHED_FIELDS if each.declaration.members]
+
+
+@pytest.mark.parametrize("field", LISTS, ids=lambda field: field.name)
+def test_a_column_of_lists_has_a_bit_for_each_member(field: PlanField) -> None:
+    members = field.declaration.members
+    for number in range(1 << len(members)):
+        assert field.code(field.value(number)) == number
+    assert [field.code((each,)) for each in members] == [1 << at for at in range(len(members))]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [each for each in SEARCHED_FIELDS if each not in LISTS],
+    ids=lambda field: field.name,
+)
 def test_a_column_gives_back_the_values_of_its_field(field: PlanField) -> None:
     values = [*([None] if field.is_optional else []), *(field.choices or range(1, 9))]
     for code, value in enumerate(values):

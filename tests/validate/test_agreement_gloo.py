@@ -105,6 +105,7 @@ CASES = {
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "titan experts": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
     "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and

@@ -257,6 +257,21 @@ def test_autocast_keeps_what_a_gpu_keeps(tmp_path: Path) -> None:
     assert flops["aten._scaled_dot_product_flash_attention_backward.default"] == square * 5 // 2
 
 
+def test_an_activations_gradient_is_one_kernel_as_on_a_gpu(tmp_path: Path) -> None:
+    script = """
+    import torch
+    from torch.nn import functional
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    while True:
+        functional.silu(x).backward(torch.ones_like(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    # What is trained, what is made of it, and the gradients of both: nothing beside them.
+    assert counted(tmp_path, script)["peak_bytes"] == 4 * 1024 * 1024 * FP32
+
+
 def test_values_that_are_not_there_are_noted(tmp_path: Path) -> None:
     script = DDP + LOOP.replace(
         "    optimizer.step()\n",

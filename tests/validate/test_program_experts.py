@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import (  # noqa: E402
     Dispatcher,
+    ExpertOverlap,
     Recompute,
     load_cluster,
     load_stack,
@@ -22,7 +23,7 @@ from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  #
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 SIZES: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 256,
     "num_heads": 8,
     "num_kv_heads": 4,
@@ -40,15 +41,13 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=384)
 MIXTRAL = ModelSpec(name="small-mixtral", experts=EXPERTS, **SIZES)
-# Norms of wide heads, sigmoid scores, shared experts beside routed ones, every other layer dense.
-MIXED = MIXTRAL.model_copy(
-    update={
-        "qk_norm": "head",
-        "head_dim": 64,
-        "experts": EXPERTS.model_copy(
-            update={"scores": "sigmoid", "shared_hidden_size": 384, "layer_step": 2}
-        ),
-    }
+# Norms of wide heads, sigmoid scores, shared experts beside routed ones.
+SHARED = {"scores": "sigmoid", "shared_hidden_size": 384}
+HEADS = {"qk_norm": "head", "head_dim": 64}
+SHARING = MIXTRAL.model_copy(update=HEADS | {"experts": EXPERTS.model_copy(update=SHARED)})
+# The same, every other layer dense.
+MIXED = SHARING.model_copy(
+    update={"num_layers": 4, "experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2})}
 )
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
@@ -69,8 +68,6 @@ def saved(model: ModelSpec, stack: str = "megatron-core", **fields: Any) -> Save
 
 
 CASES = {
-    "one rank": saved(MIXTRAL),
-    "ep 8": saved(MIXTRAL, dp=8, ep=8),
     "mixed, ep over tp and dp, interleaved": saved(
         MIXED,
         pp=2,
@@ -83,7 +80,8 @@ CASES = {
         **SPLIT,
     ),
     "ep with etp, full": saved(MIXTRAL, dp=4, ep=2, recompute=Recompute.FULL, **SPLIT),
-    "experts split alike": saved(MIXED, dp=2, **SPLIT),
+    "titan ep of all ranks, pp": saved(SHARING, "torchtitan", pp=2, dp=4, ep=4),
+    "titan, experts cut": saved(MIXTRAL, "torchtitan", dp=16, ep=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 
@@ -131,11 +129,18 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     )
     plan = replace(usual.plan, dispatcher=Dispatcher.DEEPEP)
     refuses(replace(usual, plan=plan), "dispatcher=deepep has no PyTorch program")
+    plan = replace(usual.plan, expert_overlap=ExpertOverlap.MICROBATCHES)
+    refuses(replace(usual, plan=plan), "expert_overlap=microbatches has no PyTorch program")
     refuses(saved(MIXTRAL, dp=2, ep=2, zero_stage=0), "zero_stage=0 with ep=2 has no PyTorch")
     one_by_one = usual.stack.model_copy(update={"grouped_experts": False})
     refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
     few = replace(usual, job=replace(usual.job, seq_len=6))
     refuses(few, r"a rank's 6 tokens go to 12 experts in all, which num_experts=8 does not divide")
+    titan = saved(MIXTRAL, "torchtitan", dp=2, ep=2, recompute=Recompute.FULL)
+    refuses(titan, "no PyTorch program with experts and recompute=full; allowed: none, selective")
+    refuses(saved(MIXTRAL, "torchtitan", cp=2, ep=2), "experts and cp=2; allowed: 1")
+    split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan", **SPLIT)
+    refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
 
 

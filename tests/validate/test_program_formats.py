@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    Attention,
+    ExpertOverlap,
+    Offload,
+    Precision,
+    Recompute,
+    load_cluster,
+    load_stack,
+)
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
 from meshwright.validate.comparison.checks import CheckVerdict, compare_rank
 from meshwright.validate.counting.fake_cluster import fake_cluster
-from meshwright.validate.programs.build import build_program
+from meshwright.validate.programs.build import build_program, check_program
 from meshwright.validate.programs.contract.request import ProgramRequest
 from meshwright.validate.ranks.prediction import predict_rank
 from meshwright.validate.runs.fake import measure_fake
@@ -129,3 +137,12 @@ def request_of(saved: SavedPlan) -> ProgramRequest:
         initialise=False,
         num_microbatches=saved.plan.num_microbatches(saved.job),
     )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"moment_precision": BF16}, {"expert_overlap": ExpertOverlap.MICROBATCHES}]
+)
+def test_fields_without_a_program_are_refused_by_name(fields: dict[str, Any]) -> None:
+    name, value = next(iter(fields.items()))
+    with pytest.raises(PlanError, match=f"^{name}={value} has no PyTorch program; allowed: leave"):
+        check_program(load_stack("megatron-core"), ParallelPlan(**fields))

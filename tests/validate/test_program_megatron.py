@@ -167,7 +167,6 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-core",
     ),
     "tp2 heads": ("heads", ParallelPlan(tp=2, stages=(4,), attention=FLASH), "megatron-core"),
-    "ep2 dp2": ("mixtral", ParallelPlan(dp=2, ep=2, stages=(4,), zero_stage=1), "megatron-core"),
     "ep4 tp2 pp2": (
         "mixed",
         replace(HYBRID, ep=4, etp=1),

@@ -15,6 +15,7 @@ import torch
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator.model import Experts
 from meshwright.validate.programs.pytorch import reference
 from meshwright.validate.programs.pytorch.reference import reference_losses
 
@@ -43,6 +44,9 @@ LLAMA = ModelSpec(
     dropout=False,
     **SIZES,
 )
+EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
+SIZES_OF_QWEN = {"name": "tiny-qwen", "qk_norm": "head", "head_dim": 16, "experts": EXPERTS}
+QWEN = LLAMA.model_copy(update=SIZES_OF_QWEN)
 
 
 class Case(NamedTuple):
@@ -89,6 +93,9 @@ CASES = {
     "pp tp sp llama": Case(
         LLAMA, "torchtitan", plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True)
     ),
+    "experts": Case(QWEN, "torchtitan", plan(dp=2)),
+    "ep of all ranks, pp": Case(QWEN, "torchtitan", plan(dp=2, ep=2, **PIPELINE)),
+    "ep hsdp": Case(QWEN, "torchtitan", plan(dp=4, dp_shard=2, ep=2)),
     "pp fsdp": Case(GPT, "torchtitan", plan(dp=2, **PIPELINE)),
 }
 
@@ -138,7 +145,7 @@ def alone() -> dict[str, Outcome]:
 
     outcomes = {}
     with patch.object(reference, "clip_gradients", clip_and_record):
-        for model in (GPT, LLAMA):
+        for model in (GPT, LLAMA, QWEN):
             losses = reference_losses(job_of(model), NUM_STEPS)
             outcomes[model.name] = Outcome(losses, norms.copy())
             norms.clear()

@@ -76,15 +76,16 @@ EXPERT_LIMITS = {
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
     # One CUDA graph for the step, a fused kernel of experts and attention in fp8 are not modelled,
     # nor why Qwen3 235B on B300 took 49 s.
-    BESIDE: 0.18,
-    f"{BESIDE}, H100 fp8": 0.10,
+    BESIDE: 0.19,
+    # Of four rows one dropped tokens (-23 %); rows of experts are copied to be filled up.
+    f"{BESIDE}, H100 fp8": 0.11,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts beside microbatches": 0.14,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100, beside microbatches": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051), beside microbatches": 0.06,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.28,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.18,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
     "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.12,
@@ -156,9 +157,8 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 2 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: two of Qwen3 30B in fp8 with microbatches of two, and two of DeepSeek-V3 whose
-    # scripts let the allocator's segments grow, which their stack does not.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 4
+    # Of experts: one of Qwen3 30B in fp8 with microbatches of two.
+    assert sum(not each.fits for each in board.finished if each.id in routed) == 1
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 

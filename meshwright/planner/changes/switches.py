@@ -19,7 +19,8 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
     microbatches, no virtual stages, the other rules for stages and twice the ranks along an axis.
     Whether stack, job and the rest of the plan go with one is for a simulation to say.
     """
-    for name, field in PLAN_FIELDS.items():
+    usual = {name: each for name, each in PLAN_FIELDS.items() if not each.declaration.is_rare}
+    for name, field in usual.items():
         others = (each for each in field.choices if each != getattr(plan, name))
         yield from chain.from_iterable(_chosen(plan, name, each) for each in others)
     yield from (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ STEP_WIDTH = 100
 SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
+WRITTEN = "written  "
+NO_END = 10**6  # columns where a line goes to no terminal
 # How far back an estimate of what is left looks; parts of long work differ in length.
 USUAL_S, LONG_S = 30.0, 3600.0
 STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
@@ -218,10 +221,21 @@ def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | 
     if output.json == "-":
         return
     lines = [shown_path(Path(each)) for each in (output.json, *files) if each is not None]
+    lines = [f"{WRITTEN}{each}" for each in lines]
     if isinstance(output, OutputOptions) and output.out is not None:
-        lines.append(": ".join(filter(None, (shown_path(Path(output.out)), " ".join(names)))))
-    for line in lines:
-        write_text(sys.stdout, f"written  {line}\n")
+        lines += _folder_lines(WRITTEN + shown_path(Path(output.out)), names)
+    write_text(sys.stdout, "".join(f"{line}\n" for line in lines))
+
+
+def _folder_lines(folder: str, names: Sequence[str]) -> list[str]:
+    """Return what is said of a folder's files, on lines no wider than the terminal or COLUMNS."""
+    if not names:
+        return [folder]
+    width, lines = get_terminal_size(fallback=(NO_END, 0)).columns, [f"{folder}:"]
+    for name in names:
+        is_short = len(lines[-1]) + 1 + len(name) <= width
+        lines[-1:] = [f"{lines[-1]} {name}"] if is_short else [lines[-1], " " * len(WRITTEN) + name]
+    return lines
 
 
 def tell(progress: Callable[[str, int, int], None] | None, what: str) -> None:

@@ -1,13 +1,21 @@
 """A search or a simulation as it is asked for, or at the largest value of a quantity that fits."""
 
 from dataclasses import replace
+from typing import cast
 
 from meshwright.planner.cli.request import Setting, resolve_plan
 from meshwright.planner.largest import Largest, find_largest, find_largest_of_plan
 from meshwright.planner.options import Given
 from meshwright.planner.search import Progress, SearchResult, search
 from meshwright.planner.space import SpaceLimits
-from meshwright.simulator import ParallelPlan, PlanError, StepResult, TrainingJob, simulate
+from meshwright.simulator import (
+    ParallelPlan,
+    PlanError,
+    StepResult,
+    TrainingJob,
+    parse_stages,
+    simulate,
+)
 from meshwright.simulator.layout import Quantity
 
 
@@ -46,6 +54,10 @@ def simulated(
         return None, simulate(setting.job, plan, *ground, memory_limit_bytes=limit)
     if quantity is Quantity.MICRO_BATCH and name in given:
         raise PlanError(f"--max {quantity} and --micro-batch {given[name]} contradict each other")
+
+    listed = parse_stages(cast("str", given["stages"])) if "stages" in given else ()
+    if quantity is Quantity.LAYERS and isinstance(listed, tuple) and listed:
+        raise PlanError(f"--max {quantity} and --stages {given['stages']} contradict each other")
 
     def plan_of(job: TrainingJob, size: int | None) -> ParallelPlan:
         own = {} if size is None else {name: size}

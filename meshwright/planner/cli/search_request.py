@@ -20,8 +20,11 @@ from meshwright.simulator.costs import peak_flops_per_s
 from meshwright.simulator.layout import (
     AXES,
     SEARCHED_FIELDS,
+    SHARDS,
+    Axis,
     experts_refusal,
     near_multiples,
+    stack_gaps,
     stack_refusal,
 )
 
@@ -148,9 +151,7 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     """
     stack, model = setting.stack, setting.job.model
     has_experts = isinstance(model, ModelSpec) and model.experts is not None
-    is_latent = isinstance(model, ModelSpec) and model.latent is not None
-    splits = stack.tensor_parallel and not (has_experts or is_latent)
-    tp = given.get("tp", 2 if splits else 1)
+    tp = given.get("tp", 2 if not has_experts and _splits(given, setting) else 1)
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
@@ -177,3 +178,15 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
     }
     plan = ParallelPlan.of(usual | switches)
     return replace(plan, schedule=get_schedule(plan.schedule).name)
+
+
+def _splits(given: Given, setting: Setting) -> bool:
+    """Return whether the stack splits the model's tensors over two ranks, with pinned shards."""
+    shards = cast("int", given.get("dp_shard", given.get("dp", 2)))
+    numbers = {Axis.TP: 2, SHARDS: shards}
+    gaps = (
+        gap
+        for gap in stack_gaps(setting.stack, setting.job)
+        if {each.field for each in gap.conditions} <= numbers.keys()
+    )
+    return not any(gap.lacks(numbers.__getitem__) for gap in gaps)

@@ -11,7 +11,7 @@ from typing import cast
 from meshwright.hwprofiles import Offload, Precision, Recompute
 from meshwright.planner.export import deepspeed
 from meshwright.planner.export.launch import Framework, Starter
-from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.planner.export.table import Facts, Keys, Row, Words, not_offered
 from meshwright.planner.export.texts import read_yaml, remarks, yaml_text
 from meshwright.simulator import PlanError
 
@@ -55,7 +55,7 @@ def kind_of(facts: Facts) -> Kind:
 
 def table(kind: Kind, version: str) -> tuple[Row, ...]:
     """Return the correspondences of an engine; *version* is that of FSDP."""
-    words = WORDS
+    words, splits = WORDS, kind is Kind.FSDP and version == FSDP2
     engines: Mapping[Kind, tuple[Row, ...]] = {
         Kind.DDP: _ddp_rows(),
         Kind.FSDP: (*_fsdp_rows(), *(_fsdp2_rows() if version == FSDP2 else _fsdp1_rows())),
@@ -72,9 +72,7 @@ def table(kind: Kind, version: str) -> tuple[Row, ...]:
             default="no",
         ),
         *words.one_stage(),
-        # Accelerate 1.15 offers it with FSDP2 alone (_validate_launch_command), where _prepare_tp
-        # imports a class of transformers, ReplicateParallel, that its version 5.23 no longer has.
-        words.only("tp", 1),
+        words.told(("tp",), _planned_model) if splits else words.only("tp", 1),
         *engines[kind],
         words.held("use_cpu", (False,)),
         words.held("compute_environment", ("LOCAL_MACHINE",)),
@@ -178,6 +176,23 @@ def _fsdp2_rows() -> tuple[Row, ...]:
     )
 
 
+def _planned_model(facts: Facts) -> str | None:
+    """Return how a script splits its model over tensor-parallel ranks.
+
+    `_prepare_tp` of Accelerate 1.15 imports a class that transformers has up to 4.57 together with
+    parameters that are DTensors; its version 5.23 has it no longer.
+
+    Raises:
+        PlanError: If the ranks would split it otherwise.
+    """
+    if facts.number("tp") == 1:
+        return None
+    if facts.stack is not None and not facts.stack.tp_plan:
+        raise not_offered("tp", facts.number("tp"), WORDS.framework, (1, "more with stack fsdp"))
+    given = 'tp_plan="auto", device_mesh=accelerator.torch_device_mesh'
+    return f"transformers 4.57: from_pretrained(..., {given})"
+
+
 def _fsdp1_rows() -> tuple[Row, ...]:
     words = WORDS
     return (
@@ -197,22 +212,25 @@ def _parallelism() -> Row:
     """Return the row of a mesh of several axes, which FSDP2 alone goes with."""
 
     def write(facts: Facts) -> Keys:
-        dp, shards = facts.number("dp"), facts.number("dp_shard")
-        if shards == dp:
+        dp, shards, tp = (facts.number(name) for name in ("dp", "dp_shard", "tp"))
+        if shards == dp and tp == 1:
             return {}
-        return {REPLICAS: dp // shards, SHARDS: shards, TENSOR: 1}
+        return {REPLICAS: dp // shards, SHARDS: shards, TENSOR: tp}
 
     def read(keys: Keys, facts: Facts) -> Keys:
         tp, replicas = (WORDS.whole(keys, key, 1) for key in (TENSOR, REPLICAS))
-        if tp != 1:
-            raise WORDS.unknown(TENSOR, tp, (1,))
-        dp = facts.world_size
+        ranks = facts.world_size
+        if ranks % tp:
+            raise WORDS.unknown(TENSOR, tp, (f"a divisor of {ranks} processes",))
+        dp = ranks // tp
         shards = WORDS.whole(keys, SHARDS, dp // replicas, least=0)
         if shards * replicas != dp:
             raise WORDS.unknown(SHARDS, shards, (dp // replicas,))
-        return {"dp": dp, "dp_shard": shards}
+        return {"tp": tp, "dp": dp, "dp_shard": shards}
 
-    return Row(fields=("dp", "dp_shard"), keys=(REPLICAS, SHARDS, TENSOR), write=write, read=read)
+    return Row(
+        fields=("tp", "dp", "dp_shard"), keys=(REPLICAS, SHARDS, TENSOR), write=write, read=read
+    )
 
 
 def _deepspeed_rows() -> tuple[Row, ...]:

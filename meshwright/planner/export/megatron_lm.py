@@ -36,6 +36,10 @@ SHARDED: Keys = {
 }
 
 
+# Formats of exp_avg_dtype; the first is that of any other optimizer.
+MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
+
+
 def table() -> tuple[Row, ...]:
     """Return the correspondences."""
     words = WORDS
@@ -55,6 +59,7 @@ def table() -> tuple[Row, ...]:
         groups_row(words, "microbatch-group-size-per-virtual-pipeline-stage"),
         _precision(),
         _gradients(),
+        _moments(),
         _overlap(),
         _loss(),
         _tensor_overlap(),
@@ -138,6 +143,38 @@ def _gradients() -> Row:
         return {"gradient_precision": stored if is_half else Precision.FP32}
 
     return Row(fields=("gradient_precision",), keys=(fp32, bf16), write=write, read=read)
+
+
+def _moments() -> Row:
+    """Return the row of Adam's moments, and of the gradients that its optimizer reads.
+
+    Without a word these are fp32 ones, which are then kept, too (validate_args of arguments.py).
+    """
+    is_on, gradients = "use-precision-aware-optimizer", "main-grads-dtype"
+    first, second = "exp-avg-dtype", "exp-avg-sq-dtype"
+
+    def write(facts: Facts) -> Keys:
+        moments = facts.get("moment_precision")
+        if moments is None:
+            return {}
+        found: Keys = {is_on: True, first: str(moments), second: str(moments)}
+        kept = facts.get("gradient_precision")
+        return found | ({gradients: "bf16"} if kept is Precision.BF16 else {})
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        on = is_on in keys
+        usual = str(Precision.FP32)
+        said: Keys = {key: WORDS.word(keys, key, usual) for key in (first, second)}
+        if said[first] not in (MOMENTS if on else MOMENTS[:1]):
+            raise WORDS.unknown(first, said[first], MOMENTS if on else MOMENTS[:1])
+        WORDS.held(second, (said[first],)).read(said, facts)
+        kept = (Precision.FP32, Precision.BF16) if on else MOMENTS[:1]
+        WORDS.held(gradients, kept).read(keys, facts)
+        return {"moment_precision": Precision(str(said[first]))} if on else {}
+
+    return Row(
+        fields=("moment_precision",), keys=(is_on, first, second, gradients), write=write, read=read
+    )
 
 
 def _overlap() -> Row:

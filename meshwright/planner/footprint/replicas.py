@@ -57,12 +57,12 @@ class Kind(NamedTuple):
         # parts: any degrees above 1 stand for all.
         plan = space.plan_without_stages(index)
         ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded)
-        uncut = replace(plan, cp=1, cp_type=None, cp_inner=None)
-        if plan.num_shards < plan.dp_cp:
-            plan = replace(uncut, tp=1, dp=4, dp_shard=2, ep=ep, etp=None)
-        else:
-            dp = 1 + has_replicas
-            plan = replace(uncut, tp=1, dp=dp, dp_shard=None, ep=ep, etp=None)
+        has_sets = plan.num_shards < plan.dp_cp
+        dp, shard = (4, 2) if has_sets else (1 + has_replicas, None)
+        # First: ranks that cut sequences may have experts between them.
+        undivided = replace(plan, ep=1, etp=None)
+        uncut = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None)
+        plan = replace(uncut, dp=dp, dp_shard=shard, ep=ep)
         if not has_replicas:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision

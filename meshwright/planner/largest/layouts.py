@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import lcm
+from math import lcm, prod
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from meshwright.hwprofiles import Cluster, StackProfile, Strategy, format_bytes
+from meshwright.hwprofiles import Cluster, StackProfile, StageSplit, Strategy, format_bytes
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.largest.climb import last_that_fits
 from meshwright.planner.largest.quantity import (
     MOST_SEQUENCES,
     Largest,
+    deeper_job,
+    least_layers,
     microbatch_ranges,
+    most_layers,
     most_tokens,
     step_tokens,
     stretches,
@@ -175,6 +178,39 @@ def _more_at_once(ground: Ground) -> Growth:
     return Growth(stairs, job, searched, end, degrees, "one microbatch a replica; ")
 
 
+def _deeper(ground: Ground) -> Growth:
+    """Return how layouts change with more layers, as many on each stage.
+
+    Interleaved layouts hold more than others of as many stages: they are looked at if asked for.
+    """
+    limits, most = ground.limits, most_layers(ground.job)
+    least = least_layers(ground.job.transformer)
+    counts = cast("tuple[int, ...]", limits.values("num_virtual_stages") or (1,))
+    degrees = [each for each in _divisors(ground.num_gpus) if limits.allows(Axis.PP, each)]
+    stages = [(pp, vpp) for pp in degrees for vpp in counts if pp > 1 or vpp == 1]
+
+    def at(layouts: Space, value: int) -> Space:
+        return replace(layouts, job=deeper_job(ground.job, value))
+
+    def layouts(pp: int, vpp: int, first: int) -> Space:
+        pins = {"pp": (pp,), "num_virtual_stages": (vpp,), "stages": (StageSplit.EVEN,)}
+        return ground.space(deeper_job(ground.job, first), limits.pinned(**pins))
+
+    stairs = (
+        Stair(step, first, most[0] // step * step, partial(layouts, pp, vpp, first), at)
+        for pp, vpp in sorted(stages, key=prod, reverse=True)
+        if (first := -(-least // (step := pp * vpp)) * step) <= most[0]
+    )
+    return Growth(
+        stairs,
+        partial(deeper_job, ground.job),
+        lambda _value, _fit: limits,
+        most,
+        sorted({prod(each) for each in stages}),
+        "stages of as many layers each; ",
+    )
+
+
 def _sizes(limits: SpaceLimits, most: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of microbatch sizes in which layouts are the same.
 
@@ -187,7 +223,11 @@ def _sizes(limits: SpaceLimits, most: int) -> Iterator[tuple[int, int]]:
     yield from microbatch_ranges(min(most, limits.most("microbatch_size") or most))
 
 
-GROWTHS = {Quantity.SEQ_LEN: _longer, Quantity.GLOBAL_BATCH: _more_at_once}
+GROWTHS = {
+    Quantity.SEQ_LEN: _longer,
+    Quantity.GLOBAL_BATCH: _more_at_once,
+    Quantity.LAYERS: _deeper,
+}
 
 
 def find_largest(  # noqa: PLR0913 -- the public entry; what is optional is keyword-only
@@ -212,8 +252,9 @@ def find_largest(  # noqa: PLR0913 -- the public entry; what is optional is keyw
         cluster: On what.
         stack: With what software.
         num_gpus: Devices that every layout occupies.
-        quantity: What grows: the length of sequences, the microbatch of the job's global batch, or
-            the global batch without gradient accumulation, one microbatch a replica.
+        quantity: What grows: the length of sequences, the microbatch of the job's global batch,
+            the global batch without gradient accumulation, one microbatch a replica, or the layers
+            of the model.
         limits: What of the space to search.
         memory_limit_bytes: What a device may use; by default all that processes can have.
         top: Layouts to report.

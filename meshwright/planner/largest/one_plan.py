@@ -10,7 +10,10 @@ from meshwright.planner.largest.climb import last_that_fits
 from meshwright.planner.largest.quantity import (
     MOST_SEQUENCES,
     Largest,
+    deeper_job,
+    least_layers,
     microbatch_ranges,
+    most_layers,
     most_tokens,
     step_tokens,
     stretches,
@@ -66,6 +69,9 @@ class Trials:
             return job, self.plan_of(job, None)
         if self.quantity is Quantity.MICRO_BATCH:
             return self.job, self.plan_of(self.job, value)
+        if self.quantity is Quantity.LAYERS:
+            job = deeper_job(self.job, value)
+            return job, self.plan_of(job, None)
         base = self.plan_of(self.job, None)
         job = replace(self.job, global_batch_size=value)
         size = value // (base.dp * base.num_microbatches(self.job))
@@ -121,8 +127,8 @@ def find_largest_of_plan(  # noqa: PLR0913 -- the public entry; what is optional
         cluster: On what.
         stack: With what software.
         plan_of: Returns the plan of a job; it may cut stages by a rule, which goes by the job.
-        quantity: What grows: the length of sequences, the microbatch of the job's global batch, or
-            the global batch with as many microbatches as the job's.
+        quantity: What grows: the length of sequences, the microbatch of the job's global batch,
+            the global batch with as many microbatches as the job's, or the layers of the model.
         memory_limit_bytes: What a device may use; by default all that processes can have.
         progress: Called with what is being done, and the value that is tried.
 
@@ -164,10 +170,19 @@ def _batches(job: TrainingJob, plan: ParallelPlan) -> Values:
     return Values([(low * step, high * step) for low, high in ranges], step, end, how)
 
 
+def _layers(job: TrainingJob, plan: ParallelPlan) -> Values:
+    """Return the numbers of layers that give all stages as many."""
+    most, end = most_layers(job)
+    step = plan.pp * plan.num_virtual_stages
+    first = -(-least_layers(job.transformer) // step) * step
+    return Values([(first, most // step * step)], step, end, "stages of as many layers each; ")
+
+
 _VALUES: dict[Quantity, Callable[[TrainingJob, ParallelPlan], Values]] = {
     Quantity.SEQ_LEN: _lengths,
     Quantity.MICRO_BATCH: _microbatches,
     Quantity.GLOBAL_BATCH: _batches,
+    Quantity.LAYERS: _layers,
 }
 
 

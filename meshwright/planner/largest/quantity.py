@@ -1,12 +1,13 @@
 """What may grow until memory is full, in which steps, and where its growth changes the layout."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, gcd
 
 from meshwright.simulator import ModelSpec, PlanError, TrainingJob
 from meshwright.simulator.layout import Quantity, head_cost_layers
+from meshwright.simulator.model import MAX_LAYERS, with_layers
 
 MOST_TOKENS = 10**8
 MOST_SEQUENCES = 10**7
@@ -77,6 +78,31 @@ def most_tokens(job: TrainingJob) -> tuple[int, str]:
     if model.positions == "learned":
         return model.max_positions, f"{model.name} has {model.max_positions:,} learned positions"
     return MOST_TOKENS, f"longer sequences than {MOST_TOKENS:,} tokens are not looked at"
+
+
+def deeper_job(job: TrainingJob, num_layers: int) -> TrainingJob:
+    """Return *job* with a model of the same shape and so many layers."""
+    return replace(job, model=with_layers(job.transformer, num_layers))
+
+
+def most_layers(job: TrainingJob) -> tuple[int, str]:
+    """Return the most layers that a model can have, and why.
+
+    Raises:
+        PlanError: If its layers are no more of the same.
+    """
+    model = job.model
+    if not isinstance(model, ModelSpec):
+        raise PlanError(
+            f"--max {Quantity.LAYERS} does not go with {model.name}, which lists its layers; "
+            f"allowed: {Quantity.MICRO_BATCH}, {Quantity.GLOBAL_BATCH}"
+        )
+    return MAX_LAYERS, f"models have at most {MAX_LAYERS:,} layers"
+
+
+def least_layers(model: ModelSpec) -> int:
+    """Return the fewest layers of which the last is as those that a deeper model has more of."""
+    return 1 if model.experts is None else model.experts.first_dense_layers + 1
 
 
 def stretches(job: TrainingJob) -> list[tuple[int, int]]:

@@ -29,6 +29,8 @@ from meshwright.simulator import StepResult
 NUMBER_POINTS = 6.5
 NUMBER_PIXELS = NUMBER_POINTS * canvas.DOTS_PER_INCH / canvas.POINTS_PER_INCH
 DIGIT_PIXELS = 0.68 * NUMBER_PIXELS
+# Rows at least so high have room for a label each.
+LABEL_PIXELS = 1.2 * canvas.TEXT_POINTS * canvas.DOTS_PER_INCH / canvas.POINTS_PER_INCH
 # Passes narrower than this cannot be told apart: the two ends are then shown enlarged.
 NARROW_PIXELS = 5.0
 # Smaller ones are drawn as an image: a shape always fills the pixels that it touches.
@@ -154,7 +156,7 @@ def _draw_panel(axes: Axes, sheet: Sheet, window: Window) -> None:
     """Draw what of each layer lies in *window*: as shapes, or as an image where they are tiny."""
     pp = sheet.pp
     has_strips = len(sheet.bands) > 1
-    rows = "Pipeline rank" + ", collectives below" * has_strips
+    rows = "Pipeline rank" + ",\ncollectives below" * has_strips  # panels may be low
     canvas.style_axes(axes, "", rows if pp > 1 else "")
     canvas.label_time(axes.xaxis, "Time ({unit})", sheet.step_time_s)
     row_pixels = axes.get_window_extent().height / pp
@@ -173,7 +175,7 @@ def _draw_panel(axes: Axes, sheet: Sheet, window: Window) -> None:
         axes.set_yticks([band.centre for band in sheet.bands], names[: len(sheet.bands)])
         return
     axes.yaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
-    if pp <= FEW_RANKS:
+    if pp <= FEW_RANKS and row_pixels >= LABEL_PIXELS:
         axes.set_yticks(range(pp))
 
 

@@ -18,10 +18,12 @@ from meshwright.planner.space import (
 )
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
 
-# Fields of what is recomputed of a layer, and of how many, with the trait of stacks that have them.
-OF_PARTS = {
+# Fields that are of some stacks alone, with the trait of those that have them.
+OF_STACKS = {
     "recompute_modules": "recompute_modules",
     "recompute_layers": "recompute_methods",
+    "expert_overlap": "expert_overlaps",
+    "moment_precision": "moment_precisions",
 }
 
 
@@ -88,8 +90,9 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     Axes of experts are so of models without them, too.
     """
     stack = space.stack
-    if field.name in OF_PARTS:
-        return not getattr(stack, OF_PARTS[field.name])
+    if field.name in OF_STACKS:
+        is_known = not field.declaration.of_experts or known_values(field, space.job.model) is None
+        return not (is_known and getattr(stack, OF_STACKS[field.name]))
     if field.name == "microbatch_group_size":
         return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
     # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.

@@ -9,7 +9,7 @@ from meshwright.planner.space.pipelines import block_kinds
 from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel, ParallelPlan
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, plan_parameters
 from meshwright.simulator.layout import (
     DP_CP,
     PLAN_FIELDS,
@@ -17,7 +17,7 @@ from meshwright.simulator.layout import (
     sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind, rank_parameters
+from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind
 from meshwright.simulator.step import message_between
 
 SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "attention")
@@ -73,10 +73,9 @@ def _defers_sums(space: Space, alone: Column) -> Column:
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
     plans = [space.plan_without_stages(row) for row in rows.tolist()]
-    multiple = space.stack.vocabulary_multiple
     parameters = {
-        degrees: rank_parameters(space.job.model, degrees[0], multiple, *degrees[1:])
-        for degrees in {_degrees(plan) for plan in plans}
+        degrees: plan_parameters(space.job.model, plan, space.stack)
+        for degrees, plan in {_degrees(plan): plan for plan in plans}.items()
     }
     return tuple(
         BlockShape.of(space.job, plan, space.stack, parameters[_degrees(plan)]) for plan in plans

@@ -1,9 +1,16 @@
 """What a user should know before relying on a result."""
 
-from meshwright.hwprofiles import Offload, Precision, format_bytes
+from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
-from meshwright.simulator.layout import DP_CP, PLAN_FIELDS, Axis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import (
+    DP_CP,
+    PLAN_FIELDS,
+    Axis,
+    ParallelPlan,
+    TrainingJob,
+    is_unwrapped,
+)
 from meshwright.simulator.model import AnyModel, ModelSpec
 
 # Runs this close to the capacity were slower than their neighbours in published sweeps,
@@ -25,6 +32,7 @@ def plan_warnings(
         *_memory_warnings(memory),
         *_alignment_warnings(job, plan),
         *_degree_one_warnings(plan),
+        *_autocast_warnings(job, plan, costs.stack),
         *_expert_warnings(job, plan),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
@@ -78,6 +86,18 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
                 said = field.name if is_flag else f"{field.name}={value}"
                 warnings.append(f"{said} has no effect at {axis}=1")
     return warnings
+
+
+def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
+    """Return what is said of one device that the stack runs without fully_shard.
+
+    torchtitan up to 0.2 runs it under autocast (`maybe_enable_amp` of distributed/utils.py, 0.2.2).
+    """
+    casts = job.precision is not Precision.FP32 and is_unwrapped(stack, plan.dp_cp)
+    if not casts or plan.world_size > 1:
+        return []
+    said = f"{stack.name} runs {job.precision} on one device under autocast, with weights in fp32"
+    return [f"{said}; predicted is fully_shard on one rank"]
 
 
 def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:

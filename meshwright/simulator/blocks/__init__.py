@@ -22,7 +22,7 @@ from meshwright.simulator.blocks.operators import (
     is_exchange,
     sum_flops,
 )
-from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
+from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
 from meshwright.simulator.blocks.spelling import spelling_of
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
@@ -53,6 +53,7 @@ __all__ = [
     "is_exchange",
     "makes_gradients",
     "model_flops",
+    "plan_parameters",
     "spelling_of",
     "step_cast_bytes",
     "sum_flops",

@@ -109,6 +109,7 @@ class LayerDims(NamedTuple):
         tokens, width = Dim("tokens", shape.seq_len // columns.cp), model.head_dim
         own = columns.microbatch_size * tokens.size
         own = own // columns.tp if shape.sequence_parallel else own
+        ranks = 1 if shape.whole_ends else columns.tp
         return cls(
             tokens=tokens,
             batch=Dim("batch", columns.microbatch_size),
@@ -124,7 +125,7 @@ class LayerDims(NamedTuple):
             inner=Dim("mlp inner", model.ffn_hidden_size),
             vocabulary=Dim(
                 "vocabulary",
-                rounded_up(model.vocab_size, shape.stack.vocabulary_multiple * columns.tp),
+                rounded_up(model.vocab_size, shape.stack.vocabulary_multiple * ranks),
             ),
             scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute, RecomputeModule
+from meshwright.hwprofiles import CollectiveOp, Dispatcher, Kernels, Recompute, RecomputeModule
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
 from meshwright.simulator.blocks.ends import embedding, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
@@ -28,6 +28,7 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import (
     EMBEDDING,
+    ENDS,
     EXPERT_LAYER,
     HEAD,
     TRANSFORMER_LAYER,
@@ -136,6 +137,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,
+        places_apart=stack.tp_plan,
         fuses_residual=stack.megatron_layers,
         saves_first=not stack.megatron_layers,
         weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,
@@ -162,13 +164,17 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         keeps_weights=recipe.weight_copy_bytes > 0,
         gathers=recipe.tp_gathers_fp8,
         scaled=recipe.scaled_elements,
+        # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
+        # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+        pads_experts=recipe.pads_expert_rows and shape.dispatcher is not Dispatcher.HYBRIDEP,
     )
 
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
     """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
     sizes = columns or Columns(shape.tp, shape.cp, shape.microbatch_size)
-    mesh: dict[MeshAxis, Size] = {Axis.TP: sizes.tp} if shape.tp > 1 else {}
+    is_whole = shape.tp == 1 or (shape.whole_ends and kind in {*ENDS, OUTPUT})
+    mesh: dict[MeshAxis, Size] = {} if is_whole else {Axis.TP: sizes.tp}
     widths: Size = sizes.tp if shape.splits_experts_alike else shape.expert_tp
     if shape.ep > 1:
         mesh |= {ExpertAxis.EP: shape.ep, ExpertAxis.ALL: shape.ep * widths}

@@ -65,8 +65,8 @@ def model_flops(job: TrainingJob) -> int:
 
 def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:
     """Return the model FLOPs plus what recomputation repeats of the layers on *stack*."""
-    uncut = replace(plan, cp=1, cp_type=None, cp_inner=None)
-    one = replace(uncut, tp=1, ep=1, etp=None, microbatch_size=1)
+    undivided = replace(plan, ep=1, etp=None)  # first: ranks that cut sequences may have experts
+    one = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None, microbatch_size=1)
     alone = BlockShape.of(job, one, stack)
 
     def repeated(kind: BlockKind) -> int:

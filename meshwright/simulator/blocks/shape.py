@@ -24,6 +24,7 @@ from meshwright.simulator.layout import (
     repeated_modules,
 )
 from meshwright.simulator.model import (
+    ENDS,
     AnyModel,
     BlockKind,
     ModelSpec,
@@ -41,7 +42,8 @@ class WeightShape:
 
     ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind;
     ``expert_parameters`` those of routed experts among them where experts are divided among ranks:
-    other ranks than those of a replica hold them.
+    other ranks than those of a replica hold them.  ``whole_ends`` says that tensor-parallel ranks
+    split layers alone.
     """
 
     trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
@@ -51,6 +53,7 @@ class WeightShape:
     expert_parameters: Mapping[BlockKind, int] = field(compare=False, default_factory=dict)
     ep: int = 1
     etp: int | None = None
+    whole_ends: bool = False
 
     @property
     def model(self) -> ModelSpec:
@@ -60,7 +63,13 @@ class WeightShape:
 
     def local_shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
         """Return the shape of a rank's part of a tensor."""
-        return local_shape(self.trained, tensor, tp=self.tp, ep=self.ep, etp=self.etp)
+        tp = self.ends_tp if tensor.block in ENDS else self.tp
+        return local_shape(self.trained, tensor, tp=tp, ep=self.ep, etp=self.etp)
+
+    @property
+    def ends_tp(self) -> int:
+        """Ranks that split embedding and head."""
+        return 1 if self.whole_ends else self.tp
 
     @property
     def splits_experts_alike(self) -> bool:
@@ -145,8 +154,8 @@ class BlockShape(WeightShape):
             modules=plan.recompute_modules,
             attention=plan.attention,
             stack=stack,
-            parameters=parameters
-            or rank_parameters(job.model, plan.tp, stack.vocabulary_multiple, plan.ep, plan.etp),
+            parameters=parameters or plan_parameters(job.model, plan, stack),
+            whole_ends=stack.tp_plan,
             expert_parameters=expert_parameters(job.model, plan.tp, plan.ep, plan.etp),
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch
@@ -220,7 +229,8 @@ class BlockShape(WeightShape):
     @property
     def local_vocab_size(self) -> int:
         """Rows of the vocabulary that one rank holds; the last ranks may hold fewer."""
-        return -(-padded_vocab_size(self.model, self.tp, self.stack.vocabulary_multiple) // self.tp)
+        ranks = self.ends_tp
+        return -(-padded_vocab_size(self.model, ranks, self.stack.vocabulary_multiple) // ranks)
 
     @property
     def num_logits(self) -> int:
@@ -238,6 +248,14 @@ class BlockShape(WeightShape):
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def plan_parameters(
+    model: AnyModel, plan: ParallelPlan, stack: StackProfile
+) -> dict[BlockKind, int]:
+    """Return the parameters that a rank of *plan* holds of a block of each kind."""
+    multiple, ends = stack.vocabulary_multiple, 1 if stack.tp_plan else None
+    return rank_parameters(model, plan.tp, multiple, plan.ep, plan.etp, ends_tp=ends)
 
 
 def _accumulated_bytes(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:

@@ -92,7 +92,8 @@ def spelling_of(shape: BlockShape) -> Spelling:
         if fuses_qkv(shape) and not stack.megatron_layers:
             return Spelling(rotary=RotaryFormula.LOOKED_UP, packing=Packing.CONTIGUOUS)
         is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
-        turned = RotaryFormula.TABLE if is_qwen3 and is_eager else RotaryFormula.LLAMA
+        has_table = is_qwen3 and stack.kernels is not Kernels.FUSED
+        turned = RotaryFormula.TABLE if has_table else RotaryFormula.LLAMA
         return Spelling(rotary=turned, fuses_mlp=stack.megatron_layers)
     found = SPELLINGS[model.spelling]
     if not fuses_qkv(shape):

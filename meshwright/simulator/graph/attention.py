@@ -81,30 +81,38 @@ WHOLE_HEADS = Rotary()
 
 def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tensor]:
     """Return queries and keys turned by their positions."""
-    lowering = block.lowering
+    lowering, formula = block.lowering, how.formula
+    angles = _angles(block, given[0], how)
     if not lowering.is_eager:
-        turned = [pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING) for x in given]
+        turned = [
+            pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING, beside=angles)
+            for x in given
+        ]
     elif lowering.is_local:
         turned = [_beside_rest(block, x, how.width) for x in given]
-    elif how.formula is RotaryFormula.TABLE:
-        # fully_shard casts a module's arguments ahead of its checkpoint, which keeps them
-        # (`cast_forward_inputs` of its MixedPrecisionPolicy, PyTorch 2.13).
-        with block.outside():
-            angles = _repeated_angles(block, given[0], how)
-        turned = [_by_halves(block, x, *angles) for x in given]
-    elif how.formula in {RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
-        is_looked_up = how.formula is RotaryFormula.LOOKED_UP
-        turned = _by_complex_numbers(block, given, looked_up=is_looked_up)
-    elif how.formula is RotaryFormula.HALVES:
+    elif formula is RotaryFormula.HALVES:
         turned = [_half_by_half(block, x) for x in given]
-    elif how.formula is not RotaryFormula.LLAMA:
-        turned = _by_parts(block, given, how)
-    elif lowering.spells_out:
-        turned = [_by_halves(block, x) for x in given]
+    elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
+        turned = [_by_halves(block, x, *angles) for x in given]
+    elif formula in {RotaryFormula.LLAMA, RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
+        is_looked_up = formula is RotaryFormula.LOOKED_UP
+        turned = _by_complex_numbers(block, given, looked_up=is_looked_up)
     else:
-        turned = _by_complex_numbers(block, given)
+        turned = _by_parts(block, given, how)
     block.hold(*given)
     return turned
+
+
+def _angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, ...]:
+    """Return what each layer keeps of angles: copies of a table's in 16 bits, or nothing.
+
+    fully_shard casts a layer's arguments ahead of its checkpoint, which keeps them, and of what is
+    compiled (`cast_forward_inputs` of its MixedPrecisionPolicy, PyTorch 2.13).
+    """
+    if how.formula is not RotaryFormula.TABLE or x.width == STATISTIC_BYTES:
+        return ()
+    with block.outside():
+        return _repeated_angles(block, x, how)
 
 
 def _by_complex_numbers(

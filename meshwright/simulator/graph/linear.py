@@ -160,6 +160,10 @@ def columns(
     x = kept_copy(block, x, linear)
     with block.one_price(), block.one_node(fused=lowering.fuses_places):
         in_fp8 = _gathers_in_fp8(block, linear)
+        if lowering.places_apart:
+            return [
+                _column(block, place(block, x, whole), out, linear, again=False) for out in outs
+            ]
         gathered = place(block, x, whole, eight_bits=in_fp8)
         if not lowering.fuses_places:
             block.argument(gathered)

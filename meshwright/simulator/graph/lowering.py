@@ -23,12 +23,14 @@ class EightBits:
         keeps_weights: Narrow copies of weights are always there.
         gathers: Operands of linear layers are cast before they are gathered.
         scaled: Elements that share a scale of one byte; 0 where a tensor has one.
+        pads_experts: Rows of experts are copied ahead of their products, and back behind them.
     """
 
     keeps_copy: bool
     keeps_weights: bool
     gathers: bool
     scaled: int = 0
+    pads_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,7 @@ class Lowering:
             what it got and gathers again in backward, and sums in place (Megatron); else a node
             of its own (DTensor), where tokens are the second dim, so that their gather or
             scatter copies all of them.
+        places_apart: Each product places its input itself, also where others read the same one.
         fuses_residual: Bias, dropout and addition are one kernel.
         saves_first: Operators keep their inputs before they run (PyTorch's own operators).
         weight_gradients: What becomes of them.
@@ -61,6 +64,7 @@ class Lowering:
     fuses_products: bool
     fuses_gate: bool
     fuses_places: bool
+    places_apart: bool = False
     fuses_residual: bool
     saves_first: bool
     weight_gradients: WeightGradients

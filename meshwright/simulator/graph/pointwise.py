@@ -32,6 +32,7 @@ def pointwise(
     reads: Reads = Reads.INPUTS,
     last: Dim | None = None,
     in_place: bool = False,
+    beside: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return what one kernel makes of *inputs*.
 
@@ -42,15 +43,17 @@ def pointwise(
         reads: What its backward reads.
         last: The last dim of what it makes, if it is another one.
         in_place: It overwrites the first of *inputs*.
+        beside: What it, and its backward, read of other shapes.
     """
     first = inputs[0]
     out = first.like(name, base=first.storage if in_place else None)
     if last is not None:
         out = last_dim(first, name, last)
-    read = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
+    own = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
+    read = (*own, *beside)
     backward = block.traffic(*inputs, out, *read)
     gradients = [Gradient(x, read, (backward,) if x is first else (), at=x.at) for x in inputs]
-    return block.add(inputs, [out], gradients, block.traffic(*inputs, out))
+    return block.add([*inputs, *beside], [out], gradients, block.traffic(*inputs, *beside, out))
 
 
 def view(block: Block, x: Tensor, *dims: Dim, renamed: tuple[Dim, Dim] | None = None) -> Tensor:

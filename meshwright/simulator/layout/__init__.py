@@ -27,6 +27,7 @@ from meshwright.simulator.layout.formats import (
     is_unwrapped,
     main_gradient_bytes,
     offered_formats,
+    optimizer_bytes,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
@@ -144,6 +145,7 @@ __all__ = [
     "model_stages",
     "near_multiples",
     "offered_formats",
+    "optimizer_bytes",
     "pair_span",
     "parse_stages",
     "plan_stages",

@@ -225,3 +225,21 @@ def repeated_modules(
     """Return the parts of a layer that run again: of a selection that names none the attention."""
     usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
     return modules or usual
+
+
+def check_stages(stages: tuple[int, ...], pp: int, num_virtual_stages: int) -> None:
+    """Refuse layers of other stages than a plan has, and empty ones but for the first and the last.
+
+    Raises:
+        PlanError: Naming the numbers.
+    """
+    if stages and len(stages) != pp * num_virtual_stages:
+        raise PlanError(
+            f"stages lists {len(stages)} stages; the plan has "
+            f"pp={pp} x vpp={num_virtual_stages} = {pp * num_virtual_stages}"
+        )
+    if stages and (min(stages) < 0 or 0 in stages[1:-1] or stages == (0,)):
+        raise PlanError(
+            "every stage needs at least one layer, but for the first and the last one, which "
+            f"hold the embedding and the head; got {min(stages)}"
+        )

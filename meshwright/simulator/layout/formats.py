@@ -161,19 +161,52 @@ def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -
     return kept, reduced
 
 
-def main_gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -> int:
+def optimizer_bytes(
+    stack: StackProfile, precision: Precision, moments: Precision | None
+) -> tuple[int, int]:
+    """Return the bytes a parameter's optimizer states take, and copies of them in the update.
+
+    A precision-aware optimizer keeps both of Adam's moments in *moments*, and of a bf16 weight's
+    fp32 copy the 16 bits that the weight has not (store_param_remainders of FusedAdam,
+    transformer_engine/pytorch/optimizers/fused_adam.py of 2.x; Megatron-Core keeps the whole copy
+    of weights in 8 bits).  Moments in fp16 and fp8 have a scale for each tensor, and are copied to
+    fp32 for the update.
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> core, bf16 = load_stack("megatron-core"), Precision.BF16
+    >>> [optimizer_bytes(core, bf16, each) for each in (None, Precision.FP32, bf16, Precision.FP8)]
+    [(12, 0), (10, 0), (6, 0), (4, 8)]
+    """
+    if moments is None:
+        return stack.optimizer_bytes, stack.optimizer_temporary_bytes
+    width = 1 if moments.is_eight_bit else moments.num_bytes
+    master = HALF_BYTES if precision is Precision.BF16 else FULL_BYTES
+    is_scaled = moments not in (Precision.FP32, Precision.BF16)
+    return master + 2 * width, stack.optimizer_temporary_bytes + 2 * FULL_BYTES * is_scaled
+
+
+def main_gradient_bytes(
+    stack: StackProfile,
+    precision: Precision,
+    wanted: Formats,
+    moments: Precision | None = None,
+) -> int:
     """Return the bytes of the fp32 copy that the update makes of a gradient kept in 16 bits.
 
     Megatron-Core copies all gradients of a rank, or of its shard, before it clips them, and has
     nothing to copy where they are kept in fp32 (`_copy_model_grads_to_main_grads` of
     megatron/core/optimizer/optimizer.py, core r0.8). A stack that keeps no other gradients than
-    these says in its profile what its update needs.
+    these says in its profile what its update needs.  A precision-aware optimizer reads gradients as
+    they are kept, but for weights in 8 bits (`_copy_model_grads_to_main_grads` of
+    distrib_optimizer.py, core 0.16).
 
     >>> from meshwright.hwprofiles import load_stack
     >>> core, half = load_stack("megatron-core"), Formats(Precision.BF16, None)
     >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACKS_OWN, half)]
     [0, 4]
     """
+    if moments is not None and not precision.is_eight_bit:
+        return 0
     kept, _ = gradient_bytes(stack, precision, wanted)
     usual, _ = gradient_bytes(stack, precision, STACKS_OWN)
     return FULL_BYTES if kept < usual else 0

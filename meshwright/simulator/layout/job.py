@@ -14,6 +14,7 @@ class Quantity(StrEnum):
     SEQ_LEN = "seq-len"
     MICRO_BATCH = "micro-batch"
     GLOBAL_BATCH = "global-batch"
+    LAYERS = "layers"
 
     @property
     def field(self) -> str:
@@ -21,6 +22,7 @@ class Quantity(StrEnum):
         names = {
             Quantity.MICRO_BATCH: "microbatch_size",
             Quantity.GLOBAL_BATCH: "global_batch_size",
+            Quantity.LAYERS: "num_layers",
         }
         return names.get(self, "seq_len")
 

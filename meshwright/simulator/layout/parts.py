@@ -9,6 +9,7 @@ from meshwright.hwprofiles import (
     Device,
     Kernels,
     LayerFact,
+    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
@@ -17,10 +18,10 @@ from meshwright.hwprofiles import (
     StackProfile,
     Units,
 )
-from meshwright.simulator.layout.axes import DP_CP
+from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -33,9 +34,11 @@ from meshwright.simulator.model import (
 )
 from meshwright.simulator.schedules import SCHEDULES
 
-MAX_ZERO_STAGE = 3
 # Schedules that run a forward pass of one microbatch beside a backward pass of another.
 OVERLAPPED = "1f1b", "interleaved"
+MAX_ZERO_STAGE = 3
+# Facts of layers with a tp_plan that needs no more than Llama's (configuration_*.py).
+PLANNED_FACTS = {LayerFact.HEAD_DIM, LayerFact.WINDOW}
 # Parts whose output is freed behind the product that reads it, and made again ahead of backward.
 GIVEN_UP = RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT
 
@@ -110,6 +113,40 @@ def layer_refusal(
     return None
 
 
+def module_gaps(model: ModelSpec, job: TrainingJob) -> Iterator[Gap]:
+    """Yield the plans with tensor parallelism that the tp_plan of transformers cannot train so.
+
+    Accelerate 1.15 trains what transformers 4.57 splits.  There `post_init` drops the plan of the
+    head, Accelerate's `_prepare_tp` makes a tied table two, and gradients of norms of heads are
+    those of a rank's own heads; a projection is seen as whole heads (modeling_llama.py).
+    FSDP without shards is refused (`_validate_accelerator`, accelerate/parallelism_config.py).
+    """
+    why = _without_module_plan(model, job)
+    if why is not None:
+        yield Gap(Axis.TP, "tp > 1", (Condition(Axis.TP, gt, 1),), (1,), model.name, why)
+        return
+    heads = model.num_kv_heads
+    cuts = Condition(Axis.TP, lambda ranks, total: total % ranks != 0, heads)
+    reason = f"tp that does not divide the {heads} key heads"
+    allowed = f"a divisor of the {heads} key heads"
+    yield Gap(Axis.TP, reason, (cuts,), (allowed,), model.name)
+    alone = Condition(Axis.TP, gt, 1), Condition(SHARDS, eq, 1)
+    yield Gap(Axis.DP, "tp > 1 without shards", alone, ("more than 1 rank with tp > 1",))
+
+
+def _without_module_plan(model: ModelSpec, job: TrainingJob) -> str | None:
+    """Return why transformers does not train *model* by a tp_plan, or None where it does."""
+    is_llama = (model.spelling, model.norm, model.positions) == ("llama", "rmsnorm", "rotary")
+    others = set(model.layer_facts(job.seq_len)) - PLANNED_FACTS
+    if not is_llama or model.fused_qkv or not model.gated_mlp or others:
+        return "the tp_plan of transformers is offered for layers as Llama's alone"
+    if model.tied_embeddings:
+        return "Accelerate would make a tied table two"
+    if job.precision.is_eight_bit:
+        return f"not in {job.precision}"
+    return None
+
+
 def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, ...]:
     """Return the kernels of *stack* that attend as *model* does: its own where there is none.
 
@@ -169,7 +206,8 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    return of_layers or group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
+    beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
+    return of_layers or beside or moments_refusal(job, plan)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -237,7 +275,7 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
     pipeline, the interleaved one.
     """
-    if plan.expert_overlap is None or not stack.expert_overlaps:
+    if plan.expert_overlap not in stack.expert_overlaps:  # none is wanted, or none offered
         return None
     refused = {
         "ep=1, where no token goes to another rank; allowed: 2 or more": plan.ep == 1,
@@ -253,6 +291,22 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     }
     why = next((reason for reason, is_so in refused.items() if is_so), None)
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:

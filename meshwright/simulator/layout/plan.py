@@ -27,6 +27,7 @@ from meshwright.simulator.layout.axes import (
     check_expert_degrees,
     check_inner,
     check_layers,
+    check_stages,
 )
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
 from meshwright.simulator.layout.formats import Formats
@@ -251,6 +252,14 @@ class PlanFields(Recomputation):
     """Number format in which they are reduced; None is the stack's, or what goes with the gradient
     precision."""
 
+    moment_precision: Precision | None = Declaration(
+        help="Format of Adam's moments, in a precision-aware optimizer [the stack's].",
+        metavar="fp32|fp16|bf16|fp8",
+        group="replication",
+        is_rare=True,
+        offered_by="moment_precisions",
+    ).field(None)
+
     sync_each_microbatch: bool | None = Declaration(
         help="Reduce gradients in every microbatch.",
         heading="sync",
@@ -298,18 +307,7 @@ class ParallelPlan(PlanFields):
         check_layers(self.recompute, self.recompute_layers, self.recompute_method)
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
-        if not self.stages:
-            return
-        if len(self.stages) != self.num_stages:
-            raise PlanError(
-                f"stages lists {len(self.stages)} stages; the plan has "
-                f"pp={self.pp} x vpp={self.num_virtual_stages} = {self.num_stages}"
-            )
-        if min(self.stages) < 0 or 0 in self.stages[1:-1] or self.stages == (0,):
-            raise PlanError(
-                "every stage needs at least one layer, but for the first and the last one, which "
-                f"hold the embedding and the head; got {min(self.stages)}"
-            )
+        check_stages(self.stages, self.pp, self.num_virtual_stages)
 
     @property
     def expert_tp(self) -> int:

@@ -24,6 +24,7 @@ from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.parts import (
     layer_refusal,
+    module_gaps,
     parts_refusal,
     passes_refusal,
     scales_refusal,
@@ -34,6 +35,7 @@ from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 # Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
 SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
+OFFLOADS = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
 WITHOUT_EXPERT_RANKS = (
     "each rank gathers all experts of a layer; how transformers itself divides them (ep_size of "
     "its DistributedConfig) is not modelled"
@@ -45,12 +47,14 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
             yield Gap(axis, f"{axis} > 1", (Condition(axis, gt, 1),), (1,))
+    if stack.tp_plan and isinstance(job.model, ModelSpec):
+        yield from module_gaps(job.model, job)
     yield from _trait_gaps(stack)
     yield from zero_gaps(stack, job)
     if stack.context_parallel and isinstance(job.model, ModelSpec):
         yield from _context_gaps(stack, job.model, job.seq_len)
-    if stack.casts_shards_alone and job.precision is not Precision.FP32:
-        yield from _precision_gaps(job.precision)
+    if stack.casts_shards_alone:
+        yield from _unwrapped_gaps(job.precision)
     if isinstance(job.model, ModelSpec):
         yield from (gap._replace(model=job.model.name) for gap in _part_gaps(stack, job.model))
 
@@ -113,9 +117,8 @@ def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[
         allowed = f"a divisor of the {num} experts for {ranks}"
         yield Gap(Axis.DP, reason, (cuts, whole, Condition("ep", eq, 1)), (allowed,))
         yield from _sharded_expert_gaps(experts, width)
-    offloads = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
     reason = "offload with ep > 1"
-    yield Gap("offload", reason, (offloads, Condition("ep", gt, 1)), (Offload.NONE,))
+    yield Gap("offload", reason, (OFFLOADS, Condition("ep", gt, 1)), (Offload.NONE,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     if experts.bias:
         yield from _bias_gaps()
@@ -199,12 +202,15 @@ def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: Mode
     return Gap(field, reason, conditions, allowed, model.name)
 
 
-def _precision_gaps(precision: Precision) -> Iterator[Gap]:
-    """Yield the plans without shards that would be computed in fp32, whatever is asked for."""
-    allowed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
-    for axis in (Axis.TP, Axis.PP):
-        alone = Condition(DP_CP, eq, 1), Condition(axis, gt, 1)
-        yield Gap(Axis.DP, f"{precision} with {axis} but without dp", alone, allowed)
+def _unwrapped_gaps(precision: Precision) -> Iterator[Gap]:
+    """Yield plans without shards that run without offload, or in fp32, whatever is asked for."""
+    alone = Condition(DP_CP, eq, 1)
+    allowed = ("none, or more than 1 for dp",)
+    yield Gap("offload", "offload without dp", (alone, OFFLOADS), allowed)
+    computed = f"more than 1 in {precision}", f"1 in {Precision.FP32}, as it computes then"
+    for axis in (Axis.TP, Axis.PP) if precision is not Precision.FP32 else ():
+        reason = f"{precision} with {axis} but without dp"
+        yield Gap(Axis.DP, reason, (alone, Condition(axis, gt, 1)), computed)
 
 
 def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:

@@ -60,7 +60,7 @@ class StepSetting:
             shape=shape,
             mesh=mesh,
             wire=WireBytes.of(stack, job.precision, plan),
-            state=StateBytes.of(stack, job.precision, plan.gradient_formats),
+            state=StateBytes.of(stack, job.precision, plan.gradient_formats, plan.moment_precision),
             replication=replication,
             parts={
                 stage: reduced_parts(shape, stage, replication) for stage in dict.fromkeys(stages)

@@ -13,6 +13,7 @@ from meshwright.simulator.layout import (
     Stage,
     gradient_bytes,
     main_gradient_bytes,
+    optimizer_bytes,
 )
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
@@ -66,6 +67,7 @@ class StateBytes:
         stack: StackProfile,
         precision: Precision,
         formats: Formats = STACKS_OWN,
+        moments: Precision | None = None,
     ) -> "StateBytes":
         """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments.
 
@@ -73,17 +75,19 @@ class StateBytes:
             stack: Software.
             precision: Number format of the training.
             formats: Gradient formats that a plan asks for.
+            moments: The format of Adam's moments that it asks for.
         """
         kept_bytes, _ = gradient_bytes(stack, precision, formats)
         bucket_bytes = 0 if stack.gradient_as_bucket_view else kept_bytes
         if precision is Precision.FP32:
             # Adam's two moments, in fp32 as the weight is
             return cls(4, kept_bytes, 8, 0, 4, 4, bucket_bytes)
+        optimizer, temporary = optimizer_bytes(stack, precision, moments)
         return cls(
             stack.parameter_bytes,
             kept_bytes,
-            stack.optimizer_bytes,
-            stack.optimizer_temporary_bytes + main_gradient_bytes(stack, precision, formats),
+            optimizer,
+            temporary + main_gradient_bytes(stack, precision, formats, moments),
             stack.sharded_parameter_bytes,
             precision.num_bytes,
             bucket_bytes,

@@ -2,7 +2,7 @@
 
 from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.chain import ChainModel, LinearLayer
-from meshwright.simulator.model.described import ParameterTensor
+from meshwright.simulator.model.described import MAX_LAYERS, ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
@@ -40,7 +40,7 @@ from meshwright.simulator.model.parameters import (
 )
 from meshwright.simulator.model.parts import Experts, LatentAttention
 from meshwright.simulator.model.registry import AnyModel, parse_any_model
-from meshwright.simulator.model.spec import ModelSpec, parse_model
+from meshwright.simulator.model.spec import ModelSpec, parse_model, with_layers
 
 __all__ = [
     "EMBEDDING",
@@ -49,6 +49,7 @@ __all__ = [
     "EXPERT_LAYERS",
     "HEAD",
     "LAYERS",
+    "MAX_LAYERS",
     "TRANSFORMER_LAYER",
     "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
@@ -87,4 +88,5 @@ __all__ = [
     "parse_model",
     "rank_parameters",
     "rank_tensors",
+    "with_layers",
 ]

@@ -7,6 +7,7 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
+    ENDS,
     EXPERT_LAYER,
     EXPERT_LAYERS,
     HEAD,
@@ -122,6 +123,7 @@ def parameters_by_kind(
     vocab_size: int | None = None,
     ep: int = 1,
     etp: int | None = None,
+    ends_tp: int | None = None,
 ) -> dict[BlockKind, int]:
     """Return the parameters one tp rank holds of a block of each kind.
 
@@ -132,6 +134,7 @@ def parameters_by_kind(
             the stack pads.
         ep: As for `local_shape`.
         etp: As for `local_shape`.
+        ends_tp: Ranks that split embedding and head; by default *tp*.
 
     Raises:
         PlanError: If heads or MLP width cannot be split over tp ranks.
@@ -143,7 +146,8 @@ def parameters_by_kind(
     """
     counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
-        counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
+        ranks = tp if ends_tp is None or tensor.block not in ENDS else ends_tp
+        counts[tensor.block] += prod(local_shape(model, tensor, tp=ranks, ep=ep, etp=etp))
     return counts
 
 
@@ -241,13 +245,19 @@ def rank_tensors(model: AnyModel, tp: int, multiple: int) -> tuple[ParameterTens
 
 
 def rank_parameters(
-    model: AnyModel, tp: int, multiple: int, ep: int = 1, etp: int | None = None
+    model: AnyModel,
+    tp: int,
+    multiple: int,
+    ep: int = 1,
+    etp: int | None = None,
+    *,
+    ends_tp: int | None = None,
 ) -> dict[BlockKind, int]:
     """Return the parameters one rank holds of a block of each kind, vocabulary padded."""
     if not isinstance(model, ModelSpec):
         return parameters_by_kind(model, tp=tp)
-    vocab_size = padded_vocab_size(model, tp, multiple)
-    return parameters_by_kind(model, tp=tp, vocab_size=vocab_size, ep=ep, etp=etp)
+    rows = padded_vocab_size(model, tp if ends_tp is None else ends_tp, multiple)
+    return parameters_by_kind(model, tp=tp, vocab_size=rows, ep=ep, etp=etp, ends_tp=ends_tp)
 
 
 def buffer_bytes(model: AnyModel) -> tuple[int, ...]:

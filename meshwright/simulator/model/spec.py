@@ -336,6 +336,19 @@ def _part_fault(model: ModelSpec) -> str | None:
     return None
 
 
+def with_layers(model: ModelSpec, num_layers: int) -> ModelSpec:
+    """Return a model of the same shape with so many layers, named after them.
+
+    >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
+    >>> with_layers(ModelSpec(name="tiny", seq_len=32, **sizes), 3).name
+    'tiny-3-layers'
+    """
+    if num_layers == model.num_layers:
+        return model
+    name = f"{model.name}-{num_layers}-layers"
+    return model.model_copy(update={"name": name, "title": name, "num_layers": num_layers})
+
+
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:
     """Return the transformer that a mapping read from a file describes.
 

@@ -153,7 +153,7 @@ def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
 
 def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
     """Return the tensors of each module in model order, with its name."""
-    tensors = rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple)
+    tensors = rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple)
     groups = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
     return [(name, list(group)) for (_, name), group in groups]
 
@@ -356,7 +356,7 @@ def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterat
     num_blocks: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         num_blocks[kind] += count
-    for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
+    for tensor in rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple):
         if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
             continue
         rows, *rest = shape.local_shape(tensor)

@@ -28,6 +28,7 @@ from meshwright.simulator.layout import (
     gradient_bytes,
     is_unwrapped,
     main_gradient_bytes,
+    optimizer_bytes,
     reshards_units,
     syncs_by_default,
     zero_communication,
@@ -207,10 +208,26 @@ class WireBytes(NamedTuple):
         copies = 0 if stack.gradient_as_bucket_view else BUCKET_COPY_TRAFFIC_BYTES
         if precision is Precision.FP32:
             return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES + copies, casts)
-        copy_bytes = main_gradient_bytes(stack, precision, wanted)
+        moments = None if plan is None else plan.moment_precision
+        copy_bytes = main_gradient_bytes(stack, precision, wanted, moments)
         copies += copy_bytes + kept_bytes if copy_bytes else 0
-        update = stack.optimizer_traffic_bytes + copies
+        update = _update_traffic_bytes(stack, precision, moments) + copies
         return cls(reduce_bytes, precision.num_bytes, update, casts)
+
+
+def _update_traffic_bytes(
+    stack: StackProfile, precision: Precision, moments: Precision | None
+) -> int:
+    """Return the memory traffic of an update: the stack's, less what narrower states save.
+
+    States are read and written; copies to fp32, where they are made, are read and written twice.
+    The stack's number is more than its bytes by a share that is fitted, which stays.
+    """
+    size, copied = optimizer_bytes(stack, precision, moments)
+    saved = 2 * (stack.optimizer_bytes - size)
+    whole = 2 * stack.optimizer_bytes + Precision.FP32.num_bytes  # and the gradient
+    scratch = 4 * (copied - stack.optimizer_temporary_bytes)
+    return stack.optimizer_traffic_bytes * (whole - saved) // whole + scratch
 
 
 def spread(total: int, num_parts: int) -> list[int]:

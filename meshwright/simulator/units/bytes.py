@@ -172,7 +172,7 @@ class StageWeights(NamedTuple):
             layer_experts=experts,
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
-            tp=shape.tp,
+            tp=shape.ends_tp,
             roots=(
                 *(EndUnit(size, size) for size in ends.root[:-1]),
                 *(EndUnit(size, last) for size in ends.root[-1:]),

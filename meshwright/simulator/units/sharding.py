@@ -48,7 +48,7 @@ class Sharding(NamedTuple):
         keeps_units, replicas = replication.keeps_units, replication.replica_span
         on_host = replication.offload is Offload.PARAMETERS
         casts = parameter.state.gathered_parameter != parameter.state.sharded_parameter
-        is_plain = replication.is_unwrapped and not (casts or on_host)
+        is_plain = replication.is_unwrapped and not casts
         experts = replication.experts
         return cls(
             num_ranks=replication.span.num_ranks,

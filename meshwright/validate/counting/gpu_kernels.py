@@ -26,6 +26,8 @@ def gpu_kernels() -> Iterator[None]:
         _kernel("_fused_rms_norm", _without_data, "CUDA"),
         # What C++ code is told of a script's GPU (`scripts/gpu`), also by a DTensor.
         _kernel("_fused_rms_norm", _without_data, "Lazy"),
+        _kernel("silu_backward", _without_data, "CUDA"),
+        _kernel("mish_backward", _without_data, "CUDA"),
         _kernel("dropout", _dropout_of_a_gpu, "AutogradCPU"),
         _kernel("pow.Tensor_Scalar", _power_of_a_gpu, "AutocastCPU"),
         patch.dict(op_implementations_dict, kernels),

@@ -22,12 +22,16 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan": build_fully_sharded,
     "torchtitan-2024-12": build_fully_sharded,
 }
+# Fields of a plan that no program runs.
+WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 
-BEYOND_LLAMA = (
-    "megatron-core",
-    "megatron-core-2024",
-)  # stacks whose programs write what is WRITTEN
-WRITTEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+# What programs of a stack write beyond layers as those of GPT and Llama.
+WRITTEN: dict[str, tuple[LayerFact, ...]] = {
+    "megatron-core": QWEN,
+    "megatron-core-2024": QWEN,
+    "torchtitan": QWEN,
+}
 
 
 def build_program(request: ProgramRequest) -> RankProgram:
@@ -52,13 +56,19 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
     if plan is not None and plan.recompute_modules:
         said = ",".join(plan.recompute_modules)
         raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
-    if plan is not None and plan.recompute_layers:
-        said = f"recompute_layers={plan.recompute_layers}"
-        raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+    for name in WITHOUT_PROGRAM:
+        if plan is not None and getattr(plan, name) is not None:
+            said = f"{name}={getattr(plan, name)}"
+            raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
     if plan is not None and plan.zero_stage not in usual_zero_stages(stack):
         known = ", ".join(map(str, usual_zero_stages(stack)))
         said = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
         raise PlanError(f"{said}; allowed: {known}")
+    if plan is not None and plan.tp > 1 and stack.tp_plan:
+        raise PlanError(
+            f"tp={plan.tp} has no PyTorch program on stack {stack.name}; allowed: 1, or "
+            "`meshwright count` on what `export --to accelerate` starts"
+        )
     runs_otherwise = stack.autocast and stack.kernels is Kernels.COMPILED
     if stack.kernels is Kernels.EAGER or runs_otherwise:
         raise PlanError(
@@ -70,8 +80,7 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    written = WRITTEN if stack.name in BEYOND_LLAMA else ()
-    unknown = [fact for fact in facts if fact not in written]
+    unknown = [fact for fact in facts if fact not in WRITTEN.get(stack.name, ())]
     if unknown:
         raise PlanError(
             f"{unknown[0]} of {job.model.name} has no PyTorch program; "

@@ -137,7 +137,8 @@ class PublishedRun(_ModelRow):
             between them, how that goes on beside another microbatch, if it does.
         recompute_modules: Parts of a layer that run again, with spaces between them.
         stages: Layers of each virtual stage where stated; empty for the rule of the stack.
-        gradients: Format in which they are kept and reduced; empty for that of the stack.
+        gradients: Format in which they are kept and reduced; empty for that of the stack.  Behind
+            it, with a space between them, that of Adam's moments where a recipe names it.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
             only its memory can be compared.
         peak_memory_gib: Printed memory of the fullest device, if any.
@@ -165,7 +166,7 @@ class PublishedRun(_ModelRow):
     schedule: Text
     recompute_modules: Annotated[tuple[RecomputeModule, ...], BeforeValidator(_words)] = ()
     stages: Note
-    gradients: Annotated[Precision | None, BeforeValidator(empty_is_none)]
+    gradients: Annotated[tuple[Precision, ...], Field(max_length=2), BeforeValidator(_words)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     step_time_s: OptionalPositive
     peak_memory_gib: OptionalPositive
@@ -214,6 +215,7 @@ class PublishedRun(_ModelRow):
     @property
     def plan(self) -> ParallelPlan:
         """How the run is laid out."""
+        kept, moments, *_ = (*self.gradients, None, None)
         wanted = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
         return ParallelPlan(
             tp=self.tp,
@@ -232,8 +234,9 @@ class PublishedRun(_ModelRow):
             num_virtual_stages=self.vpp,
             microbatch_size=self.microbatch_size,
             zero_stage=self.zero_stage,
-            gradient_precision=self.gradients,
-            reduce_precision=self.gradients,
+            gradient_precision=kept,
+            reduce_precision=kept,
+            moment_precision=moments,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             recompute_modules=self.recompute_modules,

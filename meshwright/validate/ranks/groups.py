@@ -1,7 +1,7 @@
 """The process groups that a rank of a plan is in, by the axes of its mesh."""
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.layout import Axis, ContextAxis, Mesh
+from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 _AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
@@ -30,6 +30,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     shape = mesh_shape(plan)
     groups = {tuple(range(plan.world_size)): "world"}
     groups.setdefault(different_parts(plan, rank), "parts")
+    groups |= {ranks: axis.value for axis, ranks in _expert_groups(plan, rank).items()}
     groups[batch_ranks(plan, rank)] = "batch" if plan.cp == 1 else "dp"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
     groups[_along(rank, (plan.pp, plan.dp, plan.cp, plan.tp), 2)] = "cp"
@@ -49,6 +50,20 @@ def context_groups(plan: ParallelPlan, rank: int) -> dict[ContextAxis, tuple[int
     if not all(mesh.degree(axis) > 1 for axis in ContextAxis):
         return {}
     return {axis: mesh.group(rank, axis) for axis in ContextAxis}
+
+
+def _expert_groups(plan: ParallelPlan, rank: int) -> dict[ExpertAxis, tuple[int, ...]]:
+    """Return the ranks with other experts than *rank*, and those that share shards of its own."""
+    if plan.ep == 1:
+        return {}
+    mesh = Mesh.of(plan)
+    sizes = {ExpertAxis.EP: plan.ep, ExpertAxis.EDP: plan.expert_shards}
+    return {axis: _ranks_apart(rank, mesh.stride(axis), size) for axis, size in sizes.items()}
+
+
+def _ranks_apart(rank: int, stride: int, size: int) -> tuple[int, ...]:
+    first = rank - rank // stride % size * stride
+    return tuple(range(first, first + stride * size, stride))
 
 
 def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
@@ -90,5 +105,4 @@ def _along(rank: int, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     stride = 1
     for size in shape[dim + 1 :]:
         stride *= size
-    first = rank - rank // stride % shape[dim] * stride
-    return tuple(range(first, first + stride * shape[dim], stride))
+    return _ranks_apart(rank, stride, shape[dim])

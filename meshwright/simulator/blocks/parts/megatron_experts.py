@@ -127,10 +127,14 @@ def _multiplied(
 ) -> Tensor:
     """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
 
-    A bias behind the last product is weighed, and added to the rows of each expert by themselves,
-    which are put together again.  The activation's output may be given up behind that product.
+    In 8 bits their numbers are filled up to what a product takes, by a copy there and one back
+    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The activation's output may be given up behind
+    the last product.
     """
-    hidden, given = rows.dims[-1], rows
+    hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
+    fills_up = bits is not None and bits.pads_experts
+    if fills_up:
+        rows = moved(block, rows, "rows filled up", rows.dims)
     if experts.weighs_inputs:
         rows, weights = _weighed(block, rows, weights, dims)
         block.hold(given)
@@ -142,6 +146,8 @@ def _multiplied(
         opened = opens(block, inner, weights, dims, experts)
     made = grouped(block, opened, hidden, dims, split=dims.inner)
     block.give_up(RecomputeModule.MOE_ACT, opened)
+    if fills_up:
+        made = moved(block, made, "rows as they came", made.dims)
     if not experts.bias:
         return made
     out = _with_biases(block, made, weights, dims)
@@ -152,9 +158,10 @@ def _multiplied(
 def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) -> Tensor:
     """Return rows with the weighed biases of their experts, in the format of rows.
 
-    A bias times its rows' weights, the sum and what puts the parts together are in the format of
-    weights where that is wider (`_apply_bias` of TEGroupedMLP, core 0.16).  Backward puts the parts
-    of the rows' gradient together, and multiplies and sums for a bias and for the weights.
+    They are added to the rows of each expert by themselves, which are put together again.  A bias
+    times its rows' weights, the sum and what puts the parts together are in the format of weights
+    where that is wider (`_apply_bias` of TEGroupedMLP, core 0.16).  Backward puts the parts of the
+    rows' gradient together, and multiplies and sums for a bias and for the weights.
     """
     hidden = made.dims[-1]
     weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=_on_ranks(dims))

@@ -20,17 +20,21 @@ from meshwright.validate.programs.experts.rows import (
     SortedWeights,
     row_map,
 )
+from meshwright.validate.programs.experts.titan import GroupedExperts, RoutedGroup, TitanExperts
 
 __all__ = [
     "Dispatch",
     "ExpertGroup",
+    "GroupedExperts",
     "GroupedProduct",
     "PlainExperts",
     "PutBack",
     "Reordered",
+    "RoutedGroup",
     "SortedRows",
     "SortedWeights",
     "Taken",
+    "TitanExperts",
     "WeighedSwiglu",
     "chosen_places",
     "exchanged",

@@ -16,13 +16,18 @@ def grouped_product(
     """Return ``x W^T`` of each expert's rows, or ``g W`` of their gradients.
 
     Args:
-        rows: In the order of experts.
+        rows: In the order of experts; there may be more behind them, of which zeros come.
         weights: ``[outputs, inputs]`` of each expert.
         sizes: Rows of each.
         made_dim: Of a weight, the dim that counts what is made: 0 outputs, 1 gradients of inputs.
     """
-    parts = zip(rows.split(list(sizes)), weights, strict=True)
-    return torch.cat([part @ (weight if made_dim else weight.t()) for part, weight in parts])
+    made = rows.new_zeros((rows.shape[0], weights[0].shape[made_dim]))
+    start = 0
+    for size, weight in zip(sizes, weights, strict=True):
+        own = slice(start, start + size)
+        made[own] = rows[own] @ (weight if made_dim else weight.t())
+        start += size
+    return made
 
 
 @grouped_product.register_fake
@@ -32,10 +37,61 @@ def _(rows: Tensor, weights: Sequence[Tensor], _sizes: Sequence[int], made_dim: 
 
 @register_flop_formula(torch.ops.meshwright.grouped_product)
 def _grouped_flops(
-    rows: tuple[int, ...], weights: Sequence[tuple[int, ...]], *_: object, **__: object
+    _rows: tuple[int, ...],
+    weights: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    *_: object,
+    **__: object,
 ) -> int:
     """One product of each row with a weight, whosever it is."""
-    return 2 * rows[0] * weights[0][0] * weights[0][1]
+    return 2 * sum(sizes) * weights[0][0] * weights[0][1]
+
+
+@torch.library.custom_op("meshwright::grouped_weight_gradient", mutates_args=())
+def grouped_weight_gradient(rows: Tensor, gradient: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return ``g^T x`` of each expert's rows, ``[experts, outputs, inputs]``."""
+    made = rows.new_empty((len(sizes), gradient.shape[1], rows.shape[1]))
+    start = 0
+    for place, size in zip(made, sizes, strict=True):
+        own = slice(start, start + size)
+        place.copy_(gradient[own].t() @ rows[own])
+        start += size
+    return made
+
+
+@grouped_weight_gradient.register_fake
+def _(rows: Tensor, gradient: Tensor, sizes: Sequence[int]) -> Tensor:
+    return rows.new_empty((len(sizes), gradient.shape[1], rows.shape[1]))
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_weight_gradient)
+def _grouped_gradient_flops(
+    rows: tuple[int, ...],
+    gradient: tuple[int, ...],
+    sizes: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
+    """One product of each row and its gradient."""
+    return 2 * sum(sizes) * rows[1] * gradient[1]
+
+
+class GroupedWeights(AutogradFunction):
+    """Products of the rows of each expert with one tensor of all weights; keeps both."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the outputs of all rows."""
+        ctx.save_for_backward(rows, weights)
+        ctx.sizes = sizes
+        return grouped_product(rows, weights.unbind(), sizes, 0)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of rows and weights."""
+        rows, weights = ctx.saved_tensors
+        slope = grouped_product(gradient, weights.unbind(), ctx.sizes, 1)
+        return slope, grouped_weight_gradient(rows, gradient, ctx.sizes), None
 
 
 class GroupedProduct(AutogradFunction):

@@ -49,6 +49,7 @@ def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
         f"num_groups={experts.num_groups} of experts": experts.num_groups > 1,
         "shared_gate=true of experts": experts.shared_gate,
         f"dispatcher={plan.dispatcher}": plan.dispatcher not in (None, Dispatcher.ALL_TO_ALL),
+        f"expert_overlap={plan.expert_overlap}": plan.expert_overlap is not None,
         f"imbalance={job.imbalance:g}": job.imbalance != 1,
     }
     for said, is_set in switches.items():

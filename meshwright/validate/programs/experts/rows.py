@@ -161,3 +161,110 @@ class Reordered(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient in the order that rows came in."""
         return reorder_rows(gradient, ctx.sizes, ctx.order), None, None
+
+
+@torch.library.custom_op("meshwright::sorted_slots", mutates_args=())
+def sorted_slots(places: Tensor) -> Tensor:
+    """Return the numbers of ``[tokens, k]`` *places* in the order of experts."""
+    return places.flatten().argsort(stable=True)
+
+
+@sorted_slots.register_fake
+def _(places: Tensor) -> Tensor:
+    return places.new_empty(places.numel())
+
+
+@torch.library.custom_op("meshwright::take_rows", mutates_args=())
+def take_rows(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return *rows* by number."""
+    return rows[numbers.long()]
+
+
+@take_rows.register_fake
+def _(rows: Tensor, numbers: Tensor) -> Tensor:
+    return rows.new_empty((numbers.shape[0], *rows.shape[1:]))
+
+
+@torch.library.custom_op("meshwright::put_rows", mutates_args=())
+def put_rows(rows: Tensor, numbers: Tensor, num_rows: int) -> Tensor:
+    """Return so many rows, each the sum of those of *rows* with its number."""
+    return rows.new_zeros((num_rows, *rows.shape[1:])).index_add_(0, numbers.long(), rows)
+
+
+@put_rows.register_fake
+def _(rows: Tensor, _numbers: Tensor, num_rows: int) -> Tensor:
+    return rows.new_empty((num_rows, *rows.shape[1:]))
+
+
+class TakenRows(AutogradFunction):
+    """Rows by number; keeps the numbers."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Return `take_rows`."""
+        ctx.save_for_backward(numbers)
+        ctx.num_rows = rows.shape[0]
+        return take_rows(rows, numbers)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of all rows."""
+        (numbers,) = ctx.saved_tensors
+        return put_rows(gradient, numbers, ctx.num_rows), None
+
+
+class PutRows(AutogradFunction):
+    """Rows in the places of their numbers; keeps these."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor, numbers: Tensor, num_rows: int) -> Tensor:
+        """Return `put_rows`."""
+        ctx.save_for_backward(numbers)
+        return put_rows(rows, numbers, num_rows)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of each row."""
+        (numbers,) = ctx.saved_tensors
+        return take_rows(gradient, numbers), None, None
+
+
+@torch.library.custom_op("meshwright::weighed_sum", mutates_args=())
+def weighed_sum(shares: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of each token's ``[tokens, k, width]`` *rows* times its *shares*."""
+    return (shares.unsqueeze(-1) * rows).sum(dim=1)
+
+
+@weighed_sum.register_fake
+def _(shares: Tensor, rows: Tensor) -> Tensor:
+    return rows.new_empty((shares.shape[0], rows.shape[2]))
+
+
+@torch.library.custom_op("meshwright::weighed_sum_backward", mutates_args=())
+def weighed_sum_backward(gradient: Tensor, shares: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of shares and rows."""
+    wide = gradient.unsqueeze(1)
+    return (rows * wide).sum(dim=-1), shares.unsqueeze(-1) * wide
+
+
+@weighed_sum_backward.register_fake
+def _(_gradient: Tensor, shares: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(shares), torch.empty_like(rows)
+
+
+class WeighedSum(AutogradFunction):
+    """A token's rows by its shares; keeps both.
+
+    A product of so few rows is no work beside its traffic, and is not counted as one.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, shares: Tensor, rows: Tensor) -> Tensor:
+        """Return `weighed_sum`."""
+        ctx.save_for_backward(shares, rows)
+        return weighed_sum(shares, rows)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of both."""
+        return weighed_sum_backward(gradient, *ctx.saved_tensors)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +14,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from meshwright.hwprofiles import Precision, StackProfile, Units
 from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
+from meshwright.validate.programs.contract import ProgramRequest
+from meshwright.validate.programs.experts import GroupedExperts
 from meshwright.validate.programs.layers import VirtualStage
+from meshwright.validate.programs.pytorch.layout import RankLayout
 from meshwright.validate.programs.pytorch.parts import Embedding, Head
 from meshwright.validate.programs.pytorch.precision import DTYPES
 
@@ -38,6 +43,67 @@ def mixed_precision(
         param_dtype=None if precision is Precision.FP32 else DTYPES[precision],
         reduce_dtype=None if reduced in (None, precision) else DTYPES[reduced],
     )
+
+
+class ExpertShards(NamedTuple):
+    """How FSDP shards a rank's experts, which other ranks hold than its layers.
+
+    Args:
+        mesh: Over which ranks.
+        num_batches: Parts of a batch over which gradients are averaged.
+        cuts_widths: Whether there are more ranks than experts, so that these are cut.
+    """
+
+    mesh: DeviceMesh
+    num_batches: int
+    cuts_widths: bool
+
+    @classmethod
+    def of(cls, request: ProgramRequest, layout: RankLayout) -> "ExpertShards | None":
+        """Return how experts of a plan are sharded; None where it is as layers are."""
+        mesh, plan, experts = layout.expert_data_mesh, request.plan, request.job.transformer.experts
+        if mesh is None or experts is None:
+            return None
+        return cls(mesh, plan.dp_cp, plan.num_shards > experts.num_experts)
+
+    def shard(
+        self,
+        stage: VirtualStage,
+        policy: MixedPrecisionPolicy,
+        stack: StackProfile,
+        *,
+        reshards: bool,
+    ) -> None:
+        """Make the experts of each layer a unit, before the layer is one.
+
+        `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2.
+        """
+        stays = _kept_layer(stage, stack)
+        for layer in stage.layers.values():
+            for module in layer.modules():
+                if isinstance(module, GroupedExperts):
+                    self._shard(module, policy, frees=reshards and layer is not stays)
+
+    def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, *, frees: bool) -> None:
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            mp_policy=policy,
+            reshard_after_forward=frees,
+            shard_placement_fn=(lambda _: Shard(1)) if self.cuts_widths else None,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(self.num_batches)
+        # NCCL alone divides as it adds.  One rank alone, told to sum, would divide twice (2.13).
+        module.set_force_sum_reduction_for_comms(self.mesh["edp"].size() > 1)
+
+
+def _kept_layer(stage: VirtualStage, stack: StackProfile) -> nn.Module | None:
+    """Return the layer whose parameters stay from its forward pass to its backward, if any."""
+    if not (stack.keeps_last_layer and stage.embedding and stage.head):
+        return None
+    *_, last = (None, *stage.layers.values())
+    return last
 
 
 def shard_stage(
@@ -82,8 +148,7 @@ def shard_stage(
             head.insert(1, words)  # gathered when the first of them runs
         else:
             shard(words, frees=reshards)
-    *_, last = (None, *stage.layers.values())
-    stays = last if stack.keeps_last_layer and stage.embedding and stage.head else None
+    stays = _kept_layer(stage, stack)
     for layer in stage.layers.values():
         shard(layer, frees=reshards and layer is not stays)
     if head and stack.units is Units.ENDS:

@@ -11,6 +11,7 @@ from meshwright.simulator import ParallelPlan
 from meshwright.simulator.layout import Axis, Mesh, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
+from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
 from meshwright.validate.ranks import (
@@ -21,6 +22,8 @@ from meshwright.validate.ranks import (
     plan_groups,
     table_ranks,
 )
+
+EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,8 @@ class RankLayout:
             this rank is one of them.
         context: The context-parallel ranks of this one; None where it has whole sequences.
         groups: Axis of each group by its ranks.
+        experts: Who shares experts with this rank.
+        expert_mesh: Of dims `EXPERT_DIMS`, where ranks have different experts; else None.
     """
 
     mesh: DeviceMesh
@@ -45,6 +50,8 @@ class RankLayout:
     table_group: dist.ProcessGroup | None
     context: ContextGroup | None
     groups: dict[tuple[int, ...], str]
+    experts: ExpertGroup
+    expert_mesh: DeviceMesh | None
 
     def coordinate(self, dim: str) -> int:
         """Return this rank's position along a dim of the mesh."""
@@ -69,11 +76,26 @@ class RankLayout:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
 
+    @property
+    def expert_norm_meshes(self) -> list[DeviceMesh]:
+        """The meshes over which norms of experts are summed: as one where these are all ranks."""
+        if self.expert_mesh is None or self.mesh["dp_replicate"].size() == 1:
+            return [self.mesh["dp_shard"]]
+        return [self.expert_mesh["edp"], self.expert_mesh["ep"]]
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh | None:
+        """The mesh that FSDP shards a rank's experts over; None where it is that of layers."""
+        if self.expert_mesh is None or self.mesh["dp_replicate"].size() == 1:
+            return self.expert_mesh and self.expert_mesh["edp"]
+        return self.expert_mesh["dp_replicate", "edp"]
+
 
 def make_layout(request: ProgramRequest) -> RankLayout:
     """Return the layout of the request's plan; makes the process groups that it needs."""
     plan, rank = request.plan, request.rank
     mesh = init_device_mesh(request.device.type, mesh_shape(plan), mesh_dim_names=MESH_DIMS)
+    expert_mesh = _expert_mesh(request)
     groups = plan_groups(plan, rank, is_tied=request.job.transformer.tied_embeddings)
     different = different_parts(plan, rank)
     ends = table_ranks(plan, rank) if request.job.transformer.tied_embeddings else ()
@@ -84,7 +106,25 @@ def make_layout(request: ProgramRequest) -> RankLayout:
         table_group=_group(ends, groups, plan.world_size),
         context=_context(request, groups),
         groups=groups,
+        experts=_expert_group(plan, expert_mesh),
+        expert_mesh=expert_mesh,
     )
+
+
+def _expert_mesh(request: ProgramRequest) -> DeviceMesh | None:
+    """Return the same ranks as of `MESH_DIMS`, by their experts."""
+    plan = request.plan
+    if plan.ep == 1:
+        return None
+    shape = (plan.pp, plan.dp_cp // plan.num_shards, plan.num_shards // plan.ep, plan.ep)
+    return init_device_mesh(request.device.type, shape, mesh_dim_names=EXPERT_DIMS)
+
+
+def _expert_group(plan: ParallelPlan, mesh: DeviceMesh | None) -> ExpertGroup:
+    if mesh is None:
+        return ExpertGroup()
+    rank = int(mesh.get_local_rank("ep"))
+    return ExpertGroup(ep=mesh["ep"].get_group(), ep_rank=rank, num_ep=plan.ep)
 
 
 def _context(request: ProgramRequest, groups: dict[tuple[int, ...], str]) -> ContextGroup | None:
@@ -122,7 +162,7 @@ def build_stage(
             model, layers, options, parts, has_embedding=index == 0, has_head=is_last
         )
     if request.initialise:
-        initialise_whole(stage, model)
+        initialise_whole(stage, model, parts.of_experts)
     return stage
 
 

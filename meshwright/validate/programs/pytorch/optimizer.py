@@ -1,6 +1,8 @@
 """The optimizer of the PyTorch programs, and the clipping of gradients before it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,9 +75,25 @@ def clip_gradients(
     return _scale_gradients([*own, *shared], total)
 
 
+class ExpertNorms(NamedTuple):
+    """Gradients of experts that other ranks hold than layers, whose norms are summed first.
+
+    Args:
+        meshes: Over whose ranks, one after the other.
+        are: Of each gradient, whether it is of such experts.
+    """
+
+    meshes: Sequence[DeviceMesh]
+    are: Sequence[bool]
+
+
 @torch.no_grad()
 def clip_gradients_by_axis(
-    gradients: Sequence[Tensor], sums: Sequence[Tensor], counts: Sequence[bool], mesh: DeviceMesh
+    gradients: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    counts: Sequence[bool],
+    mesh: DeviceMesh,
+    experts: ExpertNorms,
 ) -> Tensor:
     """Do as `clip_gradients`, with a number for each gradient, and over one axis after another.
 
@@ -84,12 +102,21 @@ def clip_gradients_by_axis(
         sums: The same, where they are parts of a sum the sum.
         counts: Which of them it counts.
         mesh: With the axes over which weights are split, then that of the pipeline.
+        experts: Which of them are summed over other axes (`_clip_grad_norm_with_ep` of torchtitan
+            0.2.2, distributed/utils.py).
     """
-    squares = [sum_of_squares([each]) for each in sums]
-    norms = torch.stack(squares) * torch.tensor(counts, device=squares[0].device)
-    for axis in ("dp_shard", "tp"):
-        _sum_over(norms, mesh[axis])
-    total = norms.sum()
+    totals = []
+    meshes = {True: experts.meshes, False: [mesh[axis] for axis in ("dp_shard", "tp")]}
+    for of_experts, axes in meshes.items():
+        chosen = [are is of_experts for are in experts.are]
+        squares = [sum_of_squares([each]) for each in compress(sums, chosen)]
+        if squares:
+            own = torch.tensor([*compress(counts, chosen)], device=squares[0].device)
+            norms = torch.stack(squares) * own
+            for axis in axes:
+                _sum_over(norms, axis)
+            totals.append(norms.sum())
+    total = totals[0] if len(totals) == 1 else totals[0] + totals[1]
     _sum_over(total, mesh["pp"])
     return _scale_gradients(gradients, total)
 

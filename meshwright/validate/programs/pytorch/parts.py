@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import Routing, initial_weight
-from meshwright.validate.programs.experts import PlainExperts
+from meshwright.validate.programs.experts import PlainExperts, RoutedGroup, TitanExperts
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
     AttentionCore,
@@ -102,7 +102,8 @@ class PlainParts:
         dropout: Probability of dropout after the embedding.
         fuses_qkv: Queries, keys and values are one linear layer.
         cp: The context-parallel ranks of this one, if there are others.
-        routing: How tokens are sent to experts; by default by their scores.
+        experts: Who shares experts with this rank, and how tokens are sent to them; by default all
+            are here, run one after the other, and get tokens by their scores.
     """
 
     seq_dim = 1
@@ -116,9 +117,9 @@ class PlainParts:
         *,
         fuses_qkv: bool,
         cp: ContextGroup | None = None,
-        routing: Routing | None = None,
+        experts: RoutedGroup | None = None,
     ) -> None:
-        self.routing = routing or Routing()
+        self.of_experts = experts
         self.cp, self.starts = cp, cp.starts if cp else (0,)
         self.vocab_size = vocab_size
         self.dropout = dropout
@@ -154,7 +155,9 @@ class PlainParts:
         assert experts is not None
         width = experts.shared_hidden_size
         shared = Mlp(model, self, width, bias=False) if width else None
-        return PlainExperts(experts, model.hidden_size, self.routing, shared)
+        if self.of_experts is None:
+            return PlainExperts(experts, model.hidden_size, Routing(), shared)
+        return TitanExperts(experts, model.hidden_size, self.of_experts, shared)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
         """Return what adds an output to the residual stream, dropped out; its bias is in it."""
@@ -176,10 +179,11 @@ def plain_parts(
     dropout: float,
     fuses_qkv: bool = False,
     cp: ContextGroup | None = None,
+    experts: RoutedGroup | None = None,
 ) -> PlainParts:
     """Return the parts of *model* with tables of *vocab_size* rows."""
     dropped = dropout if model.dropout else 0.0
-    return PlainParts(vocab_size, dropped, fuses_qkv=fuses_qkv, cp=cp)
+    return PlainParts(vocab_size, dropped, fuses_qkv=fuses_qkv, cp=cp, experts=experts)
 
 
 def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:
@@ -196,11 +200,19 @@ def tie_embeddings(stage: VirtualStage) -> None:
 
 
 @torch.no_grad()
-def initialise_whole(stage: VirtualStage, model: ModelSpec) -> None:
-    """Give each parameter of a stage that is not split yet its part of `initial_weight`."""
+def initialise_whole(
+    stage: VirtualStage, model: ModelSpec, experts: RoutedGroup | None = None
+) -> None:
+    """Give each parameter of a stage that is not split yet its part of `initial_weight`.
+
+    Of *experts* that other ranks have, too, it is that of the rank's own.
+    """
     for name, parameter in stage.named_parameters():
         with parameter.device:
             values = initial_parameter(model, name)
+        if ".mlp.experts." in name and experts is not None:
+            own = experts.ranks.own(len(values))
+            values = values[own.start : own.stop]
         if values.shape != parameter.shape:  # a padded vocabulary: rows that no token has
             parameter.zero_()
         parameter[: values.shape[0]] = values
@@ -230,7 +242,7 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
         return whole if module == "qkv" else _of_groups(model, whole, module)
-    if ".mlp.shared." in name or module in ("mlp", "router"):
+    if ".mlp.shared." in name or module in ("mlp", "router", "experts"):
         return _initial_of_experts(model, name)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
@@ -258,13 +270,17 @@ def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}shared_in.weight", 2 * shared, width)
         return whole[-shared:] if module == "expand" else whole[:shared]
+    if module == "experts" and tensor != "out":
+        both = initial_weight(f"{layer}experts_in.weight", (num, 2 * inner, width))
+        return both[:, inner:] if tensor == "up" else both[:, :inner]
     shapes = {
+        "out": ("experts_out", (num, width, inner)),
         "router": ("router", (num, width)),
         "contract": ("shared_out", (width, shared)),
         "experts_in": ("experts_in", (num, 2 * inner, width)),
         "experts_out": ("experts_out", (num, width, inner)),
     }
-    canonical, shape = shapes[tensor if module == "mlp" else module]
+    canonical, shape = shapes[tensor if module in ("mlp", "experts") else module]
     return initial_weight(f"{layer}{canonical}.weight", shape)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from meshwright.hwprofiles import MEBI, Offload, Precision
+from meshwright.hwprofiles import MEBI, Offload, Precision, Recompute
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import (
     chosen_formats,
@@ -24,10 +24,11 @@ from meshwright.simulator.layout import (
     reshards_units,
     syncs_by_default,
 )
-from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
+from meshwright.validate.programs.experts import RoutedGroup, refuse_routing
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
+    ExpertShards,
     mixed_precision,
     shard_stage,
     views_returned,
@@ -40,6 +41,7 @@ from meshwright.validate.programs.pytorch.layout import (
 )
 from meshwright.validate.programs.pytorch.loss import LossOfMicrobatch, loss_context
 from meshwright.validate.programs.pytorch.optimizer import (
+    ExpertNorms,
     clip_gradients,
     clip_gradients_by_axis,
     local_gradients,
@@ -93,6 +95,7 @@ def refuse_unsupported(request: ProgramRequest) -> None:
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
+        (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
             model.num_kv_heads % plan.tp > 0,
             "tp",
@@ -104,6 +107,16 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             f"{request.num_microbatches}; allowed: schedule=1f1b needs pp={plan.pp} or more",
         ),
     ]
+    if model.experts is not None:
+        refuse_routing(request.job, plan)
+        refusals += [
+            (plan.cp > 1, "experts and cp", f"{plan.cp}; allowed: 1"),
+            (
+                plan.recompute is Recompute.FULL,
+                "experts and recompute",
+                f"{plan.recompute}; allowed: {Recompute.NONE}, {Recompute.SELECTIVE}",
+            ),
+        ]
     for is_refused, name, text in refusals:
         if is_refused:
             raise PlanError(f"{model.name} has no PyTorch program with {name}={text}")
@@ -125,7 +138,7 @@ class DdpProgram:
         self._request = request
         self._layout = make_layout(request)
         device = request.device
-        stage = _whole_stage(request, 0, device)
+        stage = _whole_stage(request, 0, device, self._layout)
         if request.job.transformer.tied_embeddings:
             tie_embeddings(stage)
         if request.stack.broadcasts_buffers and request.job.transformer.positions == "rotary":
@@ -235,7 +248,8 @@ class FullyShardedProgram:
         gradients = local_gradients(self._parameters)
         if self._request.stack.norm_by_axis:
             sums = summed_gradients(self._parameters)
-            clip_gradients_by_axis(gradients, sums, counts, self._layout.mesh)
+            of_experts = ExpertNorms(self._layout.expert_norm_meshes, self._are_of_experts())
+            clip_gradients_by_axis(gradients, sums, counts, self._layout.mesh, of_experts)
             return
         shared = [each for each, is_own in zip(gradients, counts, strict=True) if not is_own]
         own = [*compress(gradients, counts)]
@@ -250,6 +264,13 @@ class FullyShardedProgram:
         if plan.sync_each_microbatch is not None:
             each = plan.sync_each_microbatch
         return microbatch_loop(self._stages[0], request, self._loss, reduces_each=each)
+
+    def _are_of_experts(self) -> list[bool]:
+        """Tell of each parameter whether it is of experts that other ranks hold than layers."""
+        if self._layout.expert_mesh is None:
+            return [False] * len(self._parameters)
+        named = (name for stage in self._stages.values() for name, _ in stage.named_parameters())
+        return [".mlp.experts." in name for name in named]
 
     def _table(self) -> Tensor | None:
         """Return this rank's copy of a table that both ends of a pipeline hold."""
@@ -296,14 +317,18 @@ def _compression(
 
 
 def _whole_stage(
-    request: ProgramRequest, index: int, device: torch.device, cp: ContextGroup | None = None
+    request: ProgramRequest,
+    index: int,
+    device: torch.device,
+    layout: RankLayout,
 ) -> VirtualStage:
     parts = plain_parts(
         request.job.transformer,
         vocab_size=request.vocab_size,
         dropout=request.dropout,
         fuses_qkv=request.fuses_qkv,
-        cp=cp,
+        cp=layout.context,
+        experts=RoutedGroup(layout.experts, request.routing),
     )
     return build_stage(request, index, parts, device)
 
@@ -312,7 +337,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
     plan = request.plan
     # Sharding a layer moves it to its device: whole, one layer at a time is there.
     first = torch.device("cpu") if request.initialise else request.device
-    stage = _whole_stage(request, index, first, layout.context)
+    stage = _whole_stage(request, index, first, layout)
     if plan.tp > 1:
         split_over_tensor_ranks(stage, layout.mesh["tp"], sequence_parallel=plan.sequence_parallel)
     if request.job.transformer.tied_embeddings:
@@ -320,20 +345,26 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
     if _is_unwrapped(request):
         return stage if first == request.device else stage.to(request.device)
     policy = mixed_precision(request.job.precision, request.stack, plan.gradient_formats)
+    reshards, experts = reshards_units(plan, request.stack), ExpertShards.of(request, layout)
+    if experts is not None:
+        experts.shard(stage, policy, request.stack, reshards=reshards)
     shard_stage(
         stage,
         layout.data_mesh,
         policy,
         request.stack,
-        reshards=reshards_units(plan, request.stack),
+        reshards=reshards,
         offloads=plan.offload is Offload.PARAMETERS,
     )
     return stage
 
 
 def _is_unwrapped(request: ProgramRequest) -> bool:
-    """Return whether the stack does not run fully_shard, as weights are those of one rank."""
-    is_plain = request.job.precision is Precision.FP32 and request.plan.offload is Offload.NONE
+    """Return whether the program does not run fully_shard, as weights are those of one rank.
+
+    In 16 bits it does, also where the stack would run one device under autocast.
+    """
+    is_plain = request.job.precision is Precision.FP32
     return is_plain and bool(is_unwrapped(request.stack, request.plan.dp_cp))
 
 

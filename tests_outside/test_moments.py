@@ -1,0 +1,97 @@
+"""States of Megatron-Core's precision-aware optimizer, in the formats that it allocates them in."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.optimizer import distrib_optimizer, optimizer_config
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+from meshwright.hwprofiles import Precision, load_stack
+from meshwright.simulator.layout import optimizer_bytes
+
+TYPES = {
+    Precision.FP32: torch.float32,
+    Precision.FP16: torch.float16,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP8: torch.uint8,
+}
+NUMEL = 96
+
+
+class FusedAdam:
+    """Transformer Engine's, of which the configuration reads the signature alone."""
+
+    def __init__(
+        self,
+        master_weight_dtype: torch.dtype,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        use_decoupled_grad: object,
+    ) -> None:
+        """Take what it takes."""
+
+
+def config_of(training: Precision, moments: torch.dtype) -> optimizer_config.OptimizerConfig:
+    """Return Megatron-Core's own configuration, checked as it does."""
+    module = ModuleType("transformer_engine.pytorch.optimizers")
+    module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    fakes = {name: ModuleType(name) for name in names} | {module.__name__: module}
+    with (
+        patch.dict(sys.modules, fakes),
+        patch.object(optimizer_config, "is_te_min_version", lambda _: True),
+    ):
+        return optimizer_config.OptimizerConfig(
+            bf16=training is not Precision.FP16,
+            fp16=training is Precision.FP16,
+            fp8_recipe="mxfp8" if training is Precision.MXFP8 else None,
+            reuse_grad_buf_for_mxfp8_param_ag=True,
+            use_distributed_optimizer=True,
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
+        )
+
+
+def allocated_bytes(config: optimizer_config.OptimizerConfig) -> int:
+    """Return the bytes of states that a distributed optimizer allocates for a weight."""
+    weight = nn.Parameter(torch.empty(NUMEL, dtype=torch.bfloat16))
+    found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    keys = dict.fromkeys(distrib_optimizer.param_group_identifier_keys, 1)
+    groups = [{"params": [0], "step": 1, **keys}]
+    ranges = {"gbuf_world": range(NUMEL)}
+    inner = SimpleNamespace(
+        state={},
+        state_dict=lambda: {"param_groups": groups},
+        load_state_dict=found.update,
+    )
+    optimizer = SimpleNamespace(
+        config=config,
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        is_stub_optimizer=False,
+        optimizer=inner,
+        grad_scaler=None,
+        gbuf_ranges=[{torch.bfloat16: [{"param_map": {weight: ranges}}]}],
+        model_param_group_index_map={weight: (0, 0)},
+    )
+    state = {"optimizer": {"param_groups": groups}}
+    with patch.object(torch.cuda, "current_device", lambda: "cpu"):
+        DistributedOptimizer.load_state_dict(optimizer, state)
+    tensors = found["state"][0]
+    return sum(each.nbytes for name, each in tensors.items() if name != "step")
+
+
+@pytest.mark.parametrize("training", [Precision.BF16, Precision.FP16, Precision.MXFP8])
+@pytest.mark.parametrize("moments", TYPES)
+def test_states_take_what_megatron_core_allocates(training: Precision, moments: Precision) -> None:
+    config = config_of(training, TYPES[moments])
+    found = allocated_bytes(config) // NUMEL
+    if not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        # It holds the fp32 copy itself then (_build_model_and_main_param_groups).
+        found += torch.float32.itemsize
+    ours, _ = optimizer_bytes(load_stack("megatron-core"), training, moments)
+    assert ours == found
