@@ -293,15 +293,17 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
 
 
-def moments_refusal(job: TrainingJob, plan: ParallelPlan) -> str | None:
+def moments_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why moments cannot have the format of *plan*, or None when they can.
 
-    Megatron-Core's precision-aware optimizer is its distributed one, on the device.
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device; Megatron
+    Bridge turns it off where Megatron-FSDP is on (scripts/performance/utils/helpers.py, v0.2.0).
     """
     if plan.moment_precision is None:
         return None
     refused = {
-        "zero_stage=0; allowed: 1": plan.zero_stage == 0,
+        f"zero_stage={plan.zero_stage}; allowed: 1": plan.zero_stage == 0
+        or (stack.units is Units.FLAT and plan.zero_stage == MAX_ZERO_STAGE),
         "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
         f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
     }
