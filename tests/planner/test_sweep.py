@@ -11,10 +11,14 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from meshwright import PlanError, load_cluster, main, search, sweep
 from meshwright.hwprofiles import Attention, load_stack, with_facts
 from meshwright.planner.space import SpaceLimits
+from meshwright.planner.sweep.outcome import Outcome
+from meshwright.planner.sweep.pictures import Measure, _draw_map
+from meshwright.planner.sweep.result import RATE
 from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
 
 # Twenty searches of a few layouts each, some of which cannot be: 12 GPUs are no multiple of 8.
@@ -284,3 +288,11 @@ def test_a_folder_of_another_sweep_is_refused(
     (tmp_path / "mine.txt").write_text("mine")
     assert main([*SWEEP, "--out", str(tmp_path)]) == 2
     assert "is not empty; allowed: a new folder, or --force" in capsys.readouterr().err
+
+
+def test_a_map_says_how_a_cell_ended_that_has_no_number() -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    row = {"outcome": Outcome.FITS, RATE: 5.0}
+    _draw_map(figure, axes, [[row, {"outcome": Outcome.REFUSED}]], Measure(RATE, "throughput"))
+    assert [text.get_text() for text in axes.texts] == ["5", "refused"]
