@@ -207,7 +207,7 @@ def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
     beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
-    return of_layers or beside or moments_refusal(job, plan)
+    return of_layers or beside or moments_refusal(job, plan, stack)
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
