@@ -227,6 +227,22 @@ def test_an_axis_that_a_stack_lacks_is_not_told_of(stack: str, *, is_told: bool)
     assert "micro_batch" in told or "microbatch_size" in told
 
 
+@pytest.mark.parametrize(
+    ("stack", "asked", "left_out"),
+    [("megatron-core", None, [3]), ("megatron-core", (3,), []), ("torchtitan", None, [])],
+)
+def test_values_that_have_to_be_asked_for_are_told_of(
+    stack: str, asked: tuple[int, ...] | None, left_out: list[int]
+) -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=8, seq_len=16)
+    limits = SpaceLimits(zero_stage=asked)
+    space = enumerate_space(job, load_stack(stack), 4, limits)
+    searched = {*space.column("zero_stage").tolist()}
+    varied = Varied.of(space, limits, np.ones(len(space), np.bool_))
+    assert [each.value for each in varied.left_out] == left_out
+    assert not searched & {*left_out}
+
+
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_numbers_of_layers_that_run_again_are_tried_up_to_the_one_asked_for(most: int) -> None:
     job = TrainingJob(model=model_of(), global_batch_size=4, seq_len=16)

@@ -196,6 +196,7 @@ def search_document(
         "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
         "searched": list(result.varied.searched),
         "held": [_held_fields(each) for each in result.varied.held],
+        "left_out": [_held_fields(each) for each in result.varied.left_out],
         "plans": [
             {**step_document(plan, budget), "like": [plan_fields(each) for each in like]}
             for plan, like in zip(result.plans, result.like, strict=True)

@@ -22,7 +22,7 @@ from meshwright.planner.reports.step import (
     warning_lines,
     yes_no,
 )
-from meshwright.planner.search import FrontierPoint, SearchResult
+from meshwright.planner.search import FrontierPoint, Held, SearchResult
 from meshwright.planner.space import waste_hints
 from meshwright.simulator import (
     ModelSpec,
@@ -93,8 +93,10 @@ def layout_text(plan: ParallelPlan, job: TrainingJob) -> str:
 def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "proof", proof_text(result)
     yield "searched", ", ".join(result.varied.searched) or "nothing"
-    for reason, names in _held_texts(result):
+    for reason, names in _texts(result.varied.held):
         yield "held", f"{names} ({reason})"
+    for reason, names in _texts(result.varied.left_out):
+        yield "left out", f"{names} ({reason})"
     counts = f"{result.space_size:,} layouts, {result.feasible:,} feasible, "
     yield "space", f"{counts}{result.simulated:,} simulated"
     for reason in sorted(result.rejections, key=lambda name: (-result.rejections[name], name)):
@@ -137,9 +139,8 @@ def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
             yield "fastest", f"plan 1: plan {place + 1} with {differing}, {faster:.2%} faster"
 
 
-def _held_texts(result: SearchResult) -> Iterator[tuple[str, str]]:
-    """Yield each reason why fields were held, with their values."""
-    held = result.varied.held
+def _texts(held: Sequence[Held]) -> Iterator[tuple[str, str]]:
+    """Yield each reason why fields were held, or values left out, with these."""
     for reason in dict.fromkeys(each.reason for each in held):
         texts = (
             each.name if each.value is None else f"{each.name}={value_text(each.value)}"

@@ -16,7 +16,14 @@ from meshwright.planner.space import (
     SpaceLimits,
     is_searched,
 )
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, Axis, PlanField, known_values
+from meshwright.simulator.layout import (
+    AXES,
+    PLAN_FIELDS,
+    Axis,
+    PlanField,
+    known_values,
+    usual_zero_stages,
+)
 
 # Fields that are of some stacks alone, with the trait of those that have them.
 OF_STACKS = {
@@ -36,10 +43,11 @@ class Held(NamedTuple):
 
 
 class Varied(NamedTuple):
-    """Fields of a plan that a search varied, and those that it held."""
+    """Fields of a plan that a search varied, those that it held, and values that it left out."""
 
     searched: tuple[str, ...]
     held: tuple[Held, ...]
+    left_out: tuple[Held, ...] = ()
 
     @classmethod
     def of(cls, space: Space, limits: SpaceLimits, is_offered: NDArray[np.bool_]) -> "Varied":
@@ -58,7 +66,7 @@ class Varied(NamedTuple):
         }
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
-        return cls(searched, held)
+        return cls(searched, held, tuple(_left_out(space, limits)))
 
 
 def _values(column: Column, is_offered: NDArray[np.bool_]) -> list[int]:
@@ -103,6 +111,14 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     axis = field.declaration.axis or field.declaration.acts_on
     known = AXES.get(Axis(axis)) if axis in set(Axis) else None
     return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))
+
+
+def _left_out(space: Space, limits: SpaceLimits) -> Iterator[Held]:
+    """Yield values of searched fields that the stack offers and that have to be asked for."""
+    name, stack = "zero_stage", space.stack
+    if limits.values(name) is None:
+        for stage in sorted({*stack.zero_stages} - {*usual_zero_stages(stack)}):
+            yield Held(name, stage, f"ask with --zero {stage}")
 
 
 def _held(
