@@ -109,7 +109,11 @@ MISTAKES = {
     "precision": ([*V100, "--precision", "bf16"], ["bf16", "v100", "fp16"]),
     "precision of a search": (["search", *V100[1:], "--precision", "bf16"], ["bf16", "fp16"]),
     "attention of the device": ([*V100, "--attention", "flash"], ["flash", "v100"]),
-    "zero": ([*STEP, "--zero", "3"], ["zero_stage=3", "megatron-core", "0, 1"]),
+    "zero": ([*STEP, "--zero", "2"], ["zero_stage=2", "megatron-core", "0, 1, 3"]),
+    "zero of a pipeline": (
+        [*STEP, "--zero", "3", "--pp", "2"],
+        ["zero_stage=3", "megatron-core", "0, 1", "pp=1"],
+    ),
     "zero of a search": ([*SEARCH, "--zero", "-1"], ["zero_stage=-1", "0, 1"]),
     "stack limits": (
         [*STEP, "--stack", "megatron-lm-2021", "--tp", "2", "--sequence-parallel"],

@@ -137,7 +137,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,
-        places_apart=stack.tp_plan,
+        places_apart=stack.tp_plan and shape.tp > 1,
         fuses_residual=stack.megatron_layers,
         saves_first=not stack.megatron_layers,
         weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,

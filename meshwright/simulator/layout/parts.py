@@ -70,8 +70,12 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
         name = f"zero_stage={stage}"
         has_stage = (Condition("zero_stage", eq, stage), Condition(DP_CP, gt, 1))
         if stage not in in_pipelines:
-            reason = name if stage not in offered else f"{name} in a pipeline"
-            yield Gap("zero_stage", reason, (*has_stage, Condition("pp", gt, 1)), in_pipelines)
+            conditions = (*has_stage, Condition("pp", gt, 1))
+            if stage in offered:
+                reason, why = f"{name} in a pipeline", "pp=1 goes with it"
+                yield Gap("zero_stage", reason, conditions, in_pipelines, why=why)
+            else:
+                yield Gap("zero_stage", name, conditions, in_pipelines)
         if stage not in offered:
             yield Gap("zero_stage", name, has_stage, offered)
 
