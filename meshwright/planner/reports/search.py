@@ -62,7 +62,9 @@ def search_report(
     told = [] if largest is None else [("largest", str(largest))]
     parts.append(facts_table([*told, *_facts(result)]))
     if result.frontier:
-        shown = f"memory against time, {len(result.frontier)} layouts that no other beats in both"
+        count = len(result.frontier)
+        layouts = "1 layout" if count == 1 else f"{count} layouts"
+        shown = f"memory against time, {layouts} that no other beats in both"
         parts += [Text(), Text(shown), _frontier_table(result)]
     if result.plans:
         parts += warning_lines(_first(result).warnings)
