@@ -33,6 +33,7 @@ from meshwright.planner.export.registry import facts_of
 from meshwright.planner.export.table import Keys, write_keys
 from meshwright.planner.export.texts import command_words
 from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import ModelSpec
 from meshwright.validate.cli import plan_of_words
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip  (after Apex)
@@ -65,6 +66,13 @@ CORE_PLANS = (
     f"{LLAMA} --gpus 16 --zero 0 --micro-batch 2",
     f"{LLAMA} --gpus 16 --zero 3 --tp 2 --sequence-parallel",
     f"{LLAMA} --gpus 8 --pp 4 --stages 7,9,9,7",
+)
+ROUTED = "qwen3-30b-a3b --global-batch 64 --seq-len 4096 --gpus 16"
+MIXED = "mixtral-8x7b --global-batch 64 --seq-len 4096 --gpus 16"
+EXPERT_PLANS = (
+    f"{MIXED} --ep 8",
+    f"{MIXED} --tp 2 --sequence-parallel --ep 4 --etp 1 --dispatcher deepep",
+    f"{ROUTED} --ep 8 --dispatcher hybridep --expert-overlap delayed-weights",
 )
 SPEED = "gpt2 --stack deepspeed --global-batch 64 --gpus 8"
 SPEED_PLANS = (
@@ -160,6 +168,30 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
         for index in range(plan.num_stages)
     ]
     assert tuple(layers) == plan.stages
+
+
+@pytest.mark.parametrize("words", EXPERT_PLANS)
+def test_megatron_core_is_told_of_experts(words: str) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    plan, model = saved.plan, saved.job.model
+    own = {name.replace("-", "_"): value for name, value in keys_of(saved, "megatron-lm").items()}
+    own["num_moe_experts"] = own.pop("num_experts")
+    known = {each.name for each in fields(TransformerConfig)} - {"normalization"}
+    read = TransformerConfig(**{name: value for name, value in own.items() if name in known})
+    assert isinstance(model, ModelSpec)
+    experts = model.experts
+    assert experts is not None
+    told = read.num_moe_experts, read.moe_router_topk, read.moe_ffn_hidden_size
+    assert told == (experts.num_experts, experts.experts_per_token, experts.hidden_size)
+    ranks = read.expert_model_parallel_size, read.expert_tensor_parallel_size
+    assert ranks == (plan.ep, plan.expert_tp)
+    assert read.moe_grouped_gemm
+    assert read.qk_layernorm == (model.qk_norm == "head")
+    assert read.kv_channels == model.head_dim
+    way = read.moe_flex_dispatcher_backend if read.moe_token_dispatcher_type == "flex" else None
+    assert (plan.dispatcher or None) == way
+    beside = read.overlap_moe_expert_parallel_comm, read.delay_wgrad_compute
+    assert beside == ((plan.expert_overlap is not None,) * 2)
 
 
 @pytest.mark.parametrize("words", SPEED_PLANS)

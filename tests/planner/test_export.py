@@ -23,6 +23,11 @@ TITAN = [*LLAMA, "--stack", "torchtitan"]
 EVERY_SECOND = ["--recompute-layers", "2", "--recompute-method", "every"]
 QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
 GROUPED = ["--microbatch-group-size", "12"]
+ROUTED = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096"]
+MIXTRAL = ["mixtral-8x7b", "--global-batch", "64", "--seq-len", "4096"]
+SPLIT = ["--tp", "2", "--sequence-parallel", "--ep", "4", "--etp", "1"]
+BESIDE = ["--expert-overlap", "delayed-weights", "--recompute-modules", "moe_act,layernorm"]
+QWEN_CORE, MIXED = ["--model", "qwen3-30b-a3b"], ["--model", "mixtral-8x7b"]
 # Plans by framework: options of simulate, and what an import has to be told.
 CORE = ["--model", "llama3-8b"]
 GPT_CORE = ["--model", "gpt2"]
@@ -50,6 +55,9 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
             CORE,
         ),
         ([*LLAMA, "--gpus", "16", "--moment-precision", "fp8"], CORE),
+        ([*MIXTRAL, "--gpus", "64", "--pp", "4", "--ep", "8"], MIXED),
+        ([*MIXTRAL, "--gpus", "16", *SPLIT, "--dispatcher", "deepep"], MIXED),
+        ([*ROUTED, "--gpus", "16", "--ep", "8", "--dispatcher", "hybridep", *BESIDE], QWEN_CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "2"], CORE),
         ([*LLAMA, "--gpus", "16", "--cp", "4", "--cp-type", "all-to-all"], CORE),
         ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
@@ -191,7 +199,9 @@ REFUSED = [
     ("torchtitan 0.3", ["llama3-405b", *TITAN[1:], "--gpus", "8"], "model=llama3-405b"),
     ("deepspeed", [*LLAMA, "--gpus", "8", "--pp", "2"], "pp=2"),
     ("deepspeed", [*GPT, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
-    ("megatron-lm", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "experts"),
+    ("megatron-lm", ["gpt-oss-20b", "--gpus", "8", "--global-batch", "8"], "gpt-oss-20b has"),
+    ("megatron-lm", ["deepseek-v3", "--gpus", "8", "--global-batch", "8"], "latent"),
+    ("megatron-bridge", ["mixtral-8x7b", "--gpus", "8", "--global-batch", "8"], "model=mixtral"),
     ("accelerate", [*DDP, "--gpus", "8", "--sync-each-microbatch", "--micro-batch", "8"], ""),
     ("accelerate", [*LLAMA, "--gpus", "8", "--tp", "2", "--zero", "0"], "tp=2"),
     (
@@ -247,7 +257,10 @@ WRONG = [
     ),
     ("a.sh", "torchrun x.py --num-layers 3 --seq-length 2048", "allowed: 32"),
     ("a.sh", "torchrun x.py --expert-model-parallel-size 2", "allowed: 1"),
-    ("a.sh", "torchrun x.py --overlap-moe-expert-parallel-comm", "allowed: false"),
+    ("a.sh", "torchrun x.py --overlap-moe-expert-parallel-comm", "which has no experts"),
+    ("a.sh", "torchrun x.py --delay-wgrad-compute", "allowed: false"),
+    ("mixtral.sh", "torchrun x.py --moe-token-dispatcher-type allgather", "alltoall, flex"),
+    ("mixtral.sh", "torchrun x.py --num-experts 4", "allowed: 8"),
     ("a.sh", "torchrun x.py --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
     ("a.sh", f"torchrun x.py {MOMENTS} bf16 --exp-avg-sq-dtype fp32", "allowed: bf16"),
     ("a.sh", f"torchrun x.py {MOMENTS} nvfp4", "allowed: fp32, fp16, bf16, fp8"),
@@ -263,7 +276,8 @@ def test_a_file_that_no_plan_can_say_is_refused_in_one_line(
 ) -> None:
     file, out = tmp_path / name, tmp_path / "plan.json"
     file.write_text(text)
-    told = ["--model", "llama3-8b", "--gpus", "8", "--global-batch", "8"]
+    model = "mixtral-8x7b" if name == "mixtral.sh" else "llama3-8b"
+    told = ["--model", model, "--gpus", "8", "--global-batch", "8"]
     source = ["--from", "torchtitan"] if name == "titan.sh" else []
     assert main(["import", str(file), *source, *WHERE, *told, "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -12,6 +12,8 @@ from typing import cast
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
+    Dispatcher,
+    ExpertOverlap,
     Offload,
     Recompute,
     RecomputeMethod,
@@ -19,7 +21,7 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
-from meshwright.simulator import PlanError
+from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.layout import read_layout
 from meshwright.simulator.schedules import core_group
 
@@ -33,6 +35,12 @@ CONTEXT: Mapping[object, object] = {
     ContextParallel.ALL_TO_ALL: "a2a",
     ContextParallel.RING_OF_SWAPS: "a2a+p2p",
 }
+DISPATCHERS: Mapping[Dispatcher, tuple[str, str | None]] = {
+    Dispatcher.ALL_TO_ALL: ("alltoall", None),
+    Dispatcher.DEEPEP: ("flex", "deepep"),
+    Dispatcher.HYBRIDEP: ("flex", "hybridep"),
+}
+DELAYED = ExpertOverlap.DELAYED_WEIGHTS
 FULLY_SHARDED = 3
 TWO_LEVELS = 2  # of a ring of swaps: Transformer Engine takes no more
 RECOMPUTE: Mapping[object, Keys] = {
@@ -120,11 +128,108 @@ def shared_rows(
         words.only("offload", Offload.NONE),
         words.same("cp", key("context_parallel_size"), 1),
         _context(words, key),
-        words.held(key("expert_model_parallel_size"), (1,)),
-        words.held(key("expert_tensor_parallel_size"), (1, None)),
-        words.held(overlap("overlap_moe_expert_parallel_comm"), (False, None)),
-        words.held(overlap("delay_wgrad_compute"), (False, None)),
+        _expert_ranks(words, key),
+        _dispatch(words, key),
+        _expert_overlap(words, overlap),
     )
+
+
+def _has_experts(facts: Facts) -> bool:
+    return facts.model is not None and facts.model.experts is not None
+
+
+def _expert_ranks(words: Words, key: Callable[[str], str]) -> Row:
+    """Return the row of the ranks among which experts are divided; of a dense model one."""
+    ranks, widths = key("expert_model_parallel_size"), key("expert_tensor_parallel_size")
+
+    def write(facts: Facts) -> Keys:
+        if not _has_experts(facts):
+            return {}
+        etp = facts.get("etp")
+        return {ranks: facts.get("ep")} | ({} if etp is None else {widths: etp})
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        if not _has_experts(facts):
+            return {**words.held(ranks, (1,)).read(keys, facts)}
+        etp = None if keys.get(widths) is None else words.whole(keys, widths, 1)
+        return {"ep": words.whole(keys, ranks, 1), "etp": etp}
+
+    return Row(fields=("ep", "etp"), keys=(ranks, widths), write=write, read=read)
+
+
+def _dispatch(words: Words, key: Callable[[str], str]) -> Row:
+    """Return the row of how tokens go to experts, and of products of all experts of a rank."""
+    kind, backend = key("moe_token_dispatcher_type"), key("moe_flex_dispatcher_backend")
+    grouped, fact = key("moe_grouped_gemm"), "stack.grouped_experts"
+    usual = Dispatcher.ALL_TO_ALL
+
+    def write(facts: Facts) -> Keys:
+        if not _has_experts(facts):
+            return {}
+        name, way = DISPATCHERS[cast("Dispatcher | None", facts.get("dispatcher")) or usual]
+        found: Keys = {kind: name}
+        found |= {} if way is None else {backend: way}
+        return found | ({grouped: True} if facts.get(fact) else {})
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        if not _has_experts(facts):
+            return {}
+        name = words.word(keys, kind, "allgather")
+        way = words.word(keys, backend, "deepep") if name == "flex" else None
+        for ours, each in DISPATCHERS.items():
+            if each == (name, way):
+                said = None if ours is usual else ours
+                return {"dispatcher": said, fact: keys.get(grouped) is True}
+        wrong, value = (backend, way) if name == "flex" else (kind, name)
+        place = int(name == "flex")
+        known = dict.fromkeys(each[place] for each in DISPATCHERS.values() if each[place])
+        raise words.unknown(wrong, value, known)
+
+    fields = ("dispatcher", fact)
+    return Row(fields=fields, keys=(kind, backend, grouped), write=write, read=read)
+
+
+def expert_fields(model: ModelSpec) -> Keys:
+    """Return what describes routed experts; shares are of a token's own experts in any case."""
+    experts = model.experts
+    if experts is None:
+        return {}
+    has_experts = [int(experts.has_layer(number)) for number in range(model.num_layers)]
+    others: Keys = {
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_enable_expert_bias": experts.routing_bias,
+        "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
+        "moe_router_num_groups": experts.num_groups > 1 and experts.num_groups,
+        "moe_router_group_topk": experts.num_groups > 1 and experts.groups_per_token,
+        "moe_layer_freq": not all(has_experts) and str(has_experts).replace(" ", ""),
+    }
+    return {
+        "num_experts": experts.num_experts,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_ffn_hidden_size": experts.hidden_size,
+        "moe_router_score_function": "sigmoid" if experts.scores == "sigmoid" else "softmax",
+        **{name: value for name, value in others.items() if value},
+    }
+
+
+def _expert_overlap(words: Words, key: Callable[[str], str]) -> Row:
+    """Return the row of exchanges with experts beside what another microbatch computes."""
+    beside, later = key("overlap_moe_expert_parallel_comm"), key("delay_wgrad_compute")
+
+    def write(facts: Facts) -> Keys:
+        overlap = facts.get("expert_overlap")
+        if overlap is None:
+            return {}
+        names = (beside, later) if overlap is DELAYED else (beside,)
+        return dict.fromkeys(names, True)
+
+    def read(keys: Keys, facts: Facts) -> Keys:
+        if keys.get(beside) is not True:
+            return {**words.held(later, (False, None)).read(keys, facts)}
+        is_later = keys.get(later) is True
+        return {"expert_overlap": DELAYED if is_later else ExpertOverlap.MICROBATCHES}
+
+    return Row(fields=("expert_overlap",), keys=(beside, later), write=write, read=read)
 
 
 def _schedule(facts: Facts) -> str:

@@ -12,12 +12,20 @@ from meshwright.hwprofiles import LossKernel, Precision
 from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.megatron_core import (
     BATCHES,
+    expert_fields,
     groups_row,
     shards_row,
     shared_rows,
     stages_row,
 )
-from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
+from meshwright.planner.export.table import (
+    Facts,
+    Keys,
+    Row,
+    Words,
+    check_model,
+    not_offered,
+)
 from meshwright.planner.export.texts import command_words, flags, read_flags
 from meshwright.simulator import ModelSpec, PlanError
 
@@ -267,6 +275,18 @@ MODEL_KEYS = (
     "untie-embeddings-and-output-weights",
     "hidden-dropout",
     "attention-dropout",
+    "kv-channels",
+    "qk-layernorm",
+    "num-experts",
+    "moe-router-topk",
+    "moe-ffn-hidden-size",
+    "moe-router-score-function",
+    "moe-router-enable-expert-bias",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+    "moe-shared-expert-intermediate-size",
+    "moe-shared-expert-gate",
+    "moe-layer-freq",
 )
 VOCABULARY_KEYS = ("vocab-size", "make-vocab-size-divisible-by")
 
@@ -281,17 +301,22 @@ def _model_options(model: ModelSpec, vocabulary_multiple: int) -> Keys:
         "add-qkv-bias": model.attention_bias and not model.mlp_bias,
         "untie-embeddings-and-output-weights": not model.tied_embeddings,
         "group-query-attention": model.num_kv_heads < model.num_heads,
+        "qk-layernorm": model.qk_norm == "head",
     }
+    width = model.head_dim
+    own_width = {"kv-channels": width} if width * model.num_heads != model.hidden_size else {}
     return {
         "num-layers": model.num_layers,
         "hidden-size": model.hidden_size,
         "ffn-hidden-size": model.ffn_hidden_size,
         "num-attention-heads": model.num_heads,
+        **own_width,
         **({"num-query-groups": model.num_kv_heads} if switches["group-query-attention"] else {}),
         "max-position-embeddings": model.max_positions,
         "position-embedding-type": POSITIONS[model.positions],
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         **{name: True for name, is_on in switches.items() if is_on},
+        **{_dashed(name): value for name, value in expert_fields(model).items()},
         "hidden-dropout": dropout,
         "attention-dropout": dropout,
         # NullTokenizer adds one token, that ends a document.
@@ -308,12 +333,23 @@ TOLD = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"),
     *("max_positions", "positions", "norm", "gated_mlp", "mlp_bias", "output_bias"),
     *("attention_bias", "tied_embeddings", "dropout", "vocab_size", "fused_qkv"),
+    *("head_dim", "qk_norm", "experts"),
 }
+# Of experts, what they are as usual.
+PLAIN = {"bias": False, "activation": "silu", "weighs_inputs": False}
 
 
 def _check_model(model: ModelSpec) -> None:
     """Raise PlanError for what pretrain_gpt.py has no model of, as it is told here."""
     check_model(model, WORDS.framework, TOLD)
+    facts: dict[str, tuple[object, tuple[object, ...]]] = {
+        "qk_norm": (model.qk_norm, ("none", "head"))
+    }
+    if model.experts is not None:
+        facts |= {f"experts.{key}": (getattr(model.experts, key), (PLAIN[key],)) for key in PLAIN}
+    for name, (value, allowed) in facts.items():
+        if value not in allowed:
+            raise not_offered(f"{name} of model {model.name}", value, WORDS.framework, allowed)
     biases = model.attention_bias, model.output_bias, model.mlp_bias
     if biases[1] != biases[2] or biases[2] > biases[0]:
         raise PlanError(
@@ -354,5 +390,7 @@ FRAMEWORK = Framework(
         *("tensorboard-*", "wandb-*", "exit-*", "distributed-*", "use-mcore-models", "ckpt-*"),
         *("num-workers", "timing-*", "manual-gc*", "rotary-*", "norm-epsilon", "data-cache-path"),
         *("kill-on-bad-exit", "use-checkpoint-*", "dist-ckpt-*", "async-save"),
+        *("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-load-balancing-type"),
+        *("moe-router-bias-update-rate", "moe-router-topk-scaling-factor"),
     ),
 )

@@ -102,6 +102,8 @@ def check_model(model: ModelSpec, framework: str, told: Iterable[str]) -> None:
         name: each.default for name, each in type(model).model_fields.items() if name not in known
     }
     facts["positions"] = "rotary" if model.positions == "rotary" else "learned"
+    if "head_dim" in {*told}:
+        del facts["head_dim"]
     for name, usual in facts.items():
         value = getattr(model, name)
         if value != usual:
