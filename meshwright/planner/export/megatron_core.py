@@ -158,10 +158,10 @@ def _expert_ranks(words: Words, key: Callable[[str], str]) -> Row:
 
 
 def _dispatch(words: Words, key: Callable[[str], str]) -> Row:
-    """Return the row of how tokens go to experts, and of products of all experts of a rank."""
+    """Return the row of how tokens go to experts, and of what runs as one for all of a rank."""
     kind, backend = key("moe_token_dispatcher_type"), key("moe_flex_dispatcher_backend")
-    grouped, fact = key("moe_grouped_gemm"), "stack.grouped_experts"
-    usual = Dispatcher.ALL_TO_ALL
+    grouped, fused = key("moe_grouped_gemm"), key("moe_permute_fusion")
+    usual, fact = Dispatcher.ALL_TO_ALL, "stack.grouped_experts"
 
     def write(facts: Facts) -> Keys:
         if not _has_experts(facts):
@@ -169,7 +169,7 @@ def _dispatch(words: Words, key: Callable[[str], str]) -> Row:
         name, way = DISPATCHERS[cast("Dispatcher | None", facts.get("dispatcher")) or usual]
         found: Keys = {kind: name}
         found |= {} if way is None else {backend: way}
-        return found | ({grouped: True} if facts.get(fact) else {})
+        return found | (dict.fromkeys((grouped, fused), True) if facts.get(fact) else {})
 
     def read(keys: Keys, facts: Facts) -> Keys:
         if not _has_experts(facts):
@@ -186,7 +186,7 @@ def _dispatch(words: Words, key: Callable[[str], str]) -> Row:
         raise words.unknown(wrong, value, known)
 
     fields = ("dispatcher", fact)
-    return Row(fields=fields, keys=(kind, backend, grouped), write=write, read=read)
+    return Row(fields=fields, keys=(kind, backend, grouped, fused), write=write, read=read)
 
 
 def expert_fields(model: ModelSpec) -> Keys:
