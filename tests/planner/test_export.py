@@ -261,6 +261,7 @@ WRONG = [
     ("a.sh", "torchrun x.py --delay-wgrad-compute", "allowed: false"),
     ("mixtral.sh", "torchrun x.py --moe-token-dispatcher-type allgather", "alltoall, flex"),
     ("mixtral.sh", "torchrun x.py --num-experts 4", "allowed: 8"),
+    ("mixtral.sh", "torchrun x.py --moe-layer-freq 2", "allowed: leave it out"),
     ("a.sh", "torchrun x.py --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
     ("a.sh", f"torchrun x.py {MOMENTS} bf16 --exp-avg-sq-dtype fp32", "allowed: bf16"),
     ("a.sh", f"torchrun x.py {MOMENTS} nvfp4", "allowed: fp32, fp16, bf16, fp8"),

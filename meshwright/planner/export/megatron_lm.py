@@ -26,7 +26,7 @@ from meshwright.planner.export.table import (
     check_model,
     not_offered,
 )
-from meshwright.planner.export.texts import command_words, flags, read_flags
+from meshwright.planner.export.texts import command_words, flags, layer_numbers, read_flags
 from meshwright.simulator import ModelSpec, PlanError
 
 WORDS = Words("megatron-lm")
@@ -248,6 +248,9 @@ def _model() -> Row:
         own = _model_options(facts.model, 1)
         for key in MODEL_KEYS:
             theirs = keys.get(key)
+            layers = layer_numbers(theirs, facts.model.num_layers) if key in LAYER_KEYS else []
+            if layers:
+                theirs = None if all(layers) else str(layers).replace(" ", "")
             if key in keys and theirs != own.get(key):
                 raise PlanError(
                     f"{key}={theirs} is not that of model {facts.model.name}; "
@@ -288,6 +291,7 @@ MODEL_KEYS = (
     "moe-shared-expert-gate",
     "moe-layer-freq",
 )
+LAYER_KEYS = {"moe-layer-freq"}
 VOCABULARY_KEYS = ("vocab-size", "make-vocab-size-divisible-by")
 
 

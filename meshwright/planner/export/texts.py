@@ -15,6 +15,9 @@ FRAMEWORK_FILE = FileKind(
 )
 PLACE = "content"  # of the file that who reads it names
 
+# A list of digits, and how often it is repeated, as "[0,1]*12".
+LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
+
 
 def nested(keys: Keys) -> dict[str, object]:
     """Return *keys* with a table for each section.
@@ -270,3 +273,24 @@ def _number(text: str) -> object:
         except ValueError:
             continue
     return text
+
+
+def layer_numbers(value: object, num_layers: int) -> list[int]:
+    """Return the number of each layer that a frequency, or a sum of lists, stands for.
+
+    So Megatron-LM spells which layers have experts (``moe_freq_type`` of its arguments.py): one in
+    so many, from the first on, or ``([0]*3+[1]*58)``. Empty where it is neither,
+    or of another number of layers.
+
+    >>> layer_numbers("([0]*1+[1]*3)", 4), layer_numbers(2, 4), layer_numbers("some", 4)
+    ([0, 1, 1, 1], [1, 0, 1, 0], [])
+    """
+    if isinstance(value, int) and value > 0:
+        return [int(layer % value == 0) for layer in range(num_layers)]
+    text = str(value).replace(" ", "").removeprefix("(").removesuffix(")")
+    parts = [LISTS.fullmatch(each) for each in text.split("+")]
+    counted = [(each[1], int(each[2] or 1)) for each in parts if each is not None]
+    if len(counted) < len(parts) or sum(times for _, times in counted) > num_layers:
+        return []
+    numbers = [int(each) for listed, times in counted for each in times * listed.split(",")]
+    return numbers if len(numbers) == num_layers else []
