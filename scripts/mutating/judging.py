@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,14 @@ FIRST_S = 15  # of the tests that run before it is known whether an output chang
 
 
 class Judge:
-    """Judges faults in a *copy* of the checkout; what is slow to find out is below *kept*."""
+    """Judges faults in a *copy* of the checkout; what is slow to find out is below *kept*.
 
-    def __init__(self, copy: Copy, kept: Path) -> None:
+    A fault that tests of *most_s* in all do not find survives.
+    """
+
+    def __init__(self, copy: Copy, kept: Path, most_s: float = math.inf) -> None:
         self._copy = copy
+        self._most_s = most_s
         calls = Calls(copy.root, kept / "calls")
         for files in calls.missing():
             calls.keep(files, copy.noted(files))
@@ -55,7 +60,8 @@ class Judge:
         if changed is not None and changed.kind == "no change":
             return changed
         known = {test.name for test in first}
-        found = self._failure([test for test in tests if test.name not in known])
+        others = [test for test in tests if test.name not in known]
+        found = self._failure(_within(self._most_s, others))
         if found is None:  # what tests start in processes of their own was not noted
             found = self._copy.failure(near, 60)
         return found or changed or Found("survived")
