@@ -55,7 +55,7 @@ def without_times(folder: Path) -> dict[str, bytes]:
     for name, content in every_file(folder).items():
         found[name] = content
         if name == "validation.json":
-            found[name] = json.dumps(_without_times(json.loads(content))).encode()
+            found[name] = json.dumps(_without_times(json.loads(content)), indent=1).encode()
         elif name != "plan.json":
             found[name] = b""
     return {name: each for name, each in found.items() if not name.startswith("run-")}

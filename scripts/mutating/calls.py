@@ -79,9 +79,14 @@ class Callers:
 
     def __init__(self, tests: Iterable[Caller]) -> None:
         self._by_place: dict[str, list[Caller]] = {}
-        for test in sorted(tests, key=lambda each: (each.seconds, each.name)):
+        self._tests = sorted(tests, key=lambda each: (each.seconds, each.name))
+        for test in self._tests:
             for each in test.calls:
                 self._by_place.setdefault(each, []).append(test)
+
+    def in_files(self, files: Sequence[str]) -> list[Caller]:
+        """Return the tests of *files*, the shortest first."""
+        return [test for test in self._tests if test.file in files]
 
     def of(self, at_fault: str) -> list[Caller]:
         """Return the tests that call what is at fault.

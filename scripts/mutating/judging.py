@@ -63,7 +63,7 @@ class Judge:
         others = [test for test in tests if test.name not in known]
         found = self._failure(_within(self._most_s, others))
         if found is None:  # what tests start in processes of their own was not noted
-            found = self._copy.failure(near, 60)
+            found = self._failure(_within(self._most_s, self._callers.in_files(near)))
         return found or changed or Found("survived")
 
     def _failure(self, tests: Sequence[Caller]) -> Found | None:

@@ -43,6 +43,10 @@ def test_what_is_lost_left_behind_or_different_is_told(tmp_path: Path) -> None:
     command = COMMANDS["calibrate"]
     usual = Undisturbed(1.0, 0, command.lasting(tmp_path / "out"), {"out"})
     assert list(again_differs(command, usual, tmp_path, [])) == []
+    different = Undisturbed(1.0, 0, {"plan.json": b"[\n1,\n2]"}, {"out"})
+    every = command._replace(lasting=lambda _folder: {"plan.json": b"[\n1,\n3]"})
+    said = list(again_differs(every, different, tmp_path, []))
+    assert said == ["FAULT: plan.json differs: -2] +3]"]
     file.write_text("# of a machine\nadd,1\nadd,2\nadd,", encoding="utf-8")
     assert command.kept(tmp_path / "out") == ["add,1\n", "add,2\n"]
     (tmp_path / "scratch").mkdir()
