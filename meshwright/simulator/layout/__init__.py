@@ -36,6 +36,7 @@ from meshwright.simulator.layout.parts import (
     attention_kernels,
     context_way,
     default_attention,
+    moments_refusal,
     usual_inner,
     usual_zero_stages,
 )
@@ -143,6 +144,7 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "moments_refusal",
     "near_multiples",
     "offered_formats",
     "optimizer_bytes",
