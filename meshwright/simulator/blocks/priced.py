@@ -53,6 +53,8 @@ STEP_KERNELS = 12, 9
 # sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
 # of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
 BIAS_KERNELS = 2, 6
+# Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
+CASTS_OF_PASS = 2
 # Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
 MLM_KERNELS = 5
 
@@ -217,7 +219,9 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
         return HostPasses(name, 1 + backward)
     by_one = experts.bias and shape.stack.megatron_layers
     kernels = BIAS_KERNELS[backward] if by_one else 0
-    return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
+    own = experts.num_experts // shape.ep
+    casts = own * CASTS_OF_PASS * shape.recipe.expert_cast_kernels if shape.recipe else 0
+    return HostPasses(name, 1 + backward, own, kernels, casts)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
