@@ -5,6 +5,14 @@ from typing import Literal, NamedTuple
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import ExpertAxis, MeshAxis
 
+# Kernels of a head beside its products: norm, cast, maximum, subtract, exponent, sum, divide and
+# their gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
+HEAD_KERNELS = 8
+MLM_KERNELS = 5
+# Of each layer that predicts a further token beside it: embedding, three norms, two that put
+# tokens side by side, and those that shift numbers (MultiTokenPredictionLayer of core 0.16).
+PREDICTION_KERNELS = 14
+
 
 class Gemm(NamedTuple):
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
@@ -110,6 +118,18 @@ class KernelLaunches(NamedTuple):
 
     name: str
     num_kernels: int
+
+
+def head_launches(num_predictions: int, *, has_mlm: bool) -> tuple[KernelLaunches, ...]:
+    """Return the starts of a head's kernels, forward or backward.
+
+    Args:
+        num_predictions: Layers that predict a further token each, whose own products are apart.
+        has_mlm: It is BERT's.
+    """
+    starts = [KernelLaunches("head", HEAD_KERNELS)] * (1 + num_predictions)
+    starts += [KernelLaunches("mlm", MLM_KERNELS)] * has_mlm
+    return (*starts, *[KernelLaunches("prediction", PREDICTION_KERNELS)] * num_predictions)
 
 
 class HostPasses(NamedTuple):
