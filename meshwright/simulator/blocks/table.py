@@ -34,6 +34,7 @@ class BlockMemory(NamedTuple):
     forward: int
     backward: int
     arrival: int
+    holding: int
     left: int
     received: int
     sent: int
@@ -213,6 +214,7 @@ def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> 
         forward=memory.forward + shift,
         backward=memory.backward + shift,
         arrival=memory.arrival + shift,
+        holding=memory.holding + shift,
     )
 
 
