@@ -79,6 +79,7 @@ from meshwright.simulator.layout.refusals import (
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.splits import (
     check_predictions,
+    num_predictions,
     parse_stages,
     read_layout,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "model_refusal",
     "model_stages",
     "near_multiples",
+    "num_predictions",
     "offered_formats",
     "optimizer_bytes",
     "pair_span",
