@@ -3,6 +3,7 @@
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.moments import (
     PERIODS,
+    MessageColumns,
     fullest_moments,
     representative_microbatches,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "SWITCHES",
     "Candidates",
     "Column",
+    "MessageColumns",
     "Pipeline",
     "Role",
     "ShapeTable",
