@@ -110,6 +110,8 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "recompute_layers": ["--recompute-layers", "2"],
     "max_recompute_layers": ["--max-recompute-layers", "2"],
     "recompute_method": ["--recompute-layers", "2", "--recompute-method", "uniform"],
+    "moment_precision": ["--moment-precision", "bf16"],
+    "also": ["--also", "moment-precision"],
     "microbatch_group_size": ["--microbatch-group-size", "4"],
     "attention": ["--attention", "unfused"],
     "stages": ["--stages", "balanced"],

@@ -52,6 +52,8 @@ STEP_KERNELS = 12, 9
 # sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
 # of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
 BIAS_KERNELS = 2, 6
+# Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
+CASTS_OF_PASS = 2
 
 
 class PricedBlock(NamedTuple):
@@ -223,12 +225,15 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     shape = block.shape
     kind = block.kind if block.kind in LAYERS else shape.model.layer_runs[-1].kind
     experts = shape.model.experts if kind in EXPERT_LAYERS else None
-    passes = (1 + backward) * _num_layers(block)
+    layers = _num_layers(block)
+    passes = (1 + backward) * layers
     if experts is None:
         return HostPasses(name, passes)
     by_one = experts.bias and shape.stack.megatron_layers
-    kernels = BIAS_KERNELS[backward] if by_one else 0
-    return HostPasses(name, passes, experts.num_experts // shape.ep, kernels)
+    kernels = BIAS_KERNELS[backward] * layers if by_one else 0
+    own = experts.num_experts // shape.ep
+    each = CASTS_OF_PASS * layers * shape.recipe.expert_cast_kernels if shape.recipe else 0
+    return HostPasses(name, passes, own, kernels, own * each)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:

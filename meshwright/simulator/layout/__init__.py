@@ -42,6 +42,7 @@ from meshwright.simulator.layout.parts import (
     MAX_ZERO_STAGE,
     attention_kernels,
     default_attention,
+    moments_refusal,
     usual_zero_stages,
 )
 from meshwright.simulator.layout.placement import (
@@ -153,6 +154,7 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "moments_refusal",
     "near_multiples",
     "num_predictions",
     "offered_formats",
