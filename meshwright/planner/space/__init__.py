@@ -17,7 +17,7 @@ from meshwright.planner.space.space import (
     enumerate_space,
     is_searched,
 )
-from meshwright.planner.space.switches import SWITCHES, Column, distinct
+from meshwright.planner.space.switches import SWITCHES, Column, askable_values, distinct
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Space",
     "SpaceLimits",
     "apply_rules",
+    "askable_values",
     "block_counts",
     "distinct",
     "enumerate_space",
