@@ -222,7 +222,7 @@ class _Interleaved:
         found = [0] * len(self.forward)
         if self.place.pp_rank == 0:
             positions = [self.began[number] for number in self.forward[self.warmup :]]
-            self._fill(found, self.next_inputs[self.warmup :], positions)
+            _fill(self, found, self.next_inputs[self.warmup :], positions)
         first = self.next_inputs[self.warmup - 1]
         if first != NONE:
             found[first] = self.end
@@ -238,7 +238,7 @@ class _Interleaved:
         running = self.backward
         if self.is_last:
             positions = [self.ended[number] for number in running[: self.alternating]]
-            self._fill(found, received, positions)
+            _fill(self, found, received, positions)
             last = self.outputs[-1]
             running = [number for number in running if self.outputs[number] < last]
         num_requested = sum(each != NONE for each in received)
@@ -249,13 +249,6 @@ class _Interleaved:
         for number, left in zip(requested, until, strict=True):
             found[number] = max(found[number], left)
         return found
-
-    def _fill(self, until: Numbers, received: Numbers, positions: Numbers) -> None:
-        """Write until where an end's slots hold what is *received* after passes at *positions*."""
-        ends = _slot_ends(positions, received, self.group - self.place.pp + 1, self.end)
-        for number, end in zip(received, ends, strict=True):
-            if number != NONE:
-                until[number] = end
 
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
@@ -287,6 +280,14 @@ def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
     sources = [rank.inputs[number] for number in first]
     yield HeldSpans([0] * len(sources), [rank.began[number] for number in first], sources, 2)
     yield HeldSpans([ended + 1 for ended in rank.ended], rank.left_module, rank.inputs, 2)
+
+
+def _fill(rank: _Interleaved, until: Numbers, received: Numbers, positions: Numbers) -> None:
+    """Write until where an end's slots hold what is *received* after passes at *positions*."""
+    ends = _slot_ends(positions, received, rank.group - rank.place.pp + 1, rank.end)
+    for number, end in zip(received, ends, strict=True):
+        if number != NONE:
+            until[number] = end
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:
