@@ -48,9 +48,8 @@ EMBEDDING_KERNELS = 3
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
-# Of each expert, forward and backward: its last bias is weighed and added; two products and two
-# sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
-# of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
+# Of each expert, forward and backward: its last bias is weighed and added; two products, two sums
+# make gradients of that; those of both are added (`_apply_bias`, megatron/core/transformer/moe).
 BIAS_KERNELS = 2, 6
 
 
@@ -206,16 +205,14 @@ class PricedBlock(NamedTuple):
         )
 
 
+def _end_launches(block: PricedBlock) -> tuple[KernelLaunches, ...]:
+    is_layer, layers = block.kind in LAYERS, _num_layers(block)
+    return () if is_layer else head_launches(layers, has_mlm=block.shape.model.mlm_head)
+
+
 def _num_layers(block: PricedBlock) -> int:
     """Return the layers of a block: one, or those of a head that predict further tokens."""
     return 1 if block.kind in LAYERS else block.shape.model.prediction_layers
-
-
-def _end_launches(block: PricedBlock) -> tuple[KernelLaunches, ...]:
-    """Return the starts of a head's kernels beside those of such layers."""
-    if block.kind in LAYERS:
-        return ()
-    return head_launches(_num_layers(block), has_mlm=block.shape.model.mlm_head)
 
 
 def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
