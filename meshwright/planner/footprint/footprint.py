@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
 from meshwright.planner.footprint.units import BesideWeights, UnitPeaks
 from meshwright.planner.space import (
+    BESIDE,
     Column,
     Pipeline,
     Role,
@@ -31,6 +33,7 @@ from meshwright.simulator.memory import (
     StateBytes,
     block_bytes,
     num_communicators,
+    pair_bytes,
     pass_workspace_bytes,
     workspace_bytes,
 )
@@ -96,12 +99,20 @@ class PassWorkspaces:
     def __init__(self, blocks: dict[BlockKind, BlockBytes[Column]]) -> None:
         self._blocks = blocks
         self._known: dict[Stage, NDArray[np.int64]] = {}
+        self._pairs: dict[tuple[Stage, Stage], Column] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
         """Return the bytes of forward and backward, one column a shape."""
         if stage not in self._known:
             self._known[stage] = np.stack(pass_workspace_bytes(self._blocks, stage, np.maximum))
         return self._known[stage]
+
+    def of_pair(self, forward: Stage, backward: Stage) -> Column:
+        """Return what two passes beside each other add, of each shape."""
+        pair = forward, backward
+        if pair not in self._pairs:
+            self._pairs[pair] = pair_bytes(self._blocks, forward, backward, np.maximum)
+        return self._pairs[pair]
 
 
 class _Sizes(NamedTuple):
@@ -241,8 +252,8 @@ def _group_peaks(
         devices = space.num_gpus // group.pipeline.pp
         workspaces = _workspaces(role, kinds, shapes[distinct([shapes])[0]], devices, sizes)
         kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes[first]])
-        phases, stages = candidates[:, :, -2], candidates[:, :, -1]
-        needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
+        own = shapes[first], member[first]
+        needed = _needed(candidates, own, workspaces, _paired(role, candidates, sizes))
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = np.maximum(updated * state.update_temporary, _cast_last(kinds, member, parameters))
         peaks = np.maximum(peaks, static + np.maximum(at_end, (kept + needed).max(axis=1)[family]))
@@ -284,6 +295,30 @@ def _workspaces(
             for kind in kinds
         ]
     )
+
+
+def _paired(role: Role, candidates: NDArray[np.int64], sizes: _Sizes) -> NDArray[np.int64] | None:
+    """Return what two passes beside each other need, by their stages and shape, where some are."""
+    if not (candidates[:, :, -2] == BESIDE).any():
+        return None
+    stages = list(dict.fromkeys(role.stages))
+    return np.stack([sizes.passes.of_pair(*each) for each in product(stages, repeat=2)])
+
+
+def _needed(
+    candidates: NDArray[np.int64],
+    own: tuple[Column, Column],
+    workspaces: NDArray[np.int64],
+    pairs: NDArray[np.int64] | None,
+) -> NDArray[np.int64]:
+    """Return what the passes of moments need, of layouts with their *own* shapes and sharing."""
+    shapes, member = (each[:, None] for each in own)
+    phases, stages = candidates[:, :, -2], candidates[:, :, -1]
+    if pairs is None:
+        return workspaces[member, stages, phases, shapes]
+    alone = phases != BESIDE
+    needed = workspaces[member, stages * alone, phases * alone, shapes]
+    return np.where(alone, needed, pairs[np.where(alone, 0, stages), shapes])
 
 
 def device_bytes_column(

@@ -12,6 +12,7 @@ from meshwright.simulator import Phase, Schedule
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
 # takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
 PERIODS = 3
+BESIDE = len(Phase)  # the number of a moment of two passes, behind those of the phases
 
 
 def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches: Column) -> Column:
@@ -35,26 +36,45 @@ def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) ->
     Returns:
         For each number of microbatches as many rows, some of them repeated: kept passes through
         blocks of each kind, and of the running pass the phase and the place of its stage among
-        those of the role that differ.
+        those of the role that differ.  Of two passes beside each other the phase is `BESIDE`, the
+        place that of the forward pass times the number of such stages and that of the backward
+        pass; they keep what was kept before both.
     """
     numbers, vpp = num_microbatches.tolist(), len(role.stages)
     stages = list(dict.fromkeys(role.stages))
     counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
     if len(stages) > 1:
         places = [stages.index(stage) for stage in role.stages]
-        orders = [_order(pipeline.schedule, role.first, pipeline.pp, each, vpp) for each in numbers]
-        walked = [_walked(order, counts, np.array(places)) for order in orders]
+        sizes = [(role.first, pipeline.pp, each, vpp) for each in numbers]
+        walked = [
+            _walked(
+                _order(pipeline.schedule, *size),
+                counts,
+                np.array(places),
+                pipeline.schedule.pairs(*size),
+            )
+            for size in sizes
+        ]
         longest = max(map(len, walked))
         return np.stack([np.resize(each, (longest, each.shape[1])) for each in walked])
-    passes = [pipeline.schedule.in_flight(role.first, pipeline.pp, each, vpp) for each in numbers]
-    moments = np.zeros((len(numbers), len(Phase), len(pipeline.kinds) + 2), np.int64)
-    moments[:, :, :-2] = (np.array(passes, np.int64)[:, None] * counts[0])[:, None]
-    moments[:, :, -2] = range(len(Phase))
+    schedule, first, pp = pipeline.schedule, role.first, pipeline.pp
+    beside = np.array([len(schedule.pairs(first, pp, each, vpp)) > 0 for each in numbers], np.int64)
+    passes = np.array([schedule.in_flight(first, pp, each, vpp) for each in numbers], np.int64)
+    # Beside a forward pass a backward pass runs: what it keeps counts with what both need.
+    phases = [*range(len(Phase)), BESIDE] if beside.any() else range(len(Phase))
+    moments = np.zeros((len(numbers), len(phases), len(pipeline.kinds) + 2), np.int64)
+    moments[:, :, :-2] = ((passes - beside)[:, None] * counts[0])[:, None]
+    moments[:, :, -2] = phases
+    if beside.any():
+        moments[:, -1, -2] *= beside  # a forward pass once more where there are no pairs
     return moments
 
 
 def _walked(
-    order: tuple[NDArray[np.bool_], Column], counts: NDArray[np.int64], places: Column
+    order: tuple[NDArray[np.bool_], Column],
+    counts: NDArray[np.int64],
+    places: Column,
+    pairs: range,
 ) -> NDArray[np.int64]:
     """Return the fullest moments of a rank with such an *order*, as `fullest_moments`."""
     is_backward, virtual_stage = order
@@ -62,7 +82,16 @@ def _walked(
     own = counts[stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
-    return _undominated(np.column_stack([kept, is_backward, stage]))
+    phase = is_backward.astype(np.int64)
+    if pairs:
+        made = np.array(pairs)
+        kept[made] -= own[made]
+        phase[made] = BESIDE
+        stage[made] = stage[made] * len(counts) + stage[made + 1]
+        alone = np.ones(len(phase), np.bool_)
+        alone[made + 1] = False
+        kept, phase, stage = kept[alone], phase[alone], stage[alone]
+    return _undominated(np.column_stack([kept, phase, stage]))
 
 
 @lru_cache(maxsize=1024)

@@ -232,8 +232,9 @@ def expert_operators(block: PricedBlock) -> ExpertOperators:
     gradients = [each for (_, number), each in products.items() if number == 1]
     weights = tuple(each for each in gradients if each.rows)
     others = (each for each in gradients if not (each.rows or each.is_attention))
-    inputs = (each for each in _between(block, *backward[:2]) if each not in weights)
-    return ExpertOperators(_between(block, *forward[-2:]), tuple(inputs), weights, tuple(others))
+    between = _between(block, *backward[:2])  # rows of experts are what their gradients sum over
+    inputs = tuple(each for each in between if not (isinstance(each, Gemm) and each.rows == "k"))
+    return ExpertOperators(_between(block, *forward[-2:]), inputs, weights, tuple(others))
 
 
 def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...]:

@@ -1,6 +1,11 @@
 """Cost models: operator x hardware x stack to time, with the evidence behind each number."""
 
-from meshwright.simulator.costs.beside import LayerNodes, hidden_exchange_ps, layer_nodes
+from meshwright.simulator.costs.beside import (
+    LayerNodes,
+    exchange_times,
+    hidden_exchange_ps,
+    layer_nodes,
+)
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
     ALIGNED_BYTES,
@@ -34,6 +39,7 @@ __all__ = [
     "bus_factor",
     "collective_cost",
     "constant_cost",
+    "exchange_times",
     "flash_attention_cost",
     "gemm_cost",
     "hidden_exchange_ps",

@@ -80,11 +80,8 @@ def layer_nodes(
         kind: Which layer.
         delays: Whether gradients of weights come after those of inputs.
     """
-    operators, alone = costs.blocks.operators(shape, kind), costs.block_cost(shape, kind)
-    sent, returned = (
-        [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
-        for phase in (operators.forward, operators.backward)
-    )
+    alone = costs.block_cost(shape, kind)
+    sent, returned = exchange_times(costs, shape, kind)
     parts = costs.blocks.expert_operators(shape, kind)
     experts, inputs, weights, others = (costs.phase_cost(each, shape).time_ps for each in parts)
     expert_inputs = inputs if delays else inputs + weights
@@ -101,6 +98,18 @@ def layer_nodes(
         inputs=alone.backward.time_ps - inputs - weights - later - sum(returned),
         weights=later,
     )
+
+
+def exchange_times(
+    costs: CostModel, shape: BlockShape, kind: BlockKind
+) -> tuple[list[int], list[int]]:
+    """Return the picoseconds of each exchange of a layer, in its forward and its backward pass."""
+    operators = costs.blocks.operators(shape, kind)
+    sent, returned = (
+        [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
+        for phase in (operators.forward, operators.backward)
+    )
+    return sent, returned
 
 
 def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:

@@ -37,6 +37,7 @@ from meshwright.simulator.layout.parts import (
     context_way,
     default_attention,
     moments_refusal,
+    overlap_refusal,
     usual_inner,
     usual_zero_stages,
 )
@@ -148,6 +149,7 @@ __all__ = [
     "near_multiples",
     "offered_formats",
     "optimizer_bytes",
+    "overlap_refusal",
     "pair_span",
     "parse_stages",
     "plan_stages",
