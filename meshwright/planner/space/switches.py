@@ -354,7 +354,8 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
         sizes = [int(column.max(initial=0)) + 1 for column in columns]
     key = np.zeros(len(columns[0]), np.int64)
     for column, size in zip(columns, sizes, strict=True):
-        key = key * size + column
+        if size > 1:  # most switches have one value in all layouts
+            key = key * size + column
     if prod(sizes) > MOST_PLACES * (len(key) + 1):
         _, first, member = np.unique(key, return_index=True, return_inverse=True)
         return first, member.reshape(-1)
