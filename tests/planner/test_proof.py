@@ -212,6 +212,14 @@ CASES = {
         ),
         frees_switches=True,
     ),
+    "a layer that predicts further": Case(
+        PART_ROUTED.model_copy(update={"prediction_layers": 1}),
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        limits=SpaceLimits(max_microbatch_size=1, max_tp=2),
+    ),
     "microbatches in larger groups": Case(
         GROUPED,
         "dgx-h100",

@@ -37,7 +37,7 @@ from meshwright.simulator.memory import (
     pass_workspace_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.model import BlockKind, model_blocks
+from meshwright.simulator.model import BlockKind, model_blocks, shares_table
 
 Progress = Callable[[str, int, int], None]
 
@@ -51,7 +51,7 @@ class ParameterCounts:
         counts = {
             degrees: (
                 *(_total(shape.parameters, kind) for kind in table.kinds),
-                shape.tied_parameters,
+                shape.copied_parameters,
             )
             for degrees, shape in by_degrees.items()
         }
@@ -336,7 +336,7 @@ def device_bytes_column(
     names = (*Axis, "ep", "etp", "cp_inner")
     axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
-    is_tied = space.job.model.tied_embeddings
+    is_tied = shares_table(space.job.model)
     each = [
         Overheads.of(
             cluster.device,

@@ -4,6 +4,7 @@ from meshwright.simulator.costs.beside import (
     LayerNodes,
     exchange_times,
     hidden_exchange_ps,
+    hideable_ps,
     layer_nodes,
 )
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
@@ -43,6 +44,7 @@ __all__ = [
     "flash_attention_cost",
     "gemm_cost",
     "hidden_exchange_ps",
+    "hideable_ps",
     "layer_nodes",
     "memory_bound_cost",
     "p2p_cost",

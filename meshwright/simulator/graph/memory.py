@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.simulator.graph.backward import Backward
-from meshwright.simulator.graph.tensors import Size
+from meshwright.simulator.graph.tensors import Size, largest
 
 
 class Memory(NamedTuple):
@@ -54,7 +54,7 @@ class Memory(NamedTuple):
             left=levels[-1],
             received=events[0][0].nbytes,
             sent=output.nbytes,
-            buffer=sum(each.nbytes for each in tape.block.buffers),
+            buffer=largest([0, *(each.nbytes for each in tape.block.buffers)]),
         )
 
 

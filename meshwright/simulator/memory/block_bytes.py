@@ -108,13 +108,14 @@ def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) ->
 
 
 def waiting_table_bytes(shape: BlockShape) -> int:
-    """Return a tied table's gradient from the head, which waits for that from the embedding.
+    """Return a shared table's gradient from the head, which waits for that from the embedding.
 
-    Autograd adds both up, in place, before it adds them to the gradient that is kept.
+    Autograd adds both up, in place, before it adds them to the gradient that is kept.  That of
+    rows that the head looks up is a tensor, whatever products make of theirs.
     """
-    if not makes_gradients(shape):
+    if shape.trained.tied_embeddings and not makes_gradients(shape):
         return 0
-    return shape.tied_parameters * shape.residual_bytes
+    return shape.copied_parameters * shape.residual_bytes
 
 
 def pass_workspace_bytes(

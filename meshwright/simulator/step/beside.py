@@ -5,7 +5,13 @@ from itertools import product
 
 from meshwright.hwprofiles import ExpertOverlap, Source
 from meshwright.simulator.blocks import is_exchange
-from meshwright.simulator.costs import CostModel, LayerNodes, hidden_exchange_ps, layer_nodes
+from meshwright.simulator.costs import (
+    CostModel,
+    LayerNodes,
+    hidden_exchange_ps,
+    hideable_ps,
+    layer_nodes,
+)
 from meshwright.simulator.engine import Hidden
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import StepSetting
@@ -70,5 +76,6 @@ def _shared(
     if not sent + returned:
         return Hidden()
     hidden_ps = int(fraction * hidden_exchange_ps(forward, backward))
+    hidden_ps = min(hidden_ps, hideable_ps(forward, backward))
     of_forward = hidden_ps * sent // (sent + returned)
     return Hidden(of_forward, hidden_ps - of_forward)
