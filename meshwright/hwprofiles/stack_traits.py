@@ -44,6 +44,8 @@ class StackTraits(Profile):
             rank beside others on other axes computes in fp32.
         keeps_stage_outputs: A pipeline stage holds its output until the backward pass of the
             microbatch, and a buffer for each message of a step.
+        holds_messages: The schedules' variables hold messages beside those of passes in flight, as
+            Megatron-Core's do.
         units: What sharded embedding and head are gathered with.
         keeps_last_layer: Without a pipeline the last layer stays gathered from its forward pass to
             its backward, which follows soon.
@@ -89,6 +91,7 @@ class StackTraits(Profile):
     autocast: Flag = False
     casts_shards_alone: Flag = False
     keeps_stage_outputs: Flag = False
+    holds_messages: Flag = False
     units: Units = Units.LAYERS
     keeps_last_layer: Flag = False
     reshards_in_pipelines: Flag = True

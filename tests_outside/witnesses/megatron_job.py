@@ -339,6 +339,7 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         masked_softmax_fusion=True,
         gradient_accumulation_fusion=True,
         overlap_p2p_comm=plan.num_virtual_stages > 1,
+        microbatch_group_size_per_vp_stage=plan.microbatch_group_size,
         batch_p2p_comm=plan.num_virtual_stages == 1,
         deallocate_pipeline_outputs=True,
         **recompute_settings(plan),

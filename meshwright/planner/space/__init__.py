@@ -4,6 +4,7 @@ from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.moments import (
     BESIDE,
     PERIODS,
+    MessageColumns,
     fullest_moments,
     representative_microbatches,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "SWITCHES",
     "Candidates",
     "Column",
+    "MessageColumns",
     "Pipeline",
     "Role",
     "ShapeTable",

@@ -1,21 +1,53 @@
 """The fullest moments that pipeline ranks go through."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
-from meshwright.planner.space.switches import Column, distinct
+from meshwright.planner.space.switches import Column
 from meshwright.simulator import Phase, Schedule
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.memory import PipelinePlace, held_spans
+from meshwright.simulator.model import BlockKind
 
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
-# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
+# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.  What a
+# runtime holds of messages changes once more, when the first pass after the warm-up is backward:
+# fewer than 2 v p passes later.
 PERIODS = 3
 BESIDE = len(Phase)  # the number of a moment of two passes, behind those of the phases
+PERIODS_OF_MESSAGES = 5
 
 
-def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches: Column) -> Column:
+class MessageColumns(NamedTuple):
+    """In which column messages count, by the kind of block that receives or that sends them."""
+
+    received: dict[BlockKind, int]
+    sent: dict[BlockKind, int]
+
+    def of(self, stages: Sequence[Stage]) -> NDArray[np.int64]:
+        """Return 1 in the column of what each virtual stage sends: output, then gradient."""
+        sizes = np.zeros((2 * len(stages), self.width), np.int64)
+        for number, stage in enumerate(stages):
+            if not stage.has_head:
+                sizes[2 * number, self.sent[stage.passes[-1].kind]] = 1
+            if not stage.has_embedding:
+                sizes[2 * number + 1, self.received[stage.passes[0].kind]] = 1
+        return sizes
+
+    @property
+    def width(self) -> int:
+        """How many columns there are."""
+        return max(*self.received.values(), *self.sent.values()) + 1
+
+
+def representative_microbatches(
+    pipeline: Pipeline, role: Role, num_microbatches: Column, *, holds_messages: bool
+) -> Column:
     """Return the fewest microbatches that show the same fullest moments.
 
     Where they go through stages in groups larger than the pipeline the whole order is walked.
@@ -23,93 +55,169 @@ def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches
     pp = pipeline.pp
     if len(role.stages) == 1 or pipeline.group_size not in {None, pp}:
         return num_microbatches
-    fewest = np.minimum(num_microbatches, PERIODS * pp)
+    periods = PERIODS_OF_MESSAGES if holds_messages else PERIODS
+    fewest = np.minimum(num_microbatches, periods * pp)
     return np.where(num_microbatches % pp == 0, fewest, num_microbatches)
 
 
-def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) -> NDArray[np.int64]:
+def fullest_moments(
+    pipeline: Pipeline,
+    role: Role,
+    num_microbatches: Column,
+    messages: MessageColumns | None = None,
+) -> NDArray[np.int64]:
     """Return the moments among which the role's peak is, whatever the tensors' sizes.
 
     The first rank of a role has the most passes in flight.  Where its stages are equal only
     the number of passes matters; where they differ the order is walked.
 
+    Args:
+        pipeline: The pipeline.
+        role: Which of its ranks.
+        num_microbatches: Microbatches of a step.
+        messages: How messages are counted that the runtime holds beside those of passes in flight,
+            if it does.
+
     Returns:
         For each number of microbatches as many rows, some of them repeated: kept passes through
-        blocks of each kind, and of the running pass the phase and the place of its stage among
-        those of the role that differ.  Of two passes beside each other the phase is `BESIDE`, the
-        place that of the forward pass times the number of such stages and that of the backward
-        pass; they keep what was kept before both.
+        blocks of each kind, held messages, and of the running pass the phase and the place of its
+        stage among those of the role that differ.  Of two passes beside each other the phase is
+        `BESIDE`, the place that of the forward pass times the number of such stages and that of
+        the backward pass; they keep what was kept before both.
     """
     numbers, vpp = num_microbatches.tolist(), len(role.stages)
     stages = list(dict.fromkeys(role.stages))
-    counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
-    if len(stages) > 1:
-        places = [stages.index(stage) for stage in role.stages]
-        sizes = [(role.first, pipeline.pp, each, vpp) for each in numbers]
-        walked = [
-            _walked(
-                _order(pipeline.schedule, *size),
-                counts,
-                np.array(places),
-                pipeline.schedule.pairs(*size),
-            )
-            for size in sizes
-        ]
+    beside = pipeline.schedule.runs_beside
+    if beside and vpp == 1:  # one pass ahead, then pairs, which are all alike
+        numbers = [min(each, 1 + len(Phase)) for each in numbers]
+    if beside or (vpp > 1 and (messages is not None or len(stages) > 1)):
+        counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
+        own = counts[[stages.index(stage) for stage in role.stages]]
+        places = np.array([stages.index(stage) for stage in role.stages])
+        walked = [_walked(pipeline, role, each, (own, places), messages) for each in numbers]
         longest = max(map(len, walked))
         return np.stack([np.resize(each, (longest, each.shape[1])) for each in walked])
-    schedule, first, pp = pipeline.schedule, role.first, pipeline.pp
-    beside = np.array([len(schedule.pairs(first, pp, each, vpp)) > 0 for each in numbers], np.int64)
-    passes = np.array([schedule.in_flight(first, pp, each, vpp) for each in numbers], np.int64)
-    # Beside a forward pass a backward pass runs: what it keeps counts with what both need.
-    phases = [*range(len(Phase)), BESIDE] if beside.any() else range(len(Phase))
-    moments = np.zeros((len(numbers), len(phases), len(pipeline.kinds) + 2), np.int64)
-    moments[:, :, :-2] = ((passes - beside)[:, None] * counts[0])[:, None]
-    moments[:, :, -2] = phases
-    if beside.any():
-        moments[:, -1, -2] *= beside  # a forward pass once more where there are no pairs
+    if messages is not None:
+        return _plain_moments(pipeline, role, num_microbatches, messages)
+    passes = [pipeline.schedule.in_flight(role.first, pipeline.pp, each, vpp) for each in numbers]
+    counts = np.array(block_counts(pipeline.kinds, stages), np.int64)
+    moments = np.zeros((len(numbers), len(Phase), len(counts) + 2), np.int64)
+    moments[:, :, :-2] = (np.array(passes, np.int64)[:, None] * counts)[:, None]
+    moments[:, :, -2] = range(len(Phase))
+    return moments
+
+
+def _plain_moments(
+    pipeline: Pipeline, role: Role, num_microbatches: Column, messages: MessageColumns
+) -> NDArray[np.int64]:
+    """Return the moments of ranks with one virtual stage that hold messages.
+
+    Nothing is held until the first backward pass is over; then outputs and gradients in forward
+    passes, and gradients in backward passes (`meshwright.simulator.memory.held_messages`).
+    """
+    pp, counts = pipeline.pp, np.array(block_counts(pipeline.kinds, role.stages), np.int64)
+    output, gradient = messages.of(role.stages)
+    # Only a rank that runs a forward pass after a backward one holds messages in forward.
+    alternating = np.minimum(np.maximum(role.first, pp - num_microbatches + 1), role.last)
+    ranks = np.stack([np.full_like(alternating, role.first), alternating], axis=1)
+    passes = np.array(
+        [
+            [pipeline.schedule.in_flight(rank, pp, number, 1) for rank in row]
+            for row, number in zip(ranks.tolist(), num_microbatches.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    alternates = passes < num_microbatches[:, None]
+    follows = num_microbatches > 1
+    kept = np.column_stack([passes, passes[:, 0], passes[:, 0] - (follows & ~alternates[:, 0])])
+    moments = np.zeros((len(kept), 4, len(counts) + messages.width + 2), np.int64)
+    moments[:, :, : len(counts)] = kept[:, :, None] * counts
+    moments[:, :2, len(counts) : -2] = alternates[:, :, None] * (output + 2 * gradient)
+    moments[:, 3, len(counts) : -2] = follows[:, None] * gradient
+    moments[:, 2:, -2] = 1
     return moments
 
 
 def _walked(
-    order: tuple[NDArray[np.bool_], Column],
-    counts: NDArray[np.int64],
-    places: Column,
-    pairs: range,
+    pipeline: Pipeline,
+    role: Role,
+    num_microbatches: int,
+    stages: tuple[NDArray[np.int64], Column],
+    messages: MessageColumns | None,
 ) -> NDArray[np.int64]:
-    """Return the fullest moments of a rank with such an *order*, as `fullest_moments`."""
-    is_backward, virtual_stage = order
-    stage = places[virtual_stage]
-    own = counts[stage]
+    """Return the fullest moments of a rank, as `fullest_moments`.
+
+    Args:
+        pipeline: The pipeline.
+        role: The rank's.
+        num_microbatches: Microbatches of a step.
+        stages: Of each virtual stage the blocks of each kind, and its place among those that
+            differ.
+        messages: How messages are counted, if any are held.
+    """
+    counts, places = stages
+    holds = messages is not None
+    size = pipeline.schedule, role.first, pipeline.pp, num_microbatches, len(role.stages)
+    is_backward, virtual_stage, numbers = _order(*size, holds=holds)
+    own = counts[virtual_stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
-    phase = is_backward.astype(np.int64)
-    if pairs:
-        made = np.array(pairs)
-        kept[made] -= own[made]
-        phase[made] = BESIDE
-        stage[made] = stage[made] * len(counts) + stage[made + 1]
-        alone = np.ones(len(phase), np.bool_)
-        alone[made + 1] = False
-        kept, phase, stage = kept[alone], phase[alone], stage[alone]
-    return _undominated(np.column_stack([kept, phase, stage]))
+    held = [] if messages is None else [numbers @ messages.of(role.stages)]
+    found = np.column_stack([kept, *held, is_backward, places[virtual_stage]])
+    return _undominated(
+        _with_pairs(found, own, len({*places.tolist()}), pipeline.schedule.pairs(*size[1:]))
+    )
+
+
+def _with_pairs(
+    moments: NDArray[np.int64], own: NDArray[np.int64], num_places: int, pairs: range
+) -> NDArray[np.int64]:
+    """Return *moments* with one in place of the two of each of *pairs*.
+
+    *own* are the blocks of each pass, *num_places* the stages that differ.
+    """
+    if not pairs:
+        return moments
+    made, found = np.array(pairs), moments.copy()
+    found[made, : own.shape[1]] -= own[made]
+    found[made, -2] = BESIDE
+    found[made, -1] = num_places * moments[made, -1] + moments[made + 1, -1]
+    return np.delete(found, made + 1, axis=0)
 
 
 @lru_cache(maxsize=1024)
 def _order(
-    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int
-) -> tuple[NDArray[np.bool_], Column]:
-    """Return whether each action of a rank is a backward pass, and its virtual stage."""
+    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int, *, holds: bool
+) -> tuple[NDArray[np.bool_], Column, NDArray[np.int64]]:
+    """Return of each action of a rank whether it is a backward pass, and its virtual stage.
+
+    Last how many messages it *holds* then, if any, a column for each source of `HeldSpans`.
+    """
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
     phases = np.array([phase is Phase.BACKWARD for phase, _, _ in actions])
-    return phases, np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
+    virtual_stages = np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
+    size = len(actions) + 1, 2 * vpp
+    changes = np.zeros(size[0] * size[1], np.int64)
+    for *spans, times in held_spans(actions, PipelinePlace(pp_rank, pp)) if holds else ():
+        columns = np.array(spans, np.int64)
+        starts, ends, sources = columns[:, columns[1] > columns[0]]
+        for positions, change in ((starts, times), (ends, -times)):
+            places = positions * size[1] + sources
+            changes += change * np.bincount(places, minlength=len(changes))
+    return phases, virtual_stages, changes.reshape(size)[:-1].cumsum(axis=0)
 
 
 def _undominated(moments: NDArray[np.int64]) -> NDArray[np.int64]:
     """Drop moments that another one of the same phase and stage reaches in every count."""
-    # First all but the one with the most passes through the first kind, of those alike in the rest.
-    moments = moments[np.argsort(-moments[:, 0], kind="stable")]
-    moments = moments[np.sort(distinct([*moments[:, 1:].T])[0])]
-    kept = moments[:, None, :-2] <= moments[None, :, :-2]
-    is_reached = kept.all(axis=2) & (moments[:, None, -2:] == moments[None, :, -2:]).all(axis=2)
-    np.fill_diagonal(is_reached, val=False)
-    return np.asarray(moments[~is_reached.any(axis=1)], np.int64)
+    # The fullest of those alike first: none that comes later reaches it.
+    order = np.lexsort((-moments[:, :-2].sum(axis=1), moments[:, -1], moments[:, -2]))
+    moments = moments[order]
+    found = []
+    while len(moments):
+        is_first = np.ones(len(moments), np.bool_)
+        is_first[1:] = (moments[1:, -2:] != moments[:-1, -2:]).any(axis=1)
+        fullest = moments[is_first]
+        found.append(fullest)
+        is_reached = (moments <= fullest[is_first.cumsum() - 1]).all(axis=1)
+        moments = moments[~is_reached]
+    return np.concatenate(found)

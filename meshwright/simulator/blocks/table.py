@@ -35,6 +35,7 @@ class BlockMemory(NamedTuple):
     forward: int
     backward: int
     arrival: int
+    holding: int
     left: int
     received: int
     sent: int
@@ -214,6 +215,7 @@ def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> 
         forward=memory.forward + shift,
         backward=memory.backward + shift,
         arrival=memory.arrival + shift,
+        holding=memory.holding + shift,
     )
 
 
