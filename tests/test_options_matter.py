@@ -112,6 +112,7 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "recompute_method": ["--recompute-layers", "2", "--recompute-method", "uniform"],
     "moment_precision": ["--moment-precision", "bf16"],
     "also": ["--also", "moment-precision"],
+    "expert_overlap": ["--expert-overlap", "microbatches"],
     "microbatch_group_size": ["--microbatch-group-size", "4"],
     "attention": ["--attention", "unfused"],
     "stages": ["--stages", "balanced"],
@@ -178,6 +179,8 @@ def test_an_option_of_search_changes_the_result(option: str) -> None:
     command, words = SEARCH, SEARCH_CHANGES.get(option, [])
     if option in {"ep", "etp", "max_ep", "dispatcher", "imbalance"}:
         command = EXPERT_SEARCH
+    if option == "expert_overlap":
+        command = [*EXPERT_SEARCH, "--pp", "1"]
     if option in SWITCH_CHANGES:
         command, words = SWITCHED, SWITCH_CHANGES[option]
     before, after = outcome(command), outcome([*command, *words])

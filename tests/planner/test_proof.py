@@ -11,6 +11,7 @@ from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
     Dispatcher,
+    ExpertOverlap,
     Kernels,
     Precision,
     Recompute,
@@ -95,6 +96,7 @@ ROUTED = GROUPED.model_copy(
 PART_ROUTED = ROUTED.model_copy(
     update={"experts": ROUTED.experts.model_copy(update={"first_dense_layers": 1})}
 )
+DEEP_ROUTED = PART_ROUTED.model_copy(update={"num_layers": 7})
 # Windows and sinks beside experts with biases, in a dense layer no positions: four kinds of layers.
 MIXED = PART_ROUTED.model_copy(
     update={
@@ -337,6 +339,38 @@ CASES = {
         8,
         precision=Precision.FP8,
         limits=SpaceLimits(max_microbatch_size=2),
+    ),
+    "exchanges beside another microbatch": Case(
+        ROUTED,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            expert_overlap=(None, ExpertOverlap.MICROBATCHES, ExpertOverlap.DELAYED_WEIGHTS),
+            max_microbatch_size=1,
+            max_tp=2,
+            sequence_parallel=(True, False),
+            recompute=(Recompute.NONE,),
+            gradient_precision=(None,),
+        ),
+        frees_switches=True,
+    ),
+    "pairs of stages of two kinds": Case(
+        DEEP_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        8,
+        24,
+        limits=SpaceLimits(
+            expert_overlap=(None, ExpertOverlap.MICROBATCHES),
+            max_microbatch_size=1,
+            pp=(2, 4),
+            max_tp=1,
+            recompute=(Recompute.NONE, Recompute.SELECTIVE),
+            gradient_precision=(None,),
+        ),
+        frees_switches=True,
     ),
     "experts divided among nodes": Case(
         ROUTED,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
+from meshwright.planner.bounds.beside import HiddenTimes
 from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
 from meshwright.planner.bounds.ranks import Layouts, Ranks, Replicas, Sharing, time_of
 from meshwright.planner.bounds.ways import WayTable, end_blocks
@@ -49,7 +50,7 @@ class StepBounds:
         self._times = ShapeTimes.empty(table)
         self._data_parallel = DataParallelCosts(costs)
         self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
-        self._ways = WayTable.of(space.pipelines)
+        self._hidden, self._ways = HiddenTimes(table, costs), WayTable.of(space.pipelines)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
         """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
@@ -76,7 +77,8 @@ class StepBounds:
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]
         is_far = _are_far(self._space, indices, self._costs.cluster)[:, None]
-        messages, blocks = times.messages[shapes], times.blocks[shapes]
+        messages, overlaps = times.messages[shapes], self._space.column("expert_overlap")[indices]
+        blocks = times.blocks[shapes] - self._hidden.of(shapes, overlaps)
         forward, backward = blocks[:, 0::2], blocks[:, 1::2]
         pipeline = self._space.pipeline_numbers[indices]
         # Microbatches are cut where their work would overflow 64 bits (50 days): fewer take less

@@ -183,13 +183,15 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
         if each.name in given
-        and not (each.declaration.is_limited or each.declaration.of_experts)
+        and not (each.declaration.is_limited or each.name in {"etp", "dispatcher"})
         and each.name != "stages"
     }
-    ep, number = _number(given, "ep"), given.get("recompute_layers")
+    ep = cast("int", given.get("ep", 2 if "expert_overlap" in given else 1))
+    number = given.get("recompute_layers")
     if number is None and "max_recompute_layers" in given:
         number, switches["recompute"] = 1, Recompute.FULL
-    has_groups = "microbatch_group_size" in given
+    has_groups, pairs = "microbatch_group_size" in given, "expert_overlap" in given
+    plain = "1f1b" if pairs else stack.schedules[0]
     usual = {
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
@@ -199,7 +201,7 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
         "ep": ep,
         "zero_stage": stack.zero_stage,
         "attention": given.get("attention", stack.attention),
-        "schedule": "interleaved" if has_groups else stack.schedules[0],
+        "schedule": "interleaved" if has_groups else plain,
         "recompute_layers": number,
         "stages": (number or 1,),
     }

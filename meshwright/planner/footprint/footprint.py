@@ -1,7 +1,8 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -10,21 +11,22 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Cluster
 from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
+from meshwright.planner.footprint.parameters import ParameterCounts
 from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds_of
-from meshwright.planner.footprint.units import BesideWeights, UnitPeaks
+from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import (
+    BESIDE,
     Column,
     MessageColumns,
     Pipeline,
     Role,
     ShapeTable,
     Space,
-    block_counts,
     distinct,
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import Axis, Mesh, Stage
 from meshwright.simulator.memory import (
     BlockBytes,
@@ -32,63 +34,13 @@ from meshwright.simulator.memory import (
     StateBytes,
     block_bytes,
     num_communicators,
+    pair_bytes,
     pass_workspace_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, model_blocks, shares_table
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, shares_table
 
 Progress = Callable[[str, int, int], None]
-
-
-class ParameterCounts:
-    """Parameters of one rank's blocks for each tensor-parallel degree of a space."""
-
-    def __init__(self, table: ShapeTable) -> None:
-        self._kinds = table.kinds
-        by_degrees = {_degrees(shape): shape for shape in table.shapes}
-        counts = {
-            degrees: (
-                *(_total(shape.parameters, kind) for kind in table.kinds),
-                shape.copied_parameters,
-            )
-            for degrees, shape in by_degrees.items()
-        }
-        rows = [counts[_degrees(shape)] for shape in table.shapes]
-        self._by_shape = np.array(rows, np.int64).reshape(len(rows), len(table.kinds) + 1)
-        self._experts = None
-        if any(shape.expert_parameters for shape in table.shapes):
-            experts = [
-                [_total(shape.expert_parameters, kind) for kind in table.kinds]
-                for shape in table.shapes
-            ]
-            self._experts = np.array(experts, np.int64)
-        self._beside = BesideWeights(table)
-
-    def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
-        """Return the parameters of a rank that holds *stages*, for each of the layouts."""
-        copies = sum(stage.has_head and not stage.has_embedding for stage in stages)
-        weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
-        return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
-
-    def of_experts(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column | int:
-        """Return those of experts that other ranks than those of a replica hold."""
-        if self._experts is None:
-            return 0
-        weights = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray(self._experts[shape_index] @ weights, np.int64)
-
-    def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
-        """Return what layers of such a rank hold beside their weights, for each of the layouts."""
-        return self._beside.of_rank(shape_index, stages)
-
-
-def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:
-    """Return the *parameters* of a block of *kind*, of those by the kinds of a model's blocks."""
-    return sum(parameters.get(each, 0) for each in model_blocks(kind))
-
-
-def _degrees(shape: BlockShape) -> tuple[int, int, int]:
-    return shape.tp, shape.ep, shape.expert_tp
 
 
 class PassWorkspaces:
@@ -100,6 +52,7 @@ class PassWorkspaces:
         self._blocks = blocks
         self._holds_messages = holds_messages
         self._known: dict[Stage, NDArray[np.int64]] = {}
+        self._pairs: dict[tuple[Stage, Stage], Column] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
         """Return the bytes of forward and backward, one column a shape."""
@@ -109,6 +62,13 @@ class PassWorkspaces:
             )
             self._known[stage] = np.stack(pair)
         return self._known[stage]
+
+    def of_pair(self, forward: Stage, backward: Stage) -> Column:
+        """Return what two passes beside each other add, of each shape."""
+        pair = forward, backward
+        if pair not in self._pairs:
+            self._pairs[pair] = pair_bytes(self._blocks, forward, backward, np.maximum)
+        return self._pairs[pair]
 
 
 class _Sizes(NamedTuple):
@@ -256,6 +216,8 @@ def _group_peaks(
     microbatches = space.num_microbatches[group.indices]
     first, family = distinct([shapes, microbatches, member])
     peaks = np.zeros(len(group.indices), np.int64)
+    # What schedules hold is known of those that run one pass after the other.
+    messages = None if group.pipeline.schedule.runs_beside else sizes.message_columns
     for role in group.pipeline.roles:
         parameters = sizes.counts.of_rank(shapes, role.stages)
         experts = sizes.counts.of_experts(shapes, role.stages)
@@ -271,15 +233,15 @@ def _group_peaks(
             + sizes.counts.beside_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
         )
-        candidates = _candidates(group.pipeline, role, microbatches[first], sizes.message_columns)
+        candidates = _candidates(group.pipeline, role, microbatches[first], messages)
         devices = space.num_gpus // group.pipeline.pp
         workspaces = _workspaces(role, kinds, shapes[distinct([shapes])[0]], devices, sizes)
         kept = _kept(candidates[:, :, :-2], sizes, shapes[first])
-        phases, stages = candidates[:, :, -2], candidates[:, :, -1]
-        needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
+        own = shapes[first], member[first]
+        needed = _needed(candidates, own, workspaces, _paired(role, candidates, sizes))
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = np.maximum(updated * state.update_temporary, _cast_last(kinds, member, parameters))
-        at_end += _held_between_steps(sizes, role)[shapes]
+        at_end += _held_between_steps(sizes, role, messages)[shapes]
         peaks = np.maximum(peaks, static + np.maximum(at_end, (kept + needed).max(axis=1)[family]))
     return np.asarray(peaks, np.int64)
 
@@ -297,11 +259,11 @@ def _kept(counts: NDArray[np.int64], sizes: _Sizes, used: Column) -> NDArray[np.
     return np.asarray(np.einsum("lmb,lb->lm", counts, columns[:, : counts.shape[2]]), np.int64)
 
 
-def _held_between_steps(sizes: _Sizes, role: Role) -> Column:
+def _held_between_steps(sizes: _Sizes, role: Role, columns: MessageColumns | None) -> Column:
     """Return what modules hold of messages when all activations are gone, one row a shape."""
-    if sizes.message_columns is None:
+    if columns is None:
         return np.zeros(len(sizes.messages), np.int64)
-    weights = 2 * sizes.message_columns.of(role.stages)[1::2].sum(axis=0)
+    weights = 2 * columns.of(role.stages)[1::2].sum(axis=0)
     return np.asarray(sizes.messages @ weights, np.int64)
 
 
@@ -337,6 +299,30 @@ def _workspaces(
             for kind in kinds
         ]
     )
+
+
+def _paired(role: Role, candidates: NDArray[np.int64], sizes: _Sizes) -> NDArray[np.int64] | None:
+    """Return what two passes beside each other need, by their stages and shape, where some are."""
+    if not (candidates[:, :, -2] == BESIDE).any():
+        return None
+    stages = list(dict.fromkeys(role.stages))
+    return np.stack([sizes.passes.of_pair(*each) for each in product(stages, repeat=2)])
+
+
+def _needed(
+    candidates: NDArray[np.int64],
+    own: tuple[Column, Column],
+    workspaces: NDArray[np.int64],
+    pairs: NDArray[np.int64] | None,
+) -> NDArray[np.int64]:
+    """Return what the passes of moments need, of layouts with their *own* shapes and sharing."""
+    shapes, member = (each[:, None] for each in own)
+    phases, stages = candidates[:, :, -2], candidates[:, :, -1]
+    if pairs is None:
+        return workspaces[member, stages, phases, shapes]
+    alone = phases != BESIDE
+    needed = workspaces[member, stages * alone, phases * alone, shapes]
+    return np.where(alone, needed, pairs[np.where(alone, 0, stages), shapes])
 
 
 def device_bytes_column(

@@ -43,6 +43,8 @@ def least_bytes(space: Space, table: ShapeTable, blocks: BlockTable, indices: Co
 def _kept_blocks(pipeline: Pipeline, count: int, kinds: tuple[BlockKind, ...]) -> list[int]:
     """Return through how many blocks of each kind the first rank keeps passes, at least."""
     stages = pipeline.roles[0].stages
-    in_flight = pipeline.schedule.in_flight(0, pipeline.pp, count, len(stages))
+    size = 0, pipeline.pp, count, len(stages)
+    # Of two passes beside each other one frees what the other keeps.
+    in_flight = pipeline.schedule.in_flight(*size) - bool(pipeline.schedule.pairs(*size))
     each = [block_counts(kinds, [stage]) for stage in stages]
     return [in_flight * min(counts) for counts in zip(*each, strict=True)]

@@ -85,7 +85,7 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
         return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
     if len(askable_values(field, space.job, space.stack)) > 1:
         return "ask with --also"
-    return "not searched" if field.name in PASSES else "only one offered"
+    return "ask by value" if field.name in PASSES else "only one offered"
 
 
 def _is_of_others(field: PlanField, space: Space) -> bool:
@@ -123,12 +123,13 @@ def _held(
     for field in fields:
         name = field.name
         if name == "offload":
-            several = space.stack.offload_modes != (Offload.NONE,)
-            yield Held(name, Offload.NONE, "not searched" if several else "only one offered")
+            is_one = space.stack.offload_modes == (Offload.NONE,)
+            why = "only one offered" if is_one else "its time has no bound"
+            yield Held(name, Offload.NONE, why)
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            why = "it can only cost" if name == "find_unused" else "not searched"
-            yield Held(name, field.default, why if offered else "only one offered")
+            why = "it can only cost" if offered else "only one offered"
+            yield Held(name, field.default, why)
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]

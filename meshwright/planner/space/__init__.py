@@ -2,6 +2,7 @@
 
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.moments import (
+    BESIDE,
     PERIODS,
     MessageColumns,
     fullest_moments,
@@ -21,6 +22,7 @@ from meshwright.planner.space.switches import SWITCHES, Column, askable_values, 
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
+    "BESIDE",
     "COLUMNS",
     "LONG_SEQUENCE",
     "PASSES",

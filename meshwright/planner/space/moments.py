@@ -19,6 +19,7 @@ from meshwright.simulator.model import BlockKind
 # runtime holds of messages changes once more, when the first pass after the warm-up is backward:
 # fewer than 2 v p passes later.
 PERIODS = 3
+BESIDE = len(Phase)  # the number of a moment of two passes, behind those of the phases
 PERIODS_OF_MESSAGES = 5
 
 
@@ -80,11 +81,16 @@ def fullest_moments(
     Returns:
         For each number of microbatches as many rows, some of them repeated: kept passes through
         blocks of each kind, held messages, and of the running pass the phase and the place of its
-        stage among those of the role that differ.
+        stage among those of the role that differ.  Of two passes beside each other the phase is
+        `BESIDE`, the place that of the forward pass times the number of such stages and that of
+        the backward pass; they keep what was kept before both.
     """
     numbers, vpp = num_microbatches.tolist(), len(role.stages)
     stages = list(dict.fromkeys(role.stages))
-    if vpp > 1 and (messages is not None or len(stages) > 1):
+    beside = pipeline.schedule.runs_beside
+    if beside and vpp == 1:  # one pass ahead, then pairs, which are all alike
+        numbers = [min(each, 1 + len(Phase)) for each in numbers]
+    if beside or (vpp > 1 and (messages is not None or len(stages) > 1)):
         counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
         own = counts[[stages.index(stage) for stage in role.stages]]
         places = np.array([stages.index(stage) for stage in role.stages])
@@ -157,7 +163,26 @@ def _walked(
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
     held = [] if messages is None else [numbers @ messages.of(role.stages)]
-    return _undominated(np.column_stack([kept, *held, is_backward, places[virtual_stage]]))
+    found = np.column_stack([kept, *held, is_backward, places[virtual_stage]])
+    return _undominated(
+        _with_pairs(found, own, len({*places.tolist()}), pipeline.schedule.pairs(*size[1:]))
+    )
+
+
+def _with_pairs(
+    moments: NDArray[np.int64], own: NDArray[np.int64], num_places: int, pairs: range
+) -> NDArray[np.int64]:
+    """Return *moments* with one in place of the two of each of *pairs*.
+
+    *own* are the blocks of each pass, *num_places* the stages that differ.
+    """
+    if not pairs:
+        return moments
+    made, found = np.array(pairs), moments.copy()
+    found[made, : own.shape[1]] -= own[made]
+    found[made, -2] = BESIDE
+    found[made, -1] = num_places * moments[made, -1] + moments[made + 1, -1]
+    return np.delete(found, made + 1, axis=0)
 
 
 @lru_cache(maxsize=1024)

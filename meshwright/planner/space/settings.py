@@ -24,6 +24,7 @@ from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 
 PASSES = ("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size")
 """Switches of what passes run, which are searched where they are asked for."""
+OF_PASSES = {*PASSES, "expert_overlap"}
 
 
 def with_switches(
@@ -86,9 +87,9 @@ def _places(
             lacks |= gap.lacks(columns.__getitem__)
     names = ("pp", "cp", "dp", "zero_stage")
     places = [*(columns[name] for name in names), count > 1, lacks]
-    if wanted.keys() & set(PASSES):
+    if wanted.keys() & OF_PASSES:
         stages = _of_stages(job, columns, max), _of_stages(job, columns, gcd)
-        places += [columns["recompute"], columns["schedule"], count, *stages]
+        places += [columns["recompute"], columns["schedule"], count, *stages, columns["ep"]]
     return [np.asarray(each, np.int64) for each in places]
 
 

@@ -42,9 +42,10 @@ from meshwright.simulator.layout import (
     known_values,
     model_refusal,
     plan_stages,
+    stack_gaps,
     usual_zero_stages,
 )
-from meshwright.simulator.model import AnyModel, BlockKind
+from meshwright.simulator.model import BlockKind
 
 # Fields that decide which stages a pipeline has, and what its ranks run.
 OF_PIPELINES = (
@@ -55,6 +56,7 @@ OF_PIPELINES = (
     "stages",
     "recompute_layers",
     "recompute_method",
+    "expert_overlap",
 )
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
@@ -181,7 +183,7 @@ def enumerate_space(
     blocks = [
         _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
         for degrees in _degrees(job, stack, num_gpus, limits)
-        for vpp, schedules in _virtual_stages(job.model, stack, degrees["pp"], limits)
+        for vpp, schedules in _virtual_stages(job, stack, degrees, limits)
     ]
     basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
     codes = with_switches(job, stack, limits, basic)
@@ -226,16 +228,20 @@ def _degrees(
 
 
 def _virtual_stages(
-    model: AnyModel, stack: StackProfile, pp: int, limits: SpaceLimits
+    job: TrainingJob, stack: StackProfile, degrees: dict[str, int], limits: SpaceLimits
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield each number of virtual stages with the schedules that can run it.
 
     More than one takes equal virtual stages, or equal ones when embedding and head count as a
-    layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).
+    layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).  Passes
+    beside each other need them in a pipeline: where these are asked for they may be unequal, as
+    those of DeepSeek-V3, whose 61 layers divide into none.
     """
-    per_rank, known = model.num_layers // pp, tuple(SCHEDULES)
-    for vpp in range(1, per_rank + 1):
-        if vpp > 1 and (pp == 1 or not _divides_into(model.num_layers, pp * vpp)):
+    pp, model, known = degrees["pp"], job.model, tuple(SCHEDULES)
+    divides_all = limits.asks_for("expert_overlap") and _is_offered(job, stack, degrees)
+    for vpp in range(1, model.num_layers // pp + 1):
+        is_laid_out = divides_all or _divides_into(model.num_layers, pp * vpp)
+        if vpp > 1 and (pp == 1 or not is_laid_out):
             continue
         if not limits.allows("num_virtual_stages", vpp):
             continue
@@ -251,6 +257,16 @@ def _virtual_stages(
             schedules = (offered or schedules)[:1]
         if schedules:
             yield vpp, schedules
+
+
+def _is_offered(job: TrainingJob, stack: StackProfile, degrees: dict[str, int]) -> bool:
+    """Return whether the stack lacks nothing of such *degrees* themselves."""
+    known = (
+        gap
+        for gap in stack_gaps(stack, job)
+        if {condition.field for condition in gap.conditions} <= degrees.keys()
+    )
+    return not any(gap.lacks(degrees.__getitem__) for gap in known)
 
 
 def _divides_into(num_layers: int, num_stages: int) -> bool:

@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     Precision,
     Recompute,
     RecomputeMethod,
+    RecomputeModule,
     StackProfile,
     Strategy,
 )
@@ -31,6 +32,7 @@ from meshwright.simulator.layout import (
     known_values,
     moments_refusal,
     offered_formats,
+    overlap_refusal,
     syncs_by_default,
 )
 from meshwright.simulator.schedules import SCHEDULES, any_core_group
@@ -58,8 +60,8 @@ class Place(NamedTuple):
 
     ``has_several`` says that a step has more than one microbatch, ``is_lacking`` that the stack
     does not offer such layouts, whatever their switches.  What the last ones say, from the schedule
-    and its microbatches to the most layers of a virtual stage and what divides those of each, is 0
-    where no switch that depends on it is asked for.
+    and its microbatches to the most layers of a virtual stage, what divides those of each, and the
+    ranks of experts, is as here where no switch that depends on it is asked for.
     """
 
     pp: int
@@ -73,6 +75,7 @@ class Place(NamedTuple):
     num_microbatches: int = 0
     most_layers: int = 0
     common_layers: int = 0
+    ep: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -97,16 +100,25 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _groups(place, wanted),
         _context(stack, place, wanted),
         _dispatch(job, stack, wanted),
+        _overlaps(job, stack, place, wanted),
         _shards(stack, place, wanted),
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
         _moments(job, stack, place, wanted),
         _syncs(stack, place, wanted),
     )
-    return [
+    known = (
         USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
-    ]
+    )
+    return [each for each in known if _go_together(each)]
+
+
+def _go_together(setting: Setting) -> bool:
+    """Return whether passes may run beside each other with the rest of a *setting*, if they do."""
+    again = cast("tuple[RecomputeModule, ...]", setting["recompute_modules"])
+    is_refused = RecomputeModule.MOE in again or bool(setting["sync_each_microbatch"])
+    return setting["expert_overlap"] is None or not is_refused
 
 
 def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> tuple[object, ...]:
@@ -209,6 +221,24 @@ def _dispatch(job: TrainingJob, stack: StackProfile, wanted: Wanted) -> Iterator
         return _chosen(name, habit, [], {})
     asked = wanted.get(name, ())
     return _chosen(name, habit, [each for each in stack.dispatchers[1:] if each in asked], wanted)
+
+
+def _overlaps(
+    job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
+) -> Iterator[Setting]:
+    """Yield what another microbatch hides of exchanges with experts: nothing unless asked for."""
+    name = "expert_overlap"
+    names = "pp", "ep", "zero_stage", "recompute", "schedule"
+    for overlap in wanted.get(name, (None,)):
+        if overlap is None:
+            yield {name: None}
+            continue
+        said = {each: PLAN_FIELDS[each].value(getattr(place, each)) for each in names}
+        plan = ParallelPlan.of({**said, "dp": place.ep, name: overlap})
+        schedule = plan.schedule_of(stack.pipeline_runtime)
+        is_plain = schedule.interleaves or schedule.refusal(place.pp, 1, 1) is None
+        if is_plain and overlap_refusal(job, plan, stack) is None:
+            yield {name: overlap}
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
@@ -324,7 +354,8 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
         sizes = [int(column.max(initial=0)) + 1 for column in columns]
     key = np.zeros(len(columns[0]), np.int64)
     for column, size in zip(columns, sizes, strict=True):
-        key = key * size + column
+        if size > 1:  # most switches have one value in all layouts
+            key = key * size + column
     if prod(sizes) > MOST_PLACES * (len(key) + 1):
         _, first, member = np.unique(key, return_index=True, return_inverse=True)
         return first, member.reshape(-1)

@@ -242,7 +242,7 @@ def expert_operators(block: PricedBlock) -> ExpertOperators:
     gradients = [each for (_, number), each in products.items() if number == 1]
     weights = tuple(each for each in gradients if each.rows)
     others = (each for each in gradients if not (each.rows or each.is_attention))
-    inputs = (each for each in _between(block, *backward[:2]) if each not in weights)
+    inputs = (each for each in _between(block, *backward[:2]) if getattr(each, "rows", "") != "k")
     return ExpertOperators(_between(block, *forward[-2:]), tuple(inputs), weights, tuple(others))
 
 

@@ -2,6 +2,7 @@
 
 from meshwright.simulator.costs.beside import (
     LayerNodes,
+    exchange_times,
     hidden_exchange_ps,
     hideable_ps,
     layer_nodes,
@@ -39,6 +40,7 @@ __all__ = [
     "bus_factor",
     "collective_cost",
     "constant_cost",
+    "exchange_times",
     "flash_attention_cost",
     "gemm_cost",
     "hidden_exchange_ps",

@@ -86,10 +86,7 @@ def layer_nodes(
         delays: Whether gradients of weights come after those of inputs.
     """
     operators, alone = costs.blocks.operators(shape, kind), costs.block_cost(shape, kind)
-    sent, returned = (
-        [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
-        for phase in (operators.forward, operators.backward)
-    )
+    sent, returned = exchange_times(costs, shape, kind)
     parts = costs.blocks.expert_operators(shape, kind)
     experts, inputs, weights, others = (costs.phase_cost(each, shape).time_ps for each in parts)
     expert_inputs = inputs if delays else inputs + weights
@@ -110,6 +107,18 @@ def layer_nodes(
             (*operators.recompute, *operators.backward), costs.stack, costs.cluster
         ),
     )
+
+
+def exchange_times(
+    costs: CostModel, shape: BlockShape, kind: BlockKind
+) -> tuple[list[int], list[int]]:
+    """Return the picoseconds of each exchange of a layer, in its forward and its backward pass."""
+    operators = costs.blocks.operators(shape, kind)
+    sent, returned = (
+        [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
+        for phase in (operators.forward, operators.backward)
+    )
+    return sent, returned
 
 
 def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:

@@ -43,6 +43,7 @@ from meshwright.simulator.layout.parts import (
     attention_kernels,
     default_attention,
     moments_refusal,
+    overlap_refusal,
     usual_zero_stages,
 )
 from meshwright.simulator.layout.placement import (
@@ -159,6 +160,7 @@ __all__ = [
     "num_predictions",
     "offered_formats",
     "optimizer_bytes",
+    "overlap_refusal",
     "pair_span",
     "parse_stages",
     "plan_stages",

@@ -95,8 +95,10 @@ class Degrees:
 
     expert_overlap: ExpertOverlap | None = Declaration(
         help="What another microbatch hides of exchanges with experts [nothing].",
+        heading="overlap",
         group="replication",
         is_rare=True,
+        is_asked=True,
         offered_by="expert_overlaps",
         of_experts=True,
     ).field(None)

@@ -1,16 +1,19 @@
 """What a rank holds while two microbatches run beside each other, layer by layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.block_bytes import BlockBytes
+from meshwright.simulator.memory.block_bytes import BlockBytes, Size
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
 
-Blocks = Mapping[BlockKind, BlockBytes[int]]
 
-
-def pair_bytes(blocks: Blocks, forward: Stage, backward: Stage) -> int:
+def pair_bytes(
+    blocks: Mapping[BlockKind, BlockBytes[Size]],
+    forward: Stage,
+    backward: Stage,
+    larger: Callable[[Size, Size], Size],
+) -> Size:
     """Return the most that two passes beside each other add to what was kept before them.
 
     What a layer of the forward pass keeps comes while the backward pass goes through as many layers
@@ -23,14 +26,20 @@ def pair_bytes(blocks: Blocks, forward: Stage, backward: Stage) -> int:
         blocks: Sizes of a block of each kind.
         forward: Virtual stage of the forward pass.
         backward: That of the backward pass, all of whose kept tensors were there before.
+        larger: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
     """
-    added = freed = most = 0
+    nothing = blocks[forward.blocks[0].kind].saved * 0
+    most = live = nothing
     for made, gone in _turns(forward, backward):
-        kept = sum(blocks[kind].saved for kind in made)
-        needed = [blocks[kind].forward for kind in made] + [blocks[kind].backward for kind in gone]
-        most = max(most, added + kept - freed + max(needed, default=0))
-        added += kept
-        freed += sum(blocks[kind].saved for kind in gone)
+        needed = nothing
+        for kind in made:
+            live = live + blocks[kind].saved
+            needed = larger(needed, blocks[kind].forward)
+        for kind in gone:
+            needed = larger(needed, blocks[kind].backward)
+        most = larger(most, live + needed)
+        for kind in gone:
+            live = live - blocks[kind].saved
     return most
 
 

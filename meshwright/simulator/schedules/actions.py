@@ -74,6 +74,11 @@ class Schedule:
     interleaves: bool = False
     holds_sent: bool = False
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs forward passes beside backward passes of other microbatches."""
+        return self.pairs is not no_pairs
+
 
 def refuse_virtual_stages(_pp: int, _num_microbatches: int, vpp: int) -> str | None:
     """Return the refusal of schedules that hold one stage a rank."""

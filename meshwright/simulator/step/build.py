@@ -243,7 +243,10 @@ def _memory_of_stages(
 
 def _pairs_bytes(context: StepContext, stages: tuple[Stage, ...]) -> dict[tuple[int, int], int]:
     """Return what passes through the virtual *stages* of a rank add beside each other."""
-    known = {pair: pair_bytes(context.blocks, *pair) for pair in product({*stages}, repeat=2)}
+    known = {
+        (forward, backward): pair_bytes(context.blocks, forward, backward, max)
+        for forward, backward in product({*stages}, repeat=2)
+    }
     numbers = product(range(len(stages)), repeat=2)
     return {(f, b): known[stages[f], stages[b]] for f, b in numbers}
 
