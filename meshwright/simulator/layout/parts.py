@@ -89,10 +89,17 @@ def prediction_gaps(model: ModelSpec) -> Iterator[Gap]:
     """Yield the recomputation of layers that Megatron-Core has not of those that predict further.
 
     It runs them again where each layer is a checkpoint, and skips them where layers are counted
-    from the front (`_checkpointed_forward` of multi_token_prediction.py, core 0.16).
+    from the front (`_checkpointed_forward` of multi_token_prediction.py, core 0.16); and takes one
+    of them, not more, beside another microbatch, in a pipeline alone (TransformerConfig).
     """
     if not model.prediction_layers:
         return
+    beside = PLAN_FIELDS["expert_overlap"]
+    asked = Condition(beside.name, gt, beside.code(None))
+    alone = () if model.prediction_layers > 1 else (Condition(Axis.PP, eq, 1),)
+    yield Gap(
+        beside.name, f"{beside.name} with prediction_layers", (asked, *alone), (None,), model.name
+    )
     methods, layers = PLAN_FIELDS["recompute_method"], "recompute_layers"
     uniform = Condition(methods.name, eq, methods.code(RecomputeMethod.UNIFORM))
     counted = Condition(methods.name, ne, methods.code(RecomputeMethod.UNIFORM))

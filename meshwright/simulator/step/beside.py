@@ -15,6 +15,7 @@ from meshwright.simulator.costs import (
 from meshwright.simulator.engine import Hidden
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import StepSetting
+from meshwright.simulator.model import BlockRun
 
 
 def hidden_exchanges(
@@ -59,10 +60,17 @@ def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
 def _layers(
     setting: StepSetting, costs: CostModel, stage: Stage, *, delays: bool
 ) -> list[LayerNodes]:
-    """Return the layers of a virtual stage."""
+    """Return the layers of a virtual stage, those of its head that predict further tokens, too.
+
+    So Megatron-Core takes these beside others (`TransformerModelChunkSchedulePlan` of
+    megatron/core/models/common/model_chunk_schedule_plan.py, core 0.16).
+    """
+    runs, model = [*stage.layers], setting.shape.model
+    if stage.has_head and model.prediction_layers:
+        runs.append(BlockRun(model.layer_runs[-1].kind, model.prediction_layers))
     return [
         nodes
-        for kind, count in stage.layers
+        for kind, count in runs
         for nodes in [layer_nodes(costs, setting.shape, kind, delays=delays)] * count
     ]
 

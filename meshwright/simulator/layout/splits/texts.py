@@ -71,11 +71,20 @@ def check_predictions(text: str, number: int) -> None:
     >>> check_predictions("Et*3|t*2mL", 1), check_predictions("3,2", 1)
     (None, None)
     """
-    found = _spelled_out(text).count("m") if LAYOUT_TEXT.fullmatch(text) else number
+    found = num_predictions(text) if LAYOUT_TEXT.fullmatch(text) else number
     if found != number:
         raise PlanError(
             f"stages={shown(text)} has {found} layers m; allowed: prediction_layers={number}"
         )
+
+
+def num_predictions(text: str) -> int:
+    """Return the layers of a layout that predict further tokens; 0 of a rule or of counts.
+
+    >>> num_predictions("Et*3|t*2mL"), num_predictions("3,2")
+    (1, 0)
+    """
+    return _spelled_out(text).count("m") if LAYOUT_TEXT.fullmatch(text) else 0
 
 
 def _spelled_out(text: str) -> str:
