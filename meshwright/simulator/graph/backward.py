@@ -152,7 +152,7 @@ class Backward:
             self.tape.storages.hold(token)
         else:
             width = FP8_BYTES if _is_gathered_in_fp8(op, work) else None
-            token = self._token(of, width)
+            token = _token(self.tape, of, width)
             self.tape.copy_tokens(arrived.token, token, work)
             self._summed += _unconverted(self.tape, op, gradient)
         self._arrive(of, Arrived(token, at))
@@ -183,16 +183,18 @@ class Backward:
         fused = policy is WeightGradients.FUSED
         if fused and _is_product(gradient):
             return []
-        token = self._token(of if gradient.makes is None else gradient.makes)
+        token = _token(self.tape, of if gradient.makes is None else gradient.makes)
         return [] if policy is WeightGradients.KEPT else [token]
 
-    def _token(self, of: Tensor, width: int | None = None) -> Tensor:
-        # The gradient of an operand in fp8 is that of what it was cast from.
-        scaled = self.tape.block.lowering.scaled if width else 0
-        width = width or max(of.width, self.tape.block.width)
-        token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
-        self.tape.storages.hold(token)
-        return token
+
+def _token(tape: Tape, of: Tensor, width: int | None = None) -> Tensor:
+    """Hold a gradient of a tensor and return it."""
+    # The gradient of an operand in fp8 is that of what it was cast from.
+    scaled = tape.block.lowering.scaled if width else 0
+    width = width or max(of.width, tape.block.width)
+    token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
+    tape.storages.hold(token)
+    return token
 
 
 def _placed_back(

@@ -140,7 +140,7 @@ class _Interleaved:
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""
         yield from _waiting(self)
-        yield from self._in_modules()
+        yield from _in_modules(self)
         yield from self._by_variables()
 
     @cached_property
@@ -201,13 +201,6 @@ class _Interleaved:
     def is_last(self) -> bool:
         """Whether the rank is the last one."""
         return self.place.pp_rank == self.place.pp - 1
-
-    def _in_modules(self) -> Iterator[HeldSpans]:
-        """Yield inputs of passes that are over, with their gradients; first, of the step before."""
-        first = range(0, len(self.forward), self.num_microbatches)
-        sources = [self.inputs[number] for number in first]
-        yield HeldSpans([0] * len(sources), [self.began[number] for number in first], sources, 2)
-        yield HeldSpans([ended + 1 for ended in self.ended], self.left_module, self.inputs, 2)
 
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
@@ -286,6 +279,14 @@ def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
     running = [ended[number] for number in rank.backward[: rank.alternating]]
     sent = [outputs[number] for number in rank.forward[rank.warmup :]]
     yield HeldSpans(running, [at + 1 for at in running], sent)
+
+
+def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
+    """Yield inputs of passes that are over, with their gradients; first, of the step before."""
+    first = range(0, len(rank.forward), rank.num_microbatches)
+    sources = [rank.inputs[number] for number in first]
+    yield HeldSpans([0] * len(sources), [rank.began[number] for number in first], sources, 2)
+    yield HeldSpans([ended + 1 for ended in rank.ended], rank.left_module, rank.inputs, 2)
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:
