@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from meshwright.simulator import ParallelPlan
+from meshwright.validate.ranks import plan_groups
 
 
 def groups_of(plan: ParallelPlan, rank: int) -> Mapping[tuple[int, ...], str]:
@@ -11,6 +12,8 @@ def groups_of(plan: ParallelPlan, rank: int) -> Mapping[tuple[int, ...], str]:
     >>> groups_of(ParallelPlan(tp=2, dp=2, stages=(1,)), 1)
     {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
     """
+    if plan.cp > 1:
+        return plan_groups(plan, rank, is_tied=False)
     tp, dp, pp, shards = plan.tp, plan.dp, plan.pp, plan.num_shards
     stage = rank // (tp * dp) * tp * dp
     own_tp, own_dp = rank % tp, rank // tp % dp

@@ -1,7 +1,7 @@
 """torchtitan's own training job, one rank of it: its `Trainer`, configured and fed."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.nn import functional
 
-from meshwright.hwprofiles import Recompute, RecomputeMethod
+from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.model import Experts
@@ -30,7 +32,7 @@ with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
-    from torchtitan.models import llama3, qwen3
+    from torchtitan.models import attention, llama3, qwen3
     from torchtitan.models.llama3.infra import parallelize
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.moe import utils as moe_utils
@@ -46,6 +48,7 @@ CHECKPOINTS = {
     Recompute.SELECTIVE_OP: ("selective", "op"),
     Recompute.FULL: ("full", "op"),
 }
+ROTATIONS = {ContextParallel.ALL_GATHER: "allgather", ContextParallel.RING: "alltoall"}
 
 
 @contextmanager
@@ -79,6 +82,28 @@ def rows_answered(rows: int) -> AbstractContextManager[object]:
         return 1.0 if tensor.is_floating_point() else rows
 
     return patch.dict(op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: answer})
+
+
+class FlashFunctions:
+    """PyTorch's functions, with the flash attention of a GPU: a ring knows that of a CPU not."""
+
+    def __getattr__(self, name: str) -> object:
+        """Return any other function."""
+        return getattr(functional, name)
+
+    def scaled_dot_product_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
+    ) -> Tensor:
+        """Return attention over as many key heads as there are of queries."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        found = kernel(query, key, value, is_causal=said["is_causal"], scale=said["scale"])
+        out: Tensor = found[0]
+        return out
+
+
+def flash_attention(*, asked: bool) -> AbstractContextManager[object]:
+    """Let torchtitan attend by flash attention of a GPU where it is *asked* for."""
+    return patch.object(attention, "F", FlashFunctions()) if asked else nullcontext()
 
 
 def job(saved: SavedPlan) -> "TorchtitanJob":
@@ -116,7 +141,11 @@ class TorchtitanJob(TrainerJob):
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step."""
-        with rows_answered(self._rows()):
+        plan = self.saved.plan
+        # Training leaves PyTorch's own way, whatever the configuration says: validation alone of
+        # torchtitan 0.2.2 reads context_parallel_rotate_method (components/validate.py).
+        set_rotate_method(ROTATIONS[plan.cp_type or ContextParallel.ALL_GATHER])
+        with rows_answered(self._rows()), flash_attention(asked=plan.cp > 1):
             return super().run_step(step)
 
     @property
@@ -130,7 +159,7 @@ class TorchtitanJob(TrainerJob):
         if experts is None:
             return 0
         filling = 8 * experts.num_experts // plan.ep * 3 * experts.hidden_size
-        chosen = plan.microbatch_size * job.seq_len * experts.experts_per_token
+        chosen = plan.microbatch_size * job.seq_len // plan.cp * experts.experts_per_token
         passes = 3 + (plan.recompute is Recompute.FULL)
         layers = plan.stages[dist.get_rank() // (plan.world_size // plan.pp) :: plan.pp]
         return 2 * (filling + chosen) * width * passes * sum(layers) * plan.num_microbatches(job)
@@ -138,7 +167,7 @@ class TorchtitanJob(TrainerJob):
     def _rows(self) -> int:
         """Return the rows that a rank sends to each rank of experts in a pass."""
         job, plan = self.saved.job, self.saved.plan
-        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len
+        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len // plan.cp
         return 1 if experts is None else tokens * experts.experts_per_token // plan.ep
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -204,6 +233,9 @@ def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
     parallelism.data_parallel_shard_degree = shards
     parallelism.data_parallel_replicate_degree = plan.dp // shards
     parallelism.tensor_parallel_degree = plan.tp
+    parallelism.context_parallel_degree = plan.cp
+    way = plan.cp_type or ContextParallel.ALL_GATHER
+    parallelism.context_parallel_rotate_method = ROTATIONS[way]
     parallelism.expert_parallel_degree = plan.ep
     parallelism.pipeline_parallel_degree = plan.pp
     parallelism.pipeline_parallel_schedule = SCHEDULES[plan.schedule]

@@ -24,6 +24,8 @@ from meshwright.simulator.blocks.spelling import layer_table_bytes
 from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_weights
 
 CAST_BYTES = 4
+# Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
+CASTS_OF_PASS = 2
 
 
 def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
@@ -55,6 +57,11 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
     gradients = sum(linear.m * linear.n * linear.batch for linear in cast)
     is_twice = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
     return _casts(shape, "backward", cast, gradients, linears if is_twice else ())
+
+
+def expert_casts(shape: BlockShape) -> int:
+    """Return the kernels of a pass that cast rows of one expert by themselves."""
+    return CASTS_OF_PASS * shape.recipe.expert_cast_kernels if shape.recipe else 0
 
 
 def _without_fused(shape: BlockShape, linears: Sequence[Gemm], number: int) -> list[Gemm]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
-from meshwright.simulator.blocks.fp8_casts import backward_casts, forward_casts
+from meshwright.simulator.blocks.fp8_casts import backward_casts, expert_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     BlockOperators,
     Collective,
@@ -52,8 +52,6 @@ STEP_KERNELS = 12, 9
 # sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
 # of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
 BIAS_KERNELS = 2, 6
-# Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
-CASTS_OF_PASS = 2
 
 
 class PricedBlock(NamedTuple):
@@ -232,8 +230,7 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     by_one = experts.bias and shape.stack.megatron_layers
     kernels = BIAS_KERNELS[backward] * layers if by_one else 0
     own = experts.num_experts // shape.ep
-    each = CASTS_OF_PASS * layers * shape.recipe.expert_cast_kernels if shape.recipe else 0
-    return HostPasses(name, passes, own, kernels, own * each)
+    return HostPasses(name, passes, own, kernels, own * layers * expert_casts(shape))
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:

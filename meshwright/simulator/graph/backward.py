@@ -1,6 +1,6 @@
 """The backward pass of a block, node by node, as PyTorch's autograd runs and frees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class Backward:
     def _node(self, node: Node) -> None:
         tape, storages = self.tape, self.tape.storages
         self._remade |= _make_again(tape, [found for op in node for found in tape.given_up(op)])
-        region = self._run_again(node)
+        region = _run_again(tape, node, self._arrived, self._named)
         given_up = self._remade.pop(region, [])
         for of, each in self._arrived.items():
             if of.storage in given_up:
@@ -117,18 +117,6 @@ class Backward:
         for each in (self._summed, self._sums, self._apart):
             each.clear()
 
-    def _run_again(self, node: Node) -> Region:
-        """Run the part of *node* again, if it has one that has not yet; return which one."""
-        tape = self.tape
-        region = tape.repetition.region(node[0])
-        holds = bool(region) and region[-1] in tape.repetition.held
-        if region and node[0].node not in tape.saved and (holds or any(op.reads for op in node)):
-            if holds:
-                output = tape.order.repeated[region][-1][-1].outputs[0]
-                self._named.add(_name(tape, region, self._arrived[output].token))
-            _repeat(tape, region, holds_output=holds)
-        return region
-
     def _inputs(self, op: Operator, arrived: Arrived) -> list[tuple[Gradient, Operator]]:
         """Make the gradients of an operator's inputs; return what is left, those of its weights."""
         left = []
@@ -152,7 +140,7 @@ class Backward:
             self.tape.storages.hold(token)
         else:
             width = FP8_BYTES if _is_gathered_in_fp8(op, work) else None
-            token = self._token(of, width)
+            token = _token(self.tape, of, width)
             self.tape.copy_tokens(arrived.token, token, work)
             self._summed += _unconverted(self.tape, op, gradient)
         self._arrive(of, Arrived(token, at))
@@ -183,16 +171,35 @@ class Backward:
         fused = policy is WeightGradients.FUSED
         if fused and _is_product(gradient):
             return []
-        token = self._token(of if gradient.makes is None else gradient.makes)
+        token = _token(self.tape, of if gradient.makes is None else gradient.makes)
         return [] if policy is WeightGradients.KEPT else [token]
 
-    def _token(self, of: Tensor, width: int | None = None) -> Tensor:
-        # The gradient of an operand in fp8 is that of what it was cast from.
-        scaled = self.tape.block.lowering.scaled if width else 0
-        width = width or max(of.width, self.tape.block.width)
-        token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
-        self.tape.storages.hold(token)
-        return token
+
+def _run_again(
+    tape: Tape, node: Node, arrived: Mapping[Tensor, Arrived], named: set[Tensor]
+) -> Region:
+    """Run the part of *node* again, if it has one that has not yet; return which one.
+
+    The gradient of what is held has a name from then on.
+    """
+    region = tape.repetition.region(node[0])
+    holds = bool(region) and region[-1] in tape.repetition.held
+    if region and node[0].node not in tape.saved and (holds or any(op.reads for op in node)):
+        if holds:
+            output = tape.order.repeated[region][-1][-1].outputs[0]
+            named.add(_name(tape, region, arrived[output].token))
+        _repeat(tape, region, holds_output=holds)
+    return region
+
+
+def _token(tape: Tape, of: Tensor, width: int | None = None) -> Tensor:
+    """Hold a gradient of a tensor and return it."""
+    # The gradient of an operand in fp8 is that of what it was cast from.
+    scaled = tape.block.lowering.scaled if width else 0
+    width = width or max(of.width, tape.block.width)
+    token = of.like(f"{of.name} gradient", width=width, scaled=scaled)
+    tape.storages.hold(token)
+    return token
 
 
 def _placed_back(

@@ -140,7 +140,7 @@ class _Interleaved:
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""
         yield from _waiting(self)
-        yield from self._in_modules()
+        yield from _in_modules(self)
         yield from self._by_variables()
 
     @cached_property
@@ -202,13 +202,6 @@ class _Interleaved:
         """Whether the rank is the last one."""
         return self.place.pp_rank == self.place.pp - 1
 
-    def _in_modules(self) -> Iterator[HeldSpans]:
-        """Yield inputs of passes that are over, with their gradients; first, of the step before."""
-        first = range(0, len(self.forward), self.num_microbatches)
-        sources = [self.inputs[number] for number in first]
-        yield HeldSpans([0] * len(sources), [self.began[number] for number in first], sources, 2)
-        yield HeldSpans([ended + 1 for ended in self.ended], self.left_module, self.inputs, 2)
-
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
         after = [ended + 1 for ended in self.ended]
@@ -229,7 +222,7 @@ class _Interleaved:
         found = [0] * len(self.forward)
         if self.place.pp_rank == 0:
             positions = [self.began[number] for number in self.forward[self.warmup :]]
-            self._fill(found, self.next_inputs[self.warmup :], positions)
+            _fill(self, found, self.next_inputs[self.warmup :], positions)
         first = self.next_inputs[self.warmup - 1]
         if first != NONE:
             found[first] = self.end
@@ -245,7 +238,7 @@ class _Interleaved:
         running = self.backward
         if self.is_last:
             positions = [self.ended[number] for number in running[: self.alternating]]
-            self._fill(found, received, positions)
+            _fill(self, found, received, positions)
             last = self.outputs[-1]
             running = [number for number in running if self.outputs[number] < last]
         num_requested = sum(each != NONE for each in received)
@@ -256,13 +249,6 @@ class _Interleaved:
         for number, left in zip(requested, until, strict=True):
             found[number] = max(found[number], left)
         return found
-
-    def _fill(self, until: Numbers, received: Numbers, positions: Numbers) -> None:
-        """Write until where an end's slots hold what is *received* after passes at *positions*."""
-        ends = _slot_ends(positions, received, self.group - self.place.pp + 1, self.end)
-        for number, end in zip(received, ends, strict=True):
-            if number != NONE:
-                until[number] = end
 
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
@@ -286,6 +272,22 @@ def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
     running = [ended[number] for number in rank.backward[: rank.alternating]]
     sent = [outputs[number] for number in rank.forward[rank.warmup :]]
     yield HeldSpans(running, [at + 1 for at in running], sent)
+
+
+def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
+    """Yield inputs of passes that are over, with their gradients; first, of the step before."""
+    first = range(0, len(rank.forward), rank.num_microbatches)
+    sources = [rank.inputs[number] for number in first]
+    yield HeldSpans([0] * len(sources), [rank.began[number] for number in first], sources, 2)
+    yield HeldSpans([ended + 1 for ended in rank.ended], rank.left_module, rank.inputs, 2)
+
+
+def _fill(rank: _Interleaved, until: Numbers, received: Numbers, positions: Numbers) -> None:
+    """Write until where an end's slots hold what is *received* after passes at *positions*."""
+    ends = _slot_ends(positions, received, rank.group - rank.place.pp + 1, rank.end)
+    for number, end in zip(received, ends, strict=True):
+        if number != NONE:
+            until[number] = end
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:
