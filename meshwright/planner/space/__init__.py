@@ -16,7 +16,7 @@ from meshwright.planner.space.space import (
     enumerate_space,
     is_searched,
 )
-from meshwright.planner.space.switches import SWITCHES, Column, distinct
+from meshwright.planner.space.switches import SWITCHES, Column, distinct, is_constant
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "distinct",
     "enumerate_space",
     "fullest_moments",
+    "is_constant",
     "is_searched",
     "lacks",
     "representative_microbatches",

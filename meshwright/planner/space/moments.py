@@ -1,6 +1,7 @@
 """The fullest moments that pipeline ranks go through."""
 
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from meshwright.simulator import Phase, Schedule
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
 # takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
 PERIODS = 3
+
+Order: TypeAlias = tuple[NDArray[np.bool_], Column]
+"""Whether each action of a rank is a backward pass, and its virtual stage."""
 
 
 def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches: Column) -> Column:
@@ -41,11 +45,9 @@ def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) ->
     stages = list(dict.fromkeys(role.stages))
     counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
     if len(stages) > 1:
-        places = [stages.index(stage) for stage in role.stages]
+        places = np.array([stages.index(stage) for stage in role.stages])
         orders = [_order(pipeline.schedule, role.first, pipeline.pp, each, vpp) for each in numbers]
-        walked = [_walked(order, counts, np.array(places)) for order in orders]
-        longest = max(map(len, walked))
-        return np.stack([np.resize(each, (longest, each.shape[1])) for each in walked])
+        return _walked(orders, counts, places)
     passes = [pipeline.schedule.in_flight(role.first, pipeline.pp, each, vpp) for each in numbers]
     moments = np.zeros((len(numbers), len(Phase), len(pipeline.kinds) + 2), np.int64)
     moments[:, :, :-2] = (np.array(passes, np.int64)[:, None] * counts[0])[:, None]
@@ -53,34 +55,50 @@ def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) ->
     return moments
 
 
-def _walked(
-    order: tuple[NDArray[np.bool_], Column], counts: NDArray[np.int64], places: Column
-) -> NDArray[np.int64]:
-    """Return the fullest moments of a rank with such an *order*, as `fullest_moments`."""
-    is_backward, virtual_stage = order
+def _walked(orders: list[Order], counts: NDArray[np.int64], places: Column) -> NDArray[np.int64]:
+    """Return the fullest moments of a rank with each of *orders*, as `fullest_moments`."""
+    is_backward, virtual_stage = map(np.concatenate, zip(*orders, strict=True))
+    number = np.repeat(np.arange(len(orders)), [len(stages) for _, stages in orders])
     stage = places[virtual_stage]
     own = counts[stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
+    # When an order is over nothing is kept, so that the next one's sums begin with none.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
-    return _undominated(np.column_stack([kept, is_backward, stage]))
+    moments = _undominated(kept, np.stack([number, is_backward, stage], axis=1))
+    by_order = _by_group(moments[:, -3], moments)
+    return np.delete(by_order, -3, axis=2)
 
 
 @lru_cache(maxsize=1024)
-def _order(
-    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int
-) -> tuple[NDArray[np.bool_], Column]:
-    """Return whether each action of a rank is a backward pass, and its virtual stage."""
+def _order(schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> Order:
+    """Return what a rank runs."""
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
-    phases = np.array([phase is Phase.BACKWARD for phase, _, _ in actions])
-    return phases, np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
+    phases, virtual_stages, _ = zip(*actions, strict=True)
+    is_backward = np.array([phase is Phase.BACKWARD for phase in phases])
+    return is_backward, np.array(virtual_stages, np.int64)
 
 
-def _undominated(moments: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Drop moments that another one of the same phase and stage reaches in every count."""
+def _undominated(kept: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return moments, what they keep and all else, but those that another one reaches.
+
+    That is alike in all else, and keeps as much of everything.
+    """
     # First all but the one with the most passes through the first kind, of those alike in the rest.
-    moments = moments[np.argsort(-moments[:, 0], kind="stable")]
+    moments = np.concatenate([kept, others], axis=1)[np.argsort(-kept[:, 0], kind="stable")]
     moments = moments[np.sort(distinct([*moments[:, 1:].T])[0])]
-    kept = moments[:, None, :-2] <= moments[None, :, :-2]
-    is_reached = kept.all(axis=2) & (moments[:, None, -2:] == moments[None, :, -2:]).all(axis=2)
-    np.fill_diagonal(is_reached, val=False)
-    return np.asarray(moments[~is_reached.any(axis=1)], np.int64)
+    alike = distinct([*moments[:, kept.shape[1] :].T])[1]
+    rows = _by_group(alike, np.arange(len(moments))[:, None])[:, :, 0]
+    most = moments[rows, : kept.shape[1]]
+    is_other = rows[:, :, None] != rows[:, None]
+    is_reached = (most[:, :, None] <= most[:, None]).all(axis=3) & is_other
+    is_left = np.zeros(len(moments), np.bool_)
+    is_left[rows[~is_reached.any(axis=2)]] = True
+    return np.asarray(moments[is_left], np.int64)
+
+
+def _by_group(number: Column, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the *rows* of each group, by its number, some repeated so that all have as many."""
+    counts = np.bincount(number)
+    starts = counts.cumsum() - counts
+    places = np.arange(counts.max()) % counts[:, None] + starts[:, None]
+    return np.asarray(rows[np.argsort(number, kind="stable")[places]], np.int64)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -209,6 +209,7 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
     return plan_stages(model, plan)[pp_rank :: plan.pp]
 
 
+@lru_cache
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
 
