@@ -53,6 +53,12 @@ MISTAKES = {
     "stack": ([*STEP, "--stack", "megatron"], ["'megatron'", "megatron-core"]),
     "schedule": ([*STEP, "--schedule", "1f2b"], ["'1f2b'", "1f1b"]),
     "schedule of a search": ([*SEARCH, "--schedule", "1f2b"], ["'1f2b'", "1f1b"]),
+    "no switch": ([*SEARCH, "--also", "cp_typ"], ["--also 'cp-typ'", "nearest: cp-type"]),
+    "switch of experts": ([*SEARCH, "--also", "dispatcher"], ["gpt2", "allowed: cp-type"]),
+    "switch that is pinned": (
+        [*SEARCH, "--also", "moment-precision,cp-type", "--moment-precision", "bf16"],
+        ["--also moment-precision and --moment-precision contradict"],
+    ),
     "model name": (["models", "gtp2"], ["'gtp2'", "gpt2"]),
     "cluster name": (["clusters", "dgx-a10"], ["'dgx-a10'", "dgx-a100"]),
     "stack name": (["stacks", "megatron"], ["'megatron'", "megatron-core"]),

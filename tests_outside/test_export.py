@@ -66,6 +66,7 @@ CORE_PLANS = (
     f"{LLAMA} --gpus 16 --zero 0 --micro-batch 2",
     f"{LLAMA} --gpus 16 --zero 3 --tp 2 --sequence-parallel",
     f"{LLAMA} --gpus 8 --pp 4 --stages 7,9,9,7",
+    f"{LLAMA} --gpus 8 --pp 4 --stages Et*9|(t*9|)*2t*5mL --prediction-layers 1",
 )
 ROUTED = "qwen3-30b-a3b --global-batch 64 --seq-len 4096 --gpus 16"
 MIXED = "mixtral-8x7b --global-batch 64 --seq-len 4096 --gpus 16"

@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import read_layout
+from meshwright.simulator.layout import check_predictions, read_layout
 
 # The first ones are of its own comments and of NVIDIA's recipes.
 LAYOUTS = [
@@ -45,11 +45,26 @@ def test_a_layout_is_read_as_megatron_core_does(text: str) -> None:
     assert (stages[0][0], stages[-1][-1]) == (LayerType.embedding, LayerType.loss)
 
 
-@pytest.mark.parametrize("text", ["Et*3|(tt|)*29m|L", "Et*4|(t*4|)*14tmL"])
-def test_multi_token_prediction_is_refused_by_name(text: str) -> None:
-    assert any(LayerType.mtp in stage for stage in theirs(text))
+def test_layers_that_predict_further_tokens_are_with_the_loss() -> None:
+    """Elsewhere Megatron-Core calls them standalone, which is refused by name."""
+    text, number = "Et*4|(t*4|)*14tmL", 1
+    layout = PipelineParallelLayerLayout(text, 16)
+    assert layout.validate_layer_layout(61, number) is False
+    assert read_layout(text) == tuple(stage.count(LayerType.decoder) for stage in theirs(text))
+    check_predictions(text, number)
+    apart = "Et*3|(tt|)*29m|L"
+    assert PipelineParallelLayerLayout(apart, 16).validate_layer_layout(61, number) is True
     with pytest.raises(PlanError, match="multi-token prediction"):
-        read_layout(text)
+        read_layout(apart)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_layout_has_as_many_of_them_as_the_model(number: int) -> None:
+    text = "Et*4|(t*4|)*14tmL"
+    with pytest.raises(AssertionError):
+        PipelineParallelLayerLayout(text, 16).validate_layer_layout(61, number)
+    with pytest.raises(PlanError, match=f"has 1 layers m; allowed: prediction_layers={number}"):
+        check_predictions(text, number)
 
 
 @pytest.mark.parametrize("text", ["tE|L", "Et|t", "LtE", "Et|tLt", "Et|EtL"])

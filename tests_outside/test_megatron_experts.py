@@ -3,7 +3,10 @@
 Routing is balanced by Megatron-Core's own switch.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +46,7 @@ from meshwright.validate.programs.megatron import default_dtype
 
 from witnesses import megatron_fsdp  # isort: skip  (after what stands for Apex)
 
+from megatron.core import parallel_state  # isort: skip
 from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -139,17 +143,30 @@ def assert_exact(
     )
 
 
+def among_context_ranks(cp: int) -> AbstractContextManager[object]:
+    """Let Megatron-Core make groups of so many context-parallel ranks.
+
+    Its own attention has no part in them, so that its configuration does not know.
+    """
+    made = partial(parallel_state.initialize_model_parallel, context_parallel_size=cp)
+    return patch.object(parallel_state, "initialize_model_parallel", made)
+
+
 @pytest.mark.parametrize(
-    ("model", "tp", "ep", "etp"),
+    ("model", "tp", "ep", "etp", "cp"),
     [
-        (centered(SPEC), 1, 4, 1),
-        (centered(SPEC), 2, 2, 2),
-        (centered(SPEC), 2, 4, 1),
-        (centered(OSS), 2, 4, 1),
+        (centered(SPEC), 1, 4, 1, 1),
+        (centered(SPEC), 2, 2, 2, 1),
+        (centered(SPEC), 2, 4, 1, 1),
+        (centered(OSS), 2, 4, 1, 1),
+        (centered(SPEC), 1, 4, 1, 2),
+        (centered(SPEC), 1, 2, 1, 4),
+        (centered(SPEC), 2, 4, 1, 2),
+        (centered(SPEC), 2, 2, 2, 2),
     ],
 )
 def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
-    model: ModelSpec, tp: int, ep: int, etp: int
+    model: ModelSpec, tp: int, ep: int, etp: int, cp: int
 ) -> None:
     """A stage behind the first, so that each kind of weights has one bucket.
 
@@ -159,7 +176,7 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
     assert experts is not None
     ranks = 8
     with fake_cluster(0, ranks), dispatched(model, tp):
-        with default_dtype(torch.bfloat16):
+        with default_dtype(torch.bfloat16), among_context_ranks(cp):
             layer = megatron_module(model, tp, ep, etp)
         settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
         found = DistributedDataParallel(layer.config, settings, layer, disable_bucketing=True)
@@ -171,7 +188,14 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
             for buffer in (*found.buffers, *found.expert_parallel_buffers)
         ]
     plan = ParallelPlan(
-        tp=tp, dp=ranks // tp, ep=ep, etp=etp, zero_stage=1, sequence_parallel=tp > 1, stages=(2,)
+        tp=tp,
+        cp=cp,
+        dp=ranks // (tp * cp),
+        ep=ep,
+        etp=etp,
+        zero_stage=1,
+        sequence_parallel=tp > 1,
+        stages=(2,),
     )
     stack = load_stack("megatron-core")
     shape = BlockShape.of(

@@ -292,6 +292,7 @@ class LayerFact(StrEnum):
     CHUNKED_WINDOW = "chunked_window"
     ROTARY_LAYERS = "rotary_layers"
     ATTENTION_SINKS = "attention_sinks"
+    PREDICTION_LAYERS = "prediction_layers"
     EXPERT_BIAS = "experts.bias"
     EXPERT_ACTIVATION = "experts.activation"
     EXPERT_GELU = "experts.activation=gelu"

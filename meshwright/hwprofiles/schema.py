@@ -16,6 +16,7 @@ from meshwright.hwprofiles.base import (
     MemoryBandwidth,
     Name,
     PositiveFraction,
+    PositiveRatio,
     Price,
     Profile,
     Ratio,
@@ -232,7 +233,8 @@ class Cluster(Profile):
 
     ``host_link`` is one way from devices to host memory, which ``devices_per_host_link`` of them
     share; capacity and bandwidth of host memory are those of a node. ``host_source`` says where
-    these come from. A cluster that leaves them out cannot offload.
+    these come from. A cluster that leaves them out cannot offload.  ``host_time_factor`` is what
+    its hosts take to start a kernel, over what those did that a stack's host times are of.
     """
 
     name: Name
@@ -252,6 +254,7 @@ class Cluster(Profile):
         default=None, alias="host_memory_bandwidth"
     )
     host_source: Text | None = None
+    host_time_factor: PositiveRatio = Field(default=1.0, exclude_if=lambda value: value == 1.0)
     source: Text
 
     @model_validator(mode="after")

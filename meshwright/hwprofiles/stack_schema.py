@@ -66,7 +66,9 @@ class EightBitRecipe(Profile):
     gradients of linear layers are cast before tensor-parallel all-gathers; ``scaled_elements`` how
     many elements share a scale of one byte, 0 where a tensor has one; ``pads_expert_rows`` whether
     the rows of each expert are copied to fill up what a product takes, and what it makes is copied
-    back.
+    back; ``expert_cast_kernels`` how many kernels cast the rows of an expert, 0 where one casts
+    those of all; ``fuses_experts`` whether the kernel of a grouped product opens what it makes, and
+    casts it for the product that reads it.
     """
 
     saved_input_bytes: SavedBytes
@@ -76,6 +78,8 @@ class EightBitRecipe(Profile):
     tp_gathers_fp8: Flag = False
     scaled_elements: Size = 0
     pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
+    expert_cast_kernels: Size = Field(default=0, exclude_if=operator.not_)
+    fuses_experts: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Fraction, Profile
+from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Profile
 from meshwright.hwprofiles.kinds import (
     ExpertOverlap,
     Kernels,
@@ -44,6 +44,8 @@ class StackTraits(Profile):
             rank beside others on other axes computes in fp32.
         keeps_stage_outputs: A pipeline stage holds its output until the backward pass of the
             microbatch, and a buffer for each message of a step.
+        holds_messages: The schedules' variables hold messages beside those of passes in flight, as
+            Megatron-Core's do.
         units: What sharded embedding and head are gathered with.
         keeps_last_layer: Without a pipeline the last layer stays gathered from its forward pass to
             its backward, which follows soon.
@@ -67,6 +69,10 @@ class StackTraits(Profile):
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
+        host_issue_pass_s: Time in which the host starts a pass through a layer with experts; the
+            device takes as long for it at least.
+        host_issue_expert_s: What each expert of the rank adds to that.
+        host_issue_cast_s: And each kernel that casts rows of experts.
         tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
             whole on each rank, and every product whose outputs are split sums the gradient of its
             input over the ranks by itself.
@@ -85,6 +91,7 @@ class StackTraits(Profile):
     autocast: Flag = False
     casts_shards_alone: Flag = False
     keeps_stage_outputs: Flag = False
+    holds_messages: Flag = False
     units: Units = Units.LAYERS
     keeps_last_layer: Flag = False
     reshards_in_pipelines: Flag = True
@@ -102,6 +109,15 @@ class StackTraits(Profile):
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
+    )
+    host_issue_pass_s: Latency = Field(
+        default=0.0, alias="fitted.host_issue_pass", exclude_if=operator.not_
+    )
+    host_issue_expert_s: Latency = Field(
+        default=0.0, alias="fitted.host_issue_expert", exclude_if=operator.not_
+    )
+    host_issue_cast_s: Latency = Field(
+        default=0.0, alias="fitted.host_issue_cast", exclude_if=operator.not_
     )
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)

@@ -11,6 +11,7 @@ from meshwright.simulator.schedules import Phase
 from meshwright.simulator.trace_events import PS_PER_US, EventArguments, microseconds
 
 BETWEEN = "kernels"
+LATE_HOST = "host"
 
 
 class Part(NamedTuple):
@@ -35,7 +36,8 @@ def layer_parts(
 ) -> tuple[Part, ...]:
     """Return the collectives of a pass through a block, and what runs between them, in order.
 
-    What another operator hides of a collective is in that one's time.
+    What another operator hides of a collective is in that one's time; what the host takes longer
+    than all of them comes last.
     """
     operators = costs.blocks.operators(shape, kind)
     is_forward = phase is Phase.FORWARD
@@ -54,7 +56,15 @@ def layer_parts(
                 args["size_bytes"] = sent.size_bytes
             name = BETWEEN if sent is None else f"{sent.axis} {sent.op}"
             parts.append(Part(name, found.time_ps, args))
-    return tuple(parts) if any(each.name != BETWEEN for each in parts) else ()
+    if all(each.name == BETWEEN for each in parts):
+        return ()
+    block = costs.block_cost(shape, kind)
+    whole = block.forward if is_forward else block.backward
+    lacking_ps = whole.time_ps - sum(each.time_ps for each in parts)
+    if lacking_ps > 0:
+        late = {Category.HOST.value: microseconds(lacking_ps)}
+        parts.append(Part(LATE_HOST, lacking_ps, EventArguments(category_us=late)))
+    return tuple(parts)
 
 
 def _sent(operator: Operator) -> Collective | RingMessages | None:

@@ -13,7 +13,6 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator.blocks import BlockShape
 from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import Check, CheckUnit, CheckVerdict, compare_rank
 from meshwright.validate.ranks import (
@@ -53,7 +52,6 @@ class OutsidePlan(BaseModel):
         size: "live" ones are counted by ``scripts/test-outside``, "recorded" ones by the command.
         options: Model and options of ``meshwright simulate``; a model may be one of those here.
         ranks: Which are counted; empty: one of each kind.
-        held: Messages that its schedule may hold at the peak, beside what is predicted.
         differs: What is not predicted as counted.
         note: Why.
     """
@@ -65,7 +63,6 @@ class OutsidePlan(BaseModel):
     size: Literal["live", "recorded"]
     options: str
     ranks: Annotated[tuple[int, ...], BeforeValidator(_words)]
-    held: int
     differs: Annotated[tuple[Quantity, ...], BeforeValidator(_words)]
     note: str
 
@@ -74,13 +71,6 @@ class OutsidePlan(BaseModel):
         model, rest = self.options.split(maxsplit=1)
         path = DATA / "outside_models" / f"{model}.toml"
         return plan_of_words(f"{path if path.is_file() else model} {rest}", CLUSTER)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the messages that its schedule may hold."""
-        saved = self.saved()
-        shape = BlockShape.of(saved.job, saved.plan, saved.stack)
-        return self.held * shape.message_bytes if self.held else 0
 
     def counted_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are counted."""
@@ -131,23 +121,16 @@ def compare_outside(plan: OutsidePlan, counts: Iterator[RankMeasurement]) -> lis
     return [compare_rank(predicted[each.rank], each) for each in measured]
 
 
-def differing(plan: OutsidePlan, checks: list[Check]) -> dict[Quantity, list[Check]]:
-    """Return the checks of a rank of *plan* that do not agree, by quantity."""
+def differing(checks: list[Check]) -> dict[Quantity, list[Check]]:
+    """Return the checks of a rank that do not agree, by quantity."""
     calls = [check for check in checks if check.unit is CheckUnit.CALLS]
     peak = _peak(checks)
     found = {
         Quantity.FLOPS: [_flops(checks)] if _flops(checks).verdict is CheckVerdict.FAILED else [],
         Quantity.COLLECTIVES: [each for each in calls if each.verdict is CheckVerdict.FAILED],
-        Quantity.PEAK: [] if _is_near(plan, peak) else [peak],
+        Quantity.PEAK: [peak] if _is_far(peak) else [],
     }
     return {quantity: failed for quantity, failed in found.items() if failed}
-
-
-def _is_near(plan: OutsidePlan, peak: Check) -> bool:
-    """Return whether a peak is as predicted, or above it by no more than messages that are held."""
-    predicted, measured = peak.predicted or 0, peak.measured or 0
-    most = plan.held_bytes + PEAK_TOLERANCE * predicted
-    return not _is_far(peak) or 0 < measured - predicted <= most
 
 
 def _is_far(peak: Check) -> bool:
@@ -166,13 +149,13 @@ def outside_rows() -> Iterator[tuple[str, ...]]:
                 each.witness,
                 plan.options,
                 str(each.measured.rank),
-                *_cells(plan, checks),
-                plan.note if differing(plan, checks) or _is_far(_peak(checks)) else "",
+                *_cells(checks),
+                plan.note if differing(checks) else "",
             )
 
 
-def _cells(plan: OutsidePlan, checks: list[Check]) -> tuple[str, str, str]:
-    failed = differing(plan, checks)
+def _cells(checks: list[Check]) -> tuple[str, str, str]:
+    failed = differing(checks)
     calls = [check for check in checks if check.unit is CheckUnit.CALLS and check.measured]
     counted = f"{sum(int(check.measured) for check in calls):,} ({len(calls)})"
     missed = len(failed.get(Quantity.COLLECTIVES, ()))

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from difflib import unified_diff
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from killing.commands import COMMANDS, ROOT, Command
 from killing.processes import MARK, left_running, marked
 
 LONG_S = 300.0  # of a command that nobody kills
+MOST_SAID = 300  # letters of what differs
+_HEADS = {"--", "++", "@@"}
 GONE_S = 5.0
 
 
@@ -95,7 +98,7 @@ def again_differs(
     lasting = command.lasting(folder / "out")
     for name in sorted({*lasting, *usual.lasting}):
         if lasting.get(name) != usual.lasting.get(name):
-            yield f"FAULT: {name} differs"
+            yield f"FAULT: {name} differs{_difference(usual.lasting.get(name), lasting.get(name))}"
     rows = command.kept(folder / "out")
     if lost := [row for row in kept if row not in rows]:
         yield f"FAULT: {len(lost)} of {len(kept)} rows are lost"
@@ -103,6 +106,15 @@ def again_differs(
         yield f"{len(kept)} rows kept"
     if names := {path.name for path in folder.iterdir()} - usual.names:
         yield f"FAULT: {', '.join(sorted(names))} left behind"
+
+
+def _difference(usual: bytes | None, found: bytes | None) -> str:
+    """Return the first lines that differ; nothing where one of the files is not there."""
+    if usual is None or found is None:
+        return ""
+    texts = [each.decode("utf-8", "replace").splitlines() for each in (usual, found)]
+    lines = [line for line in unified_diff(*texts, n=0, lineterm="") if line[:2] not in _HEADS]
+    return ": " + " ".join(" ".join(lines).split())[:MOST_SAID]
 
 
 def _start(words: Sequence[str], folder: Path) -> "subprocess.Popen[str]":

@@ -79,9 +79,20 @@ class Callers:
 
     def __init__(self, tests: Iterable[Caller]) -> None:
         self._by_place: dict[str, list[Caller]] = {}
-        for test in sorted(tests, key=lambda each: (each.seconds, each.name)):
+        self._tests = sorted(tests, key=lambda each: (each.seconds, each.name))
+        self._longest: dict[str, float] = {}
+        for test in self._tests:
+            self._longest[test.file] = test.seconds  # the last is the longest
             for each in test.calls:
                 self._by_place.setdefault(each, []).append(test)
+
+    def longest_s(self, file: str) -> float:
+        """Return what the longest test of *file* takes; what its fixtures do is in it."""
+        return self._longest[file]
+
+    def in_files(self, files: Sequence[str]) -> list[Caller]:
+        """Return the tests of *files*, the shortest first."""
+        return [test for test in self._tests if test.file in files]
 
     def of(self, at_fault: str) -> list[Caller]:
         """Return the tests that call what is at fault.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,19 @@ from mutating.report import Found, Verdict
 
 BEFORE_S = 1200  # of all commands, twice, without a fault
 OUTPUTS_S = 300  # they take some seconds; the fault may be a loop without an end
+SHARE_OF_FILE = 4  # part of the time for tests that the longest of a file may take
 FIRST_S = 15  # of the tests that run before it is known whether an output changes
 
 
 class Judge:
-    """Judges faults in a *copy* of the checkout; what is slow to find out is below *kept*."""
+    """Judges faults in a *copy* of the checkout; what is slow to find out is below *kept*.
 
-    def __init__(self, copy: Copy, kept: Path) -> None:
+    A fault that tests of *most_s* in all do not find survives.
+    """
+
+    def __init__(self, copy: Copy, kept: Path, most_s: float = math.inf) -> None:
         self._copy = copy
+        self._most_s = most_s
         calls = Calls(copy.root, kept / "calls")
         for files in calls.missing():
             calls.keep(files, copy.noted(files))
@@ -55,10 +61,16 @@ class Judge:
         if changed is not None and changed.kind == "no change":
             return changed
         known = {test.name for test in first}
-        found = self._failure([test for test in tests if test.name not in known])
+        found = self._failure(self._short([test for test in tests if test.name not in known]))
         if found is None:  # what tests start in processes of their own was not noted
-            found = self._copy.failure(near, 60)
+            found = self._failure(self._short(self._callers.in_files(near)))
         return found or changed or Found("survived")
+
+    def _short(self, tests: Sequence[Caller]) -> list[Caller]:
+        """Return those of *tests* that there is time for; all where there is no end to it."""
+        each_s = self._most_s / SHARE_OF_FILE
+        short = [test for test in tests if self._callers.longest_s(test.file) <= each_s]
+        return _within(self._most_s, short)
 
     def _failure(self, tests: Sequence[Caller]) -> Found | None:
         names = [test.name for test in tests]

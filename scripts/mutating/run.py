@@ -4,13 +4,15 @@ A fault is killed if a test fails. Which tests call what is at fault is noted be
 to twenty minutes for all of them: of these those in the module's examples and in the few test files
 that name most of what is at fault run first, the shortest first. Where those pass, the commands
 that call it say whether it changes a byte of what they print; if not, it is not counted. If it
-does, all other tests that call it run until one fails. Faults for which tests do not end are
+does, all other tests that call it run until one fails; with --most N the shortest of them, N
+seconds in all, and what these do not find has survived. Faults for which tests do not end are
 counted apart. The same seed gives the same faults. Nothing is written to the checkout but below
 .mutate: what was noted, and what came of faults, so that a run that was interrupted goes on; a
 fault that survived is judged again.
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -39,6 +41,9 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace:
         default=["meshwright"],
         help="folders or modules that they are in [meshwright]",
     )
+    parser.add_argument(
+        "--most", metavar="N", type=float, default=math.inf, help="seconds of tests [all of them]"
+    )
     options = parser.parse_args(words)
     options.under = [Path(each).as_posix() for each in options.under]
     folders = ("meshwright", *(f"meshwright/{each}" for each in PACKAGES))
@@ -58,7 +63,8 @@ def run(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as folder:
         try:
             copy = Copy(Path(folder))
-            judge, kept = Judge(copy, KEPT), Verdicts(KEPT / "verdicts.jsonl", copy.root)
+            judge = Judge(copy, KEPT, options.most)
+            kept = Verdicts(KEPT / "verdicts.jsonl", copy.root)
             for number, fault in enumerate(faults, 1):
                 verdict = kept.of(fault)
                 if verdict is None:

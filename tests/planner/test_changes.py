@@ -8,7 +8,7 @@ import pytest
 from words_said import said_once
 
 from meshwright import main
-from meshwright.hwprofiles import Attention, Recompute, load_cluster, load_stack
+from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner import Change, SpaceLimits, cheapest_changes, enumerate_space
 from meshwright.planner.search import search
 from meshwright.simulator import (
@@ -100,6 +100,26 @@ def test_no_fewer_layers_need_to_run_again_than_are_named() -> None:
     assert number is not None
     fewer = replace(plan, recompute=Recompute.FULL, recompute_layers=number - 1)
     too_large(fewer)
+
+
+def test_moments_are_narrowed_no_more_than_is_needed() -> None:
+    plan = ParallelPlan(
+        tp=8, pp=8, dp=2, zero_stage=1, attention=Attention.FLASH, sequence_parallel=True
+    )
+    whole = simulate(JOB, plan, CLUSTER, STACK)
+
+    def named(lacking: int) -> set[Precision | None]:
+        limit = whole.memory.device_bytes - lacking
+        step = simulate(JOB, plan, CLUSTER, STACK, memory_limit_bytes=limit)
+        return {each.plan.moment_precision for each in cheapest_changes(step, limit)} - {None}
+
+    # Of 12 bytes a weight 2, 6 and 8 are saved, of which two ranks have half each.
+    share = whole.memory.by_stage[0].optimizer_states_bytes // 12
+    assert [named(share * saved) for saved in (1, 3, 7)] == [
+        {Precision.FP32},
+        {Precision.BF16},
+        {Precision.FP8},
+    ]
 
 
 def test_a_plan_that_fits_needs_no_change() -> None:

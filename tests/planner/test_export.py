@@ -39,6 +39,7 @@ DDP = [*GPT, "--stack", "ddp"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
+PREDICTING = ["--stages", "Et*9|(t*9|)*2t*5mL", "--prediction-layers", "1"]
 PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
     "megatron-lm": [
         ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], CORE),
@@ -48,6 +49,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--recompute-layers", "3"], CORE),
         ([*LLAMA, "--gpus", "8", "--pp", "2", "--stages", "E|t*16|t*16|L"], CORE),
         ([*LLAMA, "--gpus", "8", "--pp", "4", "--vpp", "2", *GROUPED], CORE),
+        ([*LLAMA, "--gpus", "8", "--pp", "4", *PREDICTING], CORE),
+        ([*MIXTRAL, "--gpus", "64", "--ep", "8", "--prediction-layers", "2"], MIXED),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "3", "--tp", "2", "--cp", "2"], CORE),
         (
@@ -71,6 +74,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel"], ["--gpus", "64"]),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--stages", "15,17"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "16", "--pp", "4", *PREDICTING], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--recompute", "full", "--micro-batch", "2"], ["--gpus", "16"]),
         (
             [*LLAMA, "--gpus", "8", "--recompute-layers", "4", "--recompute-method", "uniform"],

@@ -207,6 +207,19 @@ def test_a_plan_that_never_fits_is_told_at_the_smallest_value() -> None:
     assert str(found) == "no seq_len fits"
 
 
+@pytest.mark.parametrize("quantity", [Quantity.MICRO_BATCH, Quantity.GLOBAL_BATCH])
+def test_replicas_that_a_batch_does_not_reach_are_refused(quantity: Quantity) -> None:
+    stack = load_stack("ddp")
+    with pytest.raises(PlanError, match="global_batch_size=8 is not divisible by dp=32"):
+        find_largest_of_plan(
+            job_of(),
+            CLUSTER,
+            stack,
+            lambda job, _: with_stages(job, ParallelPlan(dp=32), stack),
+            quantity,
+        )
+
+
 def test_learned_positions_end_a_sequence() -> None:
     model = load_model("gpt2")
     job = TrainingJob(model=model, global_batch_size=8, seq_len=1024)

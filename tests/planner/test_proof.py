@@ -196,6 +196,28 @@ CASES = {
             max_tp=1,
         ),
     ),
+    "moments in every format": Case(
+        UNEVEN,
+        "dgx-a100",
+        "megatron-core",
+        4,
+        8,
+        limits=SpaceLimits(
+            moment_precision=(None, Precision.FP32, Precision.BF16, Precision.FP8),
+            gradient_precision=(None, Precision.BF16),
+            recompute=(Recompute.NONE,),
+            max_microbatch_size=1,
+        ),
+        frees_switches=True,
+    ),
+    "a layer that predicts further": Case(
+        PART_ROUTED.model_copy(update={"prediction_layers": 1}),
+        "dgx-h100",
+        "megatron-core",
+        4,
+        8,
+        limits=SpaceLimits(max_microbatch_size=1, max_tp=2),
+    ),
     "microbatches in larger groups": Case(
         GROUPED,
         "dgx-h100",

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from meshwright.hwprofiles import Offload, Precision, StageSplit, load_cluster, load_stack
+from meshwright.planner import SpaceLimits
 from meshwright.planner.search import search
-from meshwright.planner.space.switches import divisors
+from meshwright.planner.space.switches import askable_values, divisors
 from meshwright.simulator import (
     CostModel,
     ParallelPlan,
@@ -38,6 +39,7 @@ def values(plan: ParallelPlan, job: TrainingJob) -> Iterator[ParallelPlan]:
         "reshard_after_forward": (False, True),
         "sync_each_microbatch": (False, True),
         "find_unused": (False, True),
+        "moment_precision": (None, *Precision),
         "offload": tuple(Offload),
         "sequence_parallel": (False, True),
         "zero_stage": range(4),
@@ -60,7 +62,13 @@ def test_no_switch_beats_the_proven_best(name: str) -> None:
     job = TrainingJob(
         model=load_model(model), global_batch_size=batch, seq_len=seq_len, precision=precision
     )
-    found = search(job, cluster, stack, num_gpus, top=1)
+    asked = {
+        each.name: known
+        for each in PLAN_FIELDS.values()
+        if len(known := askable_values(each, job, stack)) > 1
+    }
+    limits = SpaceLimits(**asked)
+    found = search(job, cluster, stack, num_gpus, limits=limits, top=1)
     assert found.optimal
     (best,) = found.plans
     faster, tried, costs = [], 0, CostModel(cluster, stack, num_gpus)

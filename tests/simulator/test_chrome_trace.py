@@ -357,8 +357,12 @@ def test_a_parameter_server_has_flows_between_ports_and_lanes_of_its_breakdown()
 
 
 def test_events_are_sorted_by_time(result: StepResult) -> None:
-    times = [event["ts"] for event in chrome_trace(result)["traceEvents"] if event["ph"] != "M"]
+    timed = [event for event in chrome_trace(result)["traceEvents"] if event["ph"] != "M"]
+    times = [event["ts"] for event in timed]
     assert times == sorted(times)
+    for one, other in pairwise(timed):  # what a process counts, and then its slices
+        if (one["ts"], one["pid"]) == (other["ts"], other["pid"]):
+            assert ("tid" in one) <= ("tid" in other)
     assert chrome_trace(result)["otherData"]["step_time_us"] * 1e6 == pytest.approx(
         result.step_time_s * PS_PER_S, abs=1
     )

@@ -29,14 +29,21 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account import critical_path, rank_passes
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Category, LayerNodes, hidden_exchange_ps, layer_nodes
+from meshwright.simulator.costs import (
+    Category,
+    LayerNodes,
+    hidden_exchange_ps,
+    hideable_ps,
+    layer_nodes,
+)
 from meshwright.simulator.engine import simulate_folded, simulate_unfolded
 from meshwright.simulator.layout import Mesh
 from meshwright.simulator.memory import memory_timeline
 from meshwright.simulator.model import EXPERT_LAYER
 from meshwright.simulator.step import build_step
 
-CLUSTER, STACK = load_cluster("dgx-h100"), load_stack("megatron-core")
+CLUSTER, BUSY_HOST = load_cluster("dgx-h100"), load_stack("megatron-core")
+STACK = BUSY_HOST.model_copy(update={"host_issue_pass_s": 0.0, "host_issue_expert_s": 0.0})
 JOB = TrainingJob(model=load_model("qwen3-30b-a3b"), global_batch_size=64, seq_len=4096)
 ALONE = ParallelPlan(
     dp=16, ep=16, zero_stage=1, attention=Attention.FLASH, stages=(48,), schedule="1f1b"
@@ -117,6 +124,21 @@ def test_steps_are_shorter_by_what_is_hidden(plan: ParallelPlan) -> None:
     same = set(Category) - {Category.EP_COMM, Category.BUBBLE, Category.STEP_OVERHEAD}
     same -= {Category.DP_COMM}
     assert all(off.breakdown_ps[each] == part.breakdown_ps[each] for each in same)
+
+
+def test_nothing_hides_what_the_host_takes_to_start_two_passes() -> None:
+    plan = replace(PIPELINE, expert_overlap=MICROBATCHES)
+    alone, beside = ran(replace(plan, expert_overlap=None), BUSY_HOST), ran(plan, BUSY_HOST)
+    costs = CostModel(CLUSTER, BUSY_HOST, 16)
+    shape = BlockShape.of(JOB, plan, BUSY_HOST)
+    nodes = layer_nodes(costs, shape, EXPERT_LAYER, delays=False)
+    # 16 experts a rank: three passes of 1.2 ms, and 0.13 ms for each expert.
+    assert nodes.forward_issue + nodes.backward_issue == 3 * (1200 + 16 * 130) * 10**6
+    assert hideable_ps([nodes], [nodes]) < hidden_exchange_ps([nodes], [nodes])
+    # Nothing is left to win, and a pass more runs ahead.
+    assert beside.step_ps >= alone.step_ps > ran(plan).step_ps
+    issue_ps = 24 * 8 * (nodes.forward_issue + nodes.backward_issue)
+    assert beside.step_ps > issue_ps
 
 
 def costs_of(result: StepResult) -> CostModel:

@@ -20,7 +20,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import CostModel, ParallelPlan, PlanError, TrainingJob, load_model
-from meshwright.simulator.blocks import BlockShape, Gemm, walk
+from meshwright.simulator.blocks import BlockShape, Gemm, MemoryBound, walk
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights
 from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
@@ -248,6 +248,8 @@ def test_weights_of_8_bits_are_those_of_products_in_8_bits(
     [
         ("megatron-core", 300 + 2 * 40),
         ("megatron-core-capacity", 300),
+        ("megatron-core-capacity-graphs", 0),
+        ("megatron-core-fused", 0),
         ("megatron-core-graphs", 0),
         ("megatron-core-serial", 330 + 1400),
     ],
@@ -258,6 +260,51 @@ def test_passes_wait_for_the_host_by_the_experts_of_a_rank(stack: str, waits_us:
     cost = CostModel(load_cluster("dgx-h100"), known, 8).block_cost(shape, EXPERT_LAYER)
     passes = [each.category_ps(Category.HOST) for each in (cost.forward, cost.backward)]
     assert passes == [waits_us * 10**6, 2 * waits_us * 10**6]
+
+
+@pytest.mark.parametrize(
+    ("precision", "cluster", "expected_us"),
+    [
+        (Precision.BF16, "dgx-h100", 1200 + 16 * 130),
+        # Four kernels cast the rows of an expert, for each of two products.
+        (Precision.FP8, "dgx-h100", 1200 + 16 * (130 + 2 * 4 * 20)),
+        (Precision.MXFP8, "dgx-b200", 0.75 * (1200 + 16 * (130 + 2 * 20))),
+    ],
+)
+def test_a_pass_takes_no_less_than_its_host(
+    precision: Precision, cluster: str, expected_us: float
+) -> None:
+    job = TrainingJob(
+        model=load_model("qwen3-30b-a3b"), global_batch_size=8, seq_len=512, precision=precision
+    )
+    shape = BlockShape.of(job, replace(PLAN, stages=(48,)), STACK)
+    costs = CostModel(load_cluster(cluster), STACK, 8)
+    cost = costs.block_cost(shape, EXPERT_LAYER)
+    assert cost.forward.time_ps == round(expected_us * 10**6)
+    # What the device does is all in it.
+    assert sum(cost.forward.by_category_ps) == cost.forward.time_ps
+    long = BlockShape.of(replace(job, seq_len=32768), replace(PLAN, stages=(48,)), STACK)
+    assert costs.block_cost(long, EXPERT_LAYER).forward.time_ps > 2 * cost.forward.time_ps
+
+
+def test_fused_products_open_and_cast_what_they_make() -> None:
+    """Bytes of a pass, by hand: activation, weighed; casts of its output, and of its gradient."""
+    job = replace(JOB, precision=Precision.MXFP8)
+    moved = {}
+    for name in ("megatron-core-graphs", "megatron-core-fused"):
+        plan = replace(PLAN, dispatcher=Dispatcher.HYBRIDEP)
+        shape = BlockShape.of(job, plan, load_stack(name))
+        operators = CostModel(load_cluster("gb200-nvl72"), shape.stack, 8).blocks.operators(
+            shape, EXPERT_LAYER
+        )
+        moved[name] = [
+            sum(each.size_bytes for each in phase if isinstance(each, MemoryBound))
+            for phase in (operators.forward, operators.backward)
+        ]
+    rows, width = 8192, MIXTRAL.experts.hidden_size  # type: ignore[union-attr]
+    apart, fused = moved.values()
+    assert apart[0] - fused[0] == rows * width * (2 * 3 + 4)
+    assert apart[1] - fused[1] == rows * width * (2 * 5 + 2 * 4)
 
 
 def test_biases_that_are_added_expert_by_expert_wait_for_the_host() -> None:

@@ -23,6 +23,7 @@ from meshwright.simulator.memory import (
     BlockBytes,
     LateGradients,
     Overheads,
+    SentBytes,
     block_bytes,
     num_communicators,
     usable_bytes,
@@ -306,6 +307,7 @@ def test_a_virtual_stage_adds_its_layers_and_the_larger_workspace() -> None:
         saved_bytes=3 * layer.saved,
         forward_workspace_bytes=layer.forward,
         backward_workspace_bytes=layer.backward,
+        sent=SentBytes(layer.sent, layer.received),
     )
     ends = virtual_stage_memory(shape, stage_of(3, has_embedding=True, has_head=True), blocks)
     assert ends.saved_bytes - inner.saved_bytes == embedding.saved + head.saved
@@ -583,7 +585,7 @@ def test_late_gradients_are_fullest_at_a_block_of_the_first_backward_pass(
     sizes: dict[BlockKind, tuple[int, int, int]], waiting: int, layers: int
 ) -> None:
     """Block by block from the last: what a block saved goes, its gradients come."""
-    nothing = BlockBytes(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    nothing = BlockBytes(*[0] * len(BlockBytes._fields))
     blocks = {
         kind: nothing._replace(saved=saved, backward=backward)
         for kind, (saved, backward, _) in sizes.items()

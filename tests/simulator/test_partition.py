@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 
 from meshwright.hwprofiles import StageSplit
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.stages import (
-    head_cost_layers,
-    parse_stages,
-    resolve_stages,
-    split_layers,
-)
+from meshwright.simulator.layout import head_cost_layers, parse_stages, resolve_stages
+from meshwright.simulator.layout.splits import check_predictions, split_layers
 from meshwright.simulator.model.catalogue import load_model
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -110,6 +106,10 @@ def test_stages_are_read_as_a_rule_or_as_counts() -> None:
     ):
         parse_stages("3;2")
     assert parse_stages("E|t*2,|(t|)*2ttL") == (0, 2, 1, 1, 2)
+    assert parse_stages("Et*4|(t*4|)*2tmmL") == (4, 4, 4, 1)
+    check_predictions("Et*4|(t*4|)*2tmmL", 2)
+    with pytest.raises(PlanError, match="has 2 layers m; allowed: prediction_layers=1"):
+        check_predictions("Et*4|(t*4|)*2tmmL", 1)
     model = load_model("gpt2")
     assert resolve_stages(model, 1024, 4, StageSplit.EVEN) == (3, 3, 3, 3)
     assert resolve_stages(model, 1024, 2, [5, 7]) == (5, 7)
@@ -118,8 +118,10 @@ def test_stages_are_read_as_a_rule_or_as_counts() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Et*4|(t*4|)*14tmL", r"multi-token prediction \(m\), which is not modelled"),
-        ("Et*4|t*4", "is no layout; allowed: E, layers t and stages [|] between them, L"),
+        ("Et*3|(tt|)*29m|L", r"multi-token prediction \(m\) apart from the loss, which is not"),
+        ("Etm|m|mL", "apart from the loss"),
+        ("Et*3|mtL", "is no layout"),
+        ("Et*4|t*4", "is no layout; allowed: E, layers t and stages [|] between them, layers m"),
         ("Et|EtL", "is no layout"),
         ("E(t*9999)*9999L", "more than 100,000 letters"),
         ("Et*99999999L", "more than"),

@@ -23,6 +23,7 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account.traffic import rank_traffic, sent_bytes
+from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import BlockRun
@@ -73,6 +74,28 @@ def test_sharded_gradients_are_reduced_in_every_microbatch_others_once() -> None
         )
         reduced = [each for each in traffic if each.op is CollectiveOp.REDUCE_SCATTER]
         assert sum(each.num_calls * each.size_bytes for each in reduced) == reductions * 2 * whole
+
+
+def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_of_a_weight() -> (
+    None
+):
+    """Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``."""
+    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(4,))
+    shape = BlockShape.of(job_of(1), plan, load_stack("megatron-core"))
+    operators = BlockTable().operators(shape, "layer").backward
+    calls = [each for each in operators if isinstance(each, Collective) and each.hides_under]
+    contracted = [
+        each.hides_under.k
+        for each in calls
+        if each.op is CollectiveOp.ALL_GATHER and each.hides_under
+    ]
+    tokens = [
+        each.hides_under.k
+        for each in calls
+        if each.op is CollectiveOp.REDUCE_SCATTER and each.hides_under
+    ]
+    assert sorted(contracted) == [3 * 256 // 2, 4 * 256 // 2]  # outputs of a rank
+    assert tokens == [MODEL.seq_len] * 2
 
 
 def test_tensor_parallelism_sends_four_all_reduces_of_the_activations_a_layer() -> None:

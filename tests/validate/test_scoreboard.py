@@ -67,28 +67,28 @@ FP8_LIMITS = {
 }
 BRIDGE = "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06"
 BESIDE = f"{BRIDGE}, experts beside microbatches"
-# Runs with routed experts. Qwen3 on H100, where it waits for its host, and gpt-oss are not
-# predicted: docs/accuracy.md says which terms are missing.
+# Runs with routed experts. gpt-oss is not predicted: docs/accuracy.md says what is missing.
 EXPERT_LIMITS = {
     "SimuMax v1.2, Megatron-LM runs on B200, experts": 0.08,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 bf16": 0.05,
     "NVIDIA dgxc-benchmarking v24.11, experts, H100 fp8": 0.12,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts": 0.12,
-    # One CUDA graph for the step, a fused kernel of experts and attention in fp8 are not modelled,
-    # nor why Qwen3 235B on B300 took 49 s.
-    BESIDE: 0.19,
-    # Of four rows one dropped tokens (-23 %); rows of experts are copied to be filled up.
-    f"{BESIDE}, H100 fp8": 0.11,
+    # Not modelled is why Qwen3 235B on B300 took 49 s.  DeepSeek-V3 is trained with its prediction
+    # layer, which the constants of hosts were fitted without.
+    BESIDE: 0.12,
+    # Read when all else was as it is: nothing was fitted to them.
+    "NVIDIA Megatron-Bridge performance summary 26.08, experts": 0.09,
+    f"{BESIDE}, H100 fp8": 0.08,
     "NVIDIA dgxc-benchmarking v25.05 to v25.12, experts beside microbatches": 0.14,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100, beside microbatches": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051), beside microbatches": 0.06,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.08,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.21,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.07,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.18,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
     "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
-    "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.12,
+    "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.09,
     "worklog of a cluster of 512 B200 (2026-05)": 0.05,
 }
 # nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what its allocator reserves
@@ -132,7 +132,7 @@ def comparison(published: float, predicted: float, name: str = "a") -> Compariso
 def test_every_source_is_predicted_within_its_limit(board: Scoreboard) -> None:
     errors = {(item.source, item.quantity): item.mean_abs_fraction for item in board.summaries}
     limits = {(item.source, item.quantity): limit_of(item) for item in board.summaries}
-    assert len(errors) == 46
+    assert len(errors) == 47
     assert {key: error for key, error in errors.items() if error > limits[key]} == {}
 
 
@@ -192,7 +192,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (615, 10, 68)
+    assert (len(runs), len(layers), len(board.excluded)) == (623, 10, 68)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:

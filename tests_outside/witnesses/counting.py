@@ -121,11 +121,11 @@ def main(words: Sequence[str]) -> int:
             continue
         counts = [count_rank(plan, rank) for rank in plan.counted_ranks()]
         compared = compare_outside(plan, (each.measured for each in counts))
-        found = {quantity for checks in compared for quantity in differing(plan, checks)}
+        found = {quantity for checks in compared for quantity in differing(checks)}
         surprises += found != set(plan.differs)
         sys.stdout.write(f"{plan.name} [{plan.options}]: differs: {' '.join(sorted(found))}\n")
         for each, checks in zip(counts, compared, strict=True):
-            for quantity, failed in differing(plan, checks).items():
+            for quantity, failed in differing(checks).items():
                 for check in failed:
                     sys.stdout.write(
                         f"  rank {each.measured.rank} {quantity}: {check.quantity}: predicted "

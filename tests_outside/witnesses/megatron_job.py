@@ -32,12 +32,17 @@ from megatron.core.distributed import (
 )
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -128,6 +133,7 @@ class MegatronJob:
 
     def __init__(self, saved: SavedPlan) -> None:
         self._saved = saved
+        MTPLossLoggingHelper.tracker = {}  # of the job before
         job, plan = saved.job, saved.plan
         virtual = plan.num_virtual_stages
         parallel_state.destroy_model_parallel()
@@ -202,9 +208,10 @@ class MegatronJob:
         model, virtual = job.transformer, plan.num_virtual_stages
         stage = index if virtual > 1 else None
         where = {"ignore_virtual": False, "vp_stage": stage}
+        layers = block_spec(self._config, stage)
         gpt = GPTModel(
             self._config,
-            block_spec(self._config, stage),
+            layers,
             vocab_size=padded_vocab_size(model, plan.tp, self._saved.stack.vocabulary_multiple),
             max_sequence_length=model.max_positions
             if model.positions == "learned"
@@ -215,6 +222,7 @@ class MegatronJob:
             position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
             rotary_percent=model.rotary_fraction,
             vp_stage=stage,
+            mtp_block_spec=prediction_spec(self._config, layers, stage),
         )
         if job.precision is Precision.BF16:
             gpt = Float16Module(self._config, gpt)
@@ -251,6 +259,17 @@ def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlock
     return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
 
 
+def prediction_spec(
+    config: TransformerConfig, layers: TransformerBlockSubmodules, stage: int | None
+) -> ModuleSpec | None:
+    """Return what Megatron-Core builds layers of that predict further tokens, where it has some."""
+    if not config.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(
+        config, layers.layer_specs[-1], use_transformer_engine=False, vp_stage=stage
+    )
+
+
 def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
     """Return what of a plan's layers runs again, and of a layer."""
     if plan.recompute is Recompute.NONE:
@@ -269,11 +288,12 @@ def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
     }
 
 
-def layout_of(plan: ParallelPlan) -> str | None:
+def layout_of(plan: ParallelPlan, num_predictions: int = 0) -> str | None:
     """Return what tells Megatron-Core of stages that are not equal."""
     if len({*plan.stages}) <= 1:
         return None
-    return "|".join("t" * count for count in plan.stages).join("EL")
+    layers = "|".join("t" * count for count in plan.stages)
+    return f"E{layers}{'m' * num_predictions}L"
 
 
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
@@ -312,12 +332,14 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         virtual_pipeline_model_parallel_size=(
             plan.num_virtual_stages if plan.num_virtual_stages > 1 else None
         ),
-        pipeline_model_parallel_layout=layout_of(plan),
+        pipeline_model_parallel_layout=layout_of(plan, model.prediction_layers),
+        mtp_num_layers=model.prediction_layers or None,
         sequence_parallel=plan.sequence_parallel,
         perform_initialization=False,
         masked_softmax_fusion=True,
         gradient_accumulation_fusion=True,
         overlap_p2p_comm=plan.num_virtual_stages > 1,
+        microbatch_group_size_per_vp_stage=plan.microbatch_group_size,
         batch_p2p_comm=plan.num_virtual_stages == 1,
         deallocate_pipeline_outputs=True,
         **recompute_settings(plan),

@@ -185,9 +185,7 @@ class StepBounds:
             first = end_blocks(pipeline, role.stages[0], times.first_virtual_stage_blocks)
             last = end_blocks(pipeline, role.stages[-1], times.last_virtual_stage_blocks)
             rows.append((times, each.shared_ps, first, last))
-        if not rows:  # nothing is exchanged: one row is for all
-            rows, member = [(DataParallelTimes(), 0, none, none)], member[:1]
-        columns = zip(*rows, strict=True)
+        columns = zip(*(rows or [(DataParallelTimes(), 0, none, none)]), strict=True)
         times_of, *others = (np.array(each, np.int64)[member] for each in columns)
         return Replicas(DataParallelTimes(*times_of.T), *others)
 

@@ -19,10 +19,11 @@ from meshwright.planner.space import (
     ShapeTable,
     SpaceLimits,
     apply_rules,
+    askable_values,
     enumerate_space,
 )
 from meshwright.simulator import CostModel, ModelSpec, ParallelPlan, PlanError, StepResult, simulate
-from meshwright.simulator.layout import AXES, SEARCHED_FIELDS, stages_rule
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, stages_rule
 
 Progress = Callable[[str, int, int], None]
 MOST_CHANGES = 4
@@ -118,6 +119,7 @@ def cheapest_changes(
     trials = Trials(before, memory_limit_bytes, costs, progress)
     singles = list(trials.all_of(switches(before.plan, before.stack)))
     singles += trials.all_of(_fewest_layers(trials))
+    singles += _widest_moments(trials)
     found = _fastest(singles) or _fastest(trials.all_of(_pairs(singles)))
     if found or before.stack.strategy is not Strategy.MESH:
         return found
@@ -126,6 +128,17 @@ def cheapest_changes(
         if found:
             return found
     return ()
+
+
+def _widest_moments(trials: Trials) -> Iterator[tuple[Change, bool]]:
+    """Yield other formats of Adam's moments, the widest first, up to the first that fits."""
+    before, name = trials.before, "moment_precision"
+    _, *formats = askable_values(PLAN_FIELDS[name], before.job, before.stack)
+    for each in formats if before.plan.moment_precision is None else ():
+        for change, fits in trials.all_of([{name: each}]):
+            yield change, fits
+            if fits:
+                return
 
 
 def _fewest_layers(trials: Trials) -> Iterator[Fields]:

@@ -30,6 +30,7 @@ JOB_OPTIONS = {
     "global_batch_size": "global_batch",
     "seq_len": "seq_len",
     "precision": "precision",
+    "prediction_layers": "prediction_layers",
 }
 
 

@@ -45,6 +45,7 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
+    check_predictions,
     default_attention,
     default_precision,
     model_refusal,
@@ -52,7 +53,7 @@ from meshwright.simulator.layout import (
     usual_inner,
 )
 from meshwright.simulator.memory import usable_bytes
-from meshwright.simulator.model import AnyModel
+from meshwright.simulator.model import AnyModel, with_predictions
 
 DEFAULT_STACK = "megatron-core"
 
@@ -133,6 +134,8 @@ def _job(
             f"--seq-len {options.seq_len} does not go with {model.name}, whose batch counts "
             f"{model.sample}; allowed: leave it out"
         )
+    if options.prediction_layers is not None:
+        model = with_predictions(model, options.prediction_layers)
     keeps_length = old is not None and old.model == model
     precision = old.precision if old else default_precision(cluster.device, stack)
     batch = options.global_batch or (old.global_batch_size if old else 0)
@@ -276,6 +279,7 @@ def _stages(draft: Draft) -> tuple[int, ...]:
     num_stages = draft.number("pp") * draft.number("num_virtual_stages")
     if given is not None:
         wanted = parse_stages(given)
+        check_predictions(given, job.prediction_layers)
     elif saved and len(saved.plan.stages) == num_stages and saved.job.model == job.model:
         wanted = saved.plan.stages
     else:

@@ -4,10 +4,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit
+from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit, shown, suggestion
 from meshwright.planner.cli.request import Setting, check_fields, read_modules
-from meshwright.planner.options import Given, option_of
-from meshwright.planner.space import SpaceLimits, is_searched
+from meshwright.planner.options import ALL, ALSO, ASKABLE, Given, option_of
+from meshwright.planner.space import SpaceLimits, askable_values, is_searched
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -45,7 +45,34 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
     if schedule is not None:
         pins["schedule"] = (get_schedule(cast("str", schedule)).name,)
     limits = {each.limit: given[each.limit] for each in SEARCHED_FIELDS if each.limit in given}
-    return SpaceLimits(**cast("dict[str, Any]", pins | limits))
+    return SpaceLimits(**cast("dict[str, Any]", pins | limits | _asked(setting, given)))
+
+
+def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
+    """Return all values of the fields that are to be varied beside those that always are.
+
+    Raises:
+        PlanError: If one is unknown, pinned, or of a field with one value.
+    """
+    if ALSO.key not in given:
+        return {}
+    text, job, stack = str(given[ALSO.key]), setting.job, setting.stack
+    every = {name: askable_values(each, job, stack) for name, each in ASKABLE.items()}
+    offered = [name for name, values in every.items() if len(values) > 1]
+    names = list(dict.fromkeys(each.strip().replace("_", "-") for each in text.split(",")))
+    for name in names:
+        if name != ALL and name not in ASKABLE:
+            raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, [*ASKABLE, ALL])}")
+        if name != ALL and name not in offered:
+            known = ", ".join(offered) or "leave it out"
+            raise PlanError(
+                f"--also {name}: {stack.name} has one value of it for {job.model.name} in "
+                f"{job.precision}; allowed: {known}"
+            )
+        if name != ALL and ASKABLE[name].name in given:
+            raise PlanError(f"--also {name} and --{name} contradict each other")
+    chosen = offered if ALL in names else names
+    return {key: every[name] for name in chosen if (key := ASKABLE[name].name) not in given}
 
 
 def _with_recompute(given: Given) -> Given:

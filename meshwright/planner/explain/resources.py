@@ -70,6 +70,9 @@ def _host(_job: TrainingJob, cluster: Cluster, stack: StackProfile) -> Facts:
         "host_per_layer_pass": stack.host_per_layer_pass_s,
         "host_per_expert_pass": stack.host_per_expert_pass_s,
         "host_per_own_expert": stack.host_per_own_expert_s,
+        "host_issue_pass": stack.host_issue_pass_s,
+        "host_issue_expert": stack.host_issue_expert_s,
+        "host_issue_cast": stack.host_issue_cast_s,
         "expert_launch": stack.expert_launch_s,
         "host_per_launch": stack.host_per_launch_s,
     }

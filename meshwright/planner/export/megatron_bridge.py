@@ -136,6 +136,6 @@ FRAMEWORK = Framework(
         *("dataset.*", "logger.*", "checkpoint.*", "scheduler.*", "tokenizer.*", "rng.*"),
         *("profiling.*", "validation.*", "optimizer.lr", "optimizer.min_lr", "optimizer.adam_*"),
         *("optimizer.weight_decay", "optimizer.clip_grad", "train.train_iters", "train.exit_*"),
-        *("train.manual_gc*", "env_vars.*", "straggler.*", "ft.*"),
+        *("train.manual_gc*", "env_vars.*", "straggler.*", "ft.*", "model.mtp_loss_*"),
     ),
 )

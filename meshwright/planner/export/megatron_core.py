@@ -1,7 +1,6 @@
 """What Megatron-Core is told of a layout, by Megatron-LM and by Megatron Bridge.
 
-Fields are those of TransformerConfig (megatron/core/transformer/transformer_config.py of
-core_v0.16.1).
+Fields are those of TransformerConfig (megatron/core/transformer/transformer_config.py, 0.16.1).
 """
 
 import re
@@ -21,8 +20,9 @@ from meshwright.hwprofiles import (
     StageSplit,
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
+from meshwright.planner.export.texts import layout_text
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.layout import read_layout
+from meshwright.simulator.layout import check_predictions, read_layout
 from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
@@ -86,6 +86,9 @@ def _is_fully_sharded(facts: Facts) -> bool:
     return facts.number("zero_stage") == FULLY_SHARDED
 
 
+PREDICTIONS = "prediction_layers"
+
+
 def shared_rows(
     words: Words, key: Callable[[str], str], *, overlap: Callable[[str], str], off: object
 ) -> tuple[Row, ...]:
@@ -131,6 +134,17 @@ def shared_rows(
         _expert_ranks(words, key),
         _dispatch(words, key),
         _expert_overlap(words, overlap),
+        _predictions(words, key("mtp_num_layers")),
+    )
+
+
+def _predictions(words: Words, key: str) -> Row:
+    """Return the row of layers that predict further tokens."""
+    return Row(
+        fields=(PREDICTIONS,),
+        keys=(key,),
+        write=lambda facts: {key: facts.get(PREDICTIONS)} if facts.get(PREDICTIONS) else {},
+        read=lambda keys, _: {PREDICTIONS: words.whole(keys, key, 1) if keys.get(key) else 0},
     )
 
 
@@ -339,7 +353,7 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
     def write(facts: Facts) -> Keys:
         stages = cast("tuple[int, ...]", facts.get("stages"))
         count = facts.number("num_virtual_stages")
-        text = None if len(set(stages)) == 1 else layout_text(stages)
+        text = None if len(set(stages)) == 1 else layout_text(stages, facts.number(PREDICTIONS))
         number = None if count == 1 or (text and not says_both) else count
         found = {layout: text, virtual: number}
         return {name: value for name, value in found.items() if says_both or value is not None}
@@ -351,7 +365,11 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
             count = words.whole(given, virtual, 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
         text = words.word(keys, layout, "")
-        stages = _stages_of(words, layout, text)
+        try:
+            stages = read_layout(text)
+            check_predictions(text, facts.number(PREDICTIONS))
+        except PlanError as error:
+            raise PlanError(f"{layout} of {words.framework}: {error}") from None
         if len(stages) % pp:
             raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
         return {"stages": stages, "num_virtual_stages": len(stages) // pp}
@@ -380,21 +398,3 @@ def groups_row(words: Words, key: str) -> Row:
         return {} if size in {None, smallest(facts)} else {"microbatch_group_size": size}
 
     return Row(fields=("microbatch_group_size",), keys=(key,), write=write, read=read)
-
-
-def layout_text(stages: tuple[int, ...]) -> str:
-    """Return stages as Megatron-Core's PipelineParallelLayerLayout has them.
-
-    >>> layout_text((3, 4, 0))
-    'Et*3|t*4|L'
-    """
-    parts = [f"t*{count}" if count else "" for count in stages]
-    return f"E{'|'.join(parts)}L"
-
-
-def _stages_of(words: Words, key: str, text: str) -> tuple[int, ...]:
-    """Return the layers of each stage of such a text; raises PlanError, naming *key*."""
-    try:
-        return read_layout(text)
-    except PlanError as error:
-        raise PlanError(f"{key} of {words.framework}: {error}") from None

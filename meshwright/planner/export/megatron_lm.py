@@ -337,7 +337,7 @@ TOLD = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"),
     *("max_positions", "positions", "norm", "gated_mlp", "mlp_bias", "output_bias"),
     *("attention_bias", "tied_embeddings", "dropout", "vocab_size", "fused_qkv"),
-    *("head_dim", "qk_norm", "experts"),
+    *("head_dim", "qk_norm", "experts", "prediction_layers"),
 }
 # Of experts, what they are as usual.
 PLAIN = {"bias": False, "activation": "silu", "weighs_inputs": False}
@@ -395,6 +395,6 @@ FRAMEWORK = Framework(
         *("num-workers", "timing-*", "manual-gc*", "rotary-*", "norm-epsilon", "data-cache-path"),
         *("kill-on-bad-exit", "use-checkpoint-*", "dist-ckpt-*", "async-save"),
         *("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-load-balancing-type"),
-        *("moe-router-bias-update-rate", "moe-router-topk-scaling-factor"),
+        *("moe-router-bias-update-rate", "moe-router-topk-scaling-factor", "mtp-loss-*"),
     ),
 )

@@ -193,6 +193,7 @@ def facts_of(saved: SavedPlan) -> Facts:
         "world_size": plan.world_size,
         "num_nodes": -(-plan.world_size // saved.cluster.devices_per_node),
         "model": model.name,
+        "prediction_layers": model.prediction_layers,
     }
     return Facts(values, model, saved.stack)
 

@@ -275,6 +275,16 @@ def _number(text: str) -> object:
     return text
 
 
+def layout_text(stages: tuple[int, ...], num_predictions: int = 0) -> str:
+    """Return stages as Megatron-Core's PipelineParallelLayerLayout has them.
+
+    >>> layout_text((3, 4, 0)), layout_text((3, 2), 1)
+    ('Et*3|t*4|L', 'Et*3|t*2mL')
+    """
+    parts = [f"t*{count}" if count else "" for count in stages]
+    return f"E{'|'.join(parts)}{'m' * num_predictions}L"
+
+
 def layer_numbers(value: object, num_layers: int) -> list[int]:
     """Return the number of each layer that a frequency, or a sum of lists, stands for.
 

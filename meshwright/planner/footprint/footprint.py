@@ -14,6 +14,7 @@ from meshwright.planner.footprint.replicas import Kind, ReplicaWorkspaces, kinds
 from meshwright.planner.footprint.units import BesideWeights, UnitPeaks
 from meshwright.planner.space import (
     Column,
+    MessageColumns,
     Pipeline,
     Role,
     ShapeTable,
@@ -34,7 +35,7 @@ from meshwright.simulator.memory import (
     pass_workspace_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.model import BlockKind, model_blocks
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, model_blocks, shares_table
 
 Progress = Callable[[str, int, int], None]
 
@@ -48,7 +49,7 @@ class ParameterCounts:
         counts = {
             degrees: (
                 *(_total(shape.parameters, kind) for kind in table.kinds),
-                shape.tied_parameters,
+                shape.copied_parameters,
             )
             for degrees, shape in by_degrees.items()
         }
@@ -93,26 +94,35 @@ def _degrees(shape: BlockShape) -> tuple[int, int, int]:
 class PassWorkspaces:
     """What passes through a stage need beside what they keep, a column over shapes a stage."""
 
-    def __init__(self, blocks: dict[BlockKind, BlockBytes[Column]]) -> None:
+    def __init__(
+        self, blocks: dict[BlockKind, BlockBytes[Column]], *, holds_messages: bool
+    ) -> None:
         self._blocks = blocks
+        self._holds_messages = holds_messages
         self._known: dict[Stage, NDArray[np.int64]] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
         """Return the bytes of forward and backward, one column a shape."""
         if stage not in self._known:
-            self._known[stage] = np.stack(pass_workspace_bytes(self._blocks, stage, np.maximum))
+            pair = pass_workspace_bytes(
+                self._blocks, stage, np.maximum, holds_gradient=self._holds_messages
+            )
+            self._known[stage] = np.stack(pair)
         return self._known[stage]
 
 
 class _Sizes(NamedTuple):
     """Everything that a layout's bytes are read from.
 
-    ``saved`` and ``buffers`` have a column for each kind.
+    ``saved`` and ``buffers`` have a column for each kind, ``messages`` those that
+    ``message_columns`` says; None where a runtime holds none beside those of passes in flight.
     """
 
     kinds: tuple[BlockKind, ...]
     saved: NDArray[np.int64]
     buffers: NDArray[np.int64]
+    messages: NDArray[np.int64]
+    message_columns: MessageColumns | None
     counts: ParameterCounts
     passes: PassWorkspaces
     replicas: ReplicaWorkspaces
@@ -155,7 +165,11 @@ class Footprint:
         self._space = space
         self._table = table
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
-        self._sizes = None if space.stack.is_fully_sharded else _sizes(table, blocks)
+        self._sizes = (
+            None
+            if space.stack.is_fully_sharded
+            else _sizes(table, blocks, holds_messages=space.stack.holds_messages)
+        )
 
     def peak_bytes(
         self,
@@ -187,16 +201,36 @@ class Footprint:
         return peaks[indices]
 
 
-def _sizes(table: ShapeTable, blocks: BlockTable) -> _Sizes:
+def _sizes(table: ShapeTable, blocks: BlockTable, *, holds_messages: bool) -> _Sizes:
     known = [block_bytes(blocks, shape, others=table.kinds) for shape in table.shapes]
     columns = {kind: _block_columns([each[kind] for each in known]) for kind in table.kinds}
+    of_kinds = [columns[kind] for kind in table.kinds]
+    messages, message_columns = _messages(table.kinds, columns)
     return _Sizes(
         table.kinds,
-        np.stack([columns[kind].saved for kind in table.kinds], axis=1),
-        np.stack([columns[kind].buffer for kind in table.kinds], axis=1),
+        np.stack([each.saved for each in of_kinds], axis=1),
+        np.stack([each.buffer for each in of_kinds], axis=1),
+        messages,
+        message_columns if holds_messages else None,
         ParameterCounts(table),
-        PassWorkspaces(columns),
+        PassWorkspaces(columns, holds_messages=holds_messages),
         ReplicaWorkspaces(table, blocks, known),
+    )
+
+
+def _messages(
+    kinds: tuple[BlockKind, ...], columns: dict[BlockKind, BlockBytes[Column]]
+) -> tuple[NDArray[np.int64], MessageColumns]:
+    """Return the sizes of messages, those alike in all shapes once, and which is whose."""
+    # A pipeline begins with the embedding and ends with the head: they get and hand on none.
+    received = {kind: columns[kind].received for kind in kinds if kind != EMBEDDING}
+    sent = {kind: columns[kind].sent for kind in kinds if kind != HEAD}
+    each = np.stack([*received.values(), *sent.values()], axis=1)
+    sizes, numbers = np.unique(each, axis=1, return_inverse=True)
+    of_received, of_sent = np.split(numbers.reshape(-1), [len(received)])
+    return sizes, MessageColumns(
+        dict(zip(received, of_received.tolist(), strict=True)),
+        dict(zip(sent, of_sent.tolist(), strict=True)),
     )
 
 
@@ -237,14 +271,15 @@ def _group_peaks(
             + sizes.counts.beside_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
         )
-        candidates = _candidates(group.pipeline, role, microbatches[first])
+        candidates = _candidates(group.pipeline, role, microbatches[first], sizes.message_columns)
         devices = space.num_gpus // group.pipeline.pp
         workspaces = _workspaces(role, kinds, shapes[distinct([shapes])[0]], devices, sizes)
-        kept = np.einsum("lmb,lb->lm", candidates[:, :, :-2], sizes.saved[shapes[first]])
+        kept = _kept(candidates[:, :, :-2], sizes, shapes[first])
         phases, stages = candidates[:, :, -2], candidates[:, :, -1]
         needed = workspaces[member[first][:, None], stages, phases, shapes[first][:, None]]
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = np.maximum(updated * state.update_temporary, _cast_last(kinds, member, parameters))
+        at_end += _held_between_steps(sizes, role)[shapes]
         peaks = np.maximum(peaks, static + np.maximum(at_end, (kept + needed).max(axis=1)[family]))
     return np.asarray(peaks, np.int64)
 
@@ -256,6 +291,20 @@ def _shared_buffers(sizes: _Sizes, role: Role) -> Column:
     return np.asarray(sizes.buffers[:, own].max(axis=1), np.int64)
 
 
+def _kept(counts: NDArray[np.int64], sizes: _Sizes, used: Column) -> NDArray[np.int64]:
+    """Return what is kept and held in moments of layouts of the shapes that *used* indexes."""
+    columns = np.concatenate([sizes.saved[used], sizes.messages[used]], axis=1)
+    return np.asarray(np.einsum("lmb,lb->lm", counts, columns[:, : counts.shape[2]]), np.int64)
+
+
+def _held_between_steps(sizes: _Sizes, role: Role) -> Column:
+    """Return what modules hold of messages when all activations are gone, one row a shape."""
+    if sizes.message_columns is None:
+        return np.zeros(len(sizes.messages), np.int64)
+    weights = 2 * sizes.message_columns.of(role.stages)[1::2].sum(axis=0)
+    return np.asarray(sizes.messages @ weights, np.int64)
+
+
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
     """Return what holds gradients that are cast after the last pass, of each layout."""
     is_cast = np.array([kind.casts_last for kind in kinds])[member]
@@ -263,11 +312,15 @@ def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
     return np.asarray(parameters * widths * is_cast, np.int64)
 
 
-def _candidates(pipeline: Pipeline, role: Role, microbatches: Column) -> NDArray[np.int64]:
+def _candidates(
+    pipeline: Pipeline, role: Role, microbatches: Column, messages: MessageColumns | None
+) -> NDArray[np.int64]:
     """Return the moments among which each layout's peak is, as `fullest_moments` has them."""
-    representative = representative_microbatches(pipeline, role, microbatches)
+    representative = representative_microbatches(
+        pipeline, role, microbatches, holds_messages=messages is not None
+    )
     first, member = distinct([representative])
-    return fullest_moments(pipeline, role, representative[first])[member]
+    return fullest_moments(pipeline, role, representative[first], messages)[member]
 
 
 def _workspaces(
@@ -301,7 +354,7 @@ def device_bytes_column(
     names = (*Axis, "ep", "etp", "cp_inner")
     axes = [space.column(name)[chosen] for name in names]
     first, member = distinct(axes)
-    is_tied = space.job.model.tied_embeddings
+    is_tied = shares_table(space.job.model)
     each = [
         Overheads.of(
             cluster.device,

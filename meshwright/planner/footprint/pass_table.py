@@ -126,7 +126,7 @@ def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
     schedule, pp, pp_rank, count, kinds, reshards, _ = order
     actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
     states = pass_states(actions, len(kinds), reshards=reshards)
-    sent = sum(sum(stage.kept_units.sent) for stage in memory.virtual_stages if stage.kept_units)
+    sent = sum(map(sum, memory.sent))
     forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
     for index, levels in enumerate(pass_levels(memory, actions, states)):
         growth = 0

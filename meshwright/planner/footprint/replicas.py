@@ -68,7 +68,7 @@ class Kind(NamedTuple):
         stack, precision = space.stack, space.job.precision
         return cls(
             replication_of(plan, stack, Mesh.of(plan, node_size=2)),
-            StateBytes.of(stack, precision, plan.gradient_formats),
+            StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision),
             WireBytes.of(stack, precision, plan),
             stack.overlap_gradient_reduce,
             bool(makes_gradients_once(space, np.array([index]))[0]),

@@ -26,7 +26,7 @@ from meshwright.simulator import (
     TrainingJob,
     simulate,
 )
-from meshwright.simulator.layout import TP_CP, Quantity
+from meshwright.simulator.layout import TP_CP, Quantity, check_sharding
 
 PlanOf: TypeAlias = Callable[[TrainingJob, int | None], ParallelPlan]
 """Returns the plan of a job, with so large a microbatch where it is not the plan's own."""
@@ -156,6 +156,7 @@ def _lengths(job: TrainingJob, plan: ParallelPlan) -> Values:
 
 def _microbatches(job: TrainingJob, plan: ParallelPlan) -> Values:
     """Return the divisors of a replica's sequences, each a range of its own: all are tried."""
+    check_sharding(job, plan)
     sequences = job.global_batch_size // plan.dp
     sizes = [size for size in range(sequences, 0, -1) if sequences % size == 0]
     end = f"a replica has {sequences:,} of the {job.global_batch_size:,} sequences"
@@ -163,6 +164,7 @@ def _microbatches(job: TrainingJob, plan: ParallelPlan) -> Values:
 
 
 def _batches(job: TrainingJob, plan: ParallelPlan) -> Values:
+    check_sharding(job, plan)
     step = plan.dp * plan.num_microbatches(job)
     ranges = microbatch_ranges(MOST_SEQUENCES // step)
     end = f"batches beyond {MOST_SEQUENCES:,} sequences are not looked at"

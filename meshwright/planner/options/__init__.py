@@ -2,6 +2,9 @@
 
 from meshwright.planner.options.claims import claim, release_claims, scratch_folder
 from meshwright.planner.options.plan_options import (
+    ALL,
+    ALSO,
+    ASKABLE,
     LAYOUT,
     LIMITS,
     REPLICATION,
@@ -42,6 +45,9 @@ from meshwright.planner.options.words import (
 )
 
 __all__ = [
+    "ALL",
+    "ALSO",
+    "ASKABLE",
     "LAYOUT",
     "LIMITS",
     "MAX_GPUS",

@@ -25,6 +25,19 @@ BUCKET_SIZE = Option(
     str,
     typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".'),
 )
+ASKABLE = {
+    option_name(each.option)[2:]: each for each in SEARCHED_FIELDS if each.declaration.is_asked
+}
+ALL = "all"
+ALSO = Option(
+    "also",
+    "also",
+    str,
+    typer.Option(
+        metavar="LIST",
+        help=f"Vary fields that are held unless asked for: {', '.join(ASKABLE)} or {ALL}.",
+    ),
+)
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
 BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
 
@@ -77,6 +90,7 @@ LIMITS = OptionGroup(
     (
         *(each for each in REPLICATION.options if each.key in SEARCHED),
         *(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited),
+        ALSO,
     ),
     _given,
 )

@@ -16,6 +16,7 @@ from meshwright.hwprofiles import Precision, parse_bytes, parse_price
 from meshwright.planner.options.words import option_name
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import Quantity
+from meshwright.simulator.model import MAX_PREDICTION_LAYERS
 
 MAX_GPUS = 10_000_000
 MAX_COUNT = 10_000_000
@@ -24,6 +25,10 @@ MAX_JOBS = 1_000
 MAX_TOKENS = 1e18
 Growing: TypeAlias = Annotated[
     Quantity | None, typer.Option(metavar="|".join(Quantity), help="Find the largest that fits.")
+]
+Predicting: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Layers that predict a further token each [the model's]."),
 ]
 
 
@@ -52,6 +57,7 @@ class JobOptions:
             help="Number format [bf16; fp16 on older devices and stacks].",
         ),
     ] = None
+    prediction_layers: Predicting = None
     imbalance: Annotated[
         float | None,
         typer.Option(metavar="X", help="Load of the hottest expert over the mean [1]."),
@@ -253,6 +259,7 @@ class ImportOptions:
     precision: Annotated[
         Precision | None, typer.Option(metavar="|".join(Precision), help="Number format.")
     ] = None
+    prediction_layers: Predicting = None
     stack: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Training software [the framework's]."),
@@ -282,10 +289,11 @@ def check_count(name: str, value: object) -> None:
         "jobs": MAX_JOBS,
         "global_batch": 10**9,
         "seq_len": 10**8,
+        "prediction_layers": MAX_PREDICTION_LAYERS,
     }
-    limit = most.get(name, MAX_COUNT)
-    if not 1 <= value <= limit:
-        raise PlanError(f"{option_name(name)} {value} is out of range; allowed 1 to {limit}")
+    least, limit = int(name != "prediction_layers"), most.get(name, MAX_COUNT)
+    if not least <= value <= limit:
+        raise PlanError(f"{option_name(name)} {value} is out of range; allowed {least} to {limit}")
 
 
 def read_tokens(tokens: float | None) -> float | None:

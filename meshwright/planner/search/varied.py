@@ -14,6 +14,7 @@ from meshwright.planner.space import (
     Column,
     Space,
     SpaceLimits,
+    askable_values,
     is_constant,
     is_searched,
 )
@@ -76,7 +77,7 @@ def _ends(column: Column, offered: Column) -> list[int]:
     if not len(offered):
         return []
     if is_constant(column):
-        return column[:1].tolist()
+        return [int(column[0])]
     numbers = column[offered]
     return [*dict.fromkeys((int(numbers.min()), int(numbers.max())))]
 
@@ -84,16 +85,11 @@ def _ends(column: Column, offered: Column) -> list[int]:
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
     """Return why a field that nobody asked for has one value."""
     axis = field.declaration.axis or field.declaration.acts_on
-    if axis in set(Axis) and AXES[Axis(axis)].is_rare:
-        if not is_searched(Axis(axis), space.job, space.stack, limits):
-            return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
-        if not field.declaration.axis:
-            return "not searched"
-    if field.name in PASSES:
-        return "not searched"
-    offered = getattr(space.stack, field.declaration.offered_by or "", ())
-    is_choice = field.declaration.of_experts and not field.divides_experts
-    return "not searched" if is_choice and len(offered) > 1 else "only one offered"
+    if axis in set(Axis) and not is_searched(Axis(axis), space.job, space.stack, limits):
+        return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
+    if len(askable_values(field, space.job, space.stack)) > 1:
+        return "ask with --also"
+    return "not searched" if field.name in PASSES else "only one offered"
 
 
 def _is_of_others(field: PlanField, space: Space) -> bool:

@@ -3,6 +3,7 @@
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.moments import (
     PERIODS,
+    MessageColumns,
     fullest_moments,
     representative_microbatches,
 )
@@ -16,7 +17,13 @@ from meshwright.planner.space.space import (
     enumerate_space,
     is_searched,
 )
-from meshwright.planner.space.switches import SWITCHES, Column, distinct, is_constant
+from meshwright.planner.space.switches import (
+    SWITCHES,
+    Column,
+    askable_values,
+    distinct,
+    is_constant,
+)
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "SWITCHES",
     "Candidates",
     "Column",
+    "MessageColumns",
     "Pipeline",
     "Role",
     "ShapeTable",
@@ -35,6 +43,7 @@ __all__ = [
     "Space",
     "SpaceLimits",
     "apply_rules",
+    "askable_values",
     "block_counts",
     "distinct",
     "enumerate_space",

@@ -1,7 +1,8 @@
 """The fullest moments that pipeline ranks go through."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,16 +10,43 @@ from numpy.typing import NDArray
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import Phase, Schedule
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.memory import PipelinePlace, held_spans
+from meshwright.simulator.model import BlockKind
 
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
-# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.
+# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.  What a
+# runtime holds of messages changes once more, when the first pass after the warm-up is backward:
+# fewer than 2 v p passes later.
 PERIODS = 3
-
-Order: TypeAlias = tuple[NDArray[np.bool_], Column]
-"""Whether each action of a rank is a backward pass, and its virtual stage."""
+PERIODS_OF_MESSAGES = 5
 
 
-def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches: Column) -> Column:
+class MessageColumns(NamedTuple):
+    """In which column messages count, by the kind of block that receives or that sends them."""
+
+    received: dict[BlockKind, int]
+    sent: dict[BlockKind, int]
+
+    def of(self, stages: Sequence[Stage]) -> NDArray[np.int64]:
+        """Return 1 in the column of what each virtual stage sends: output, then gradient."""
+        sizes = np.zeros((2 * len(stages), self.width), np.int64)
+        for number, stage in enumerate(stages):
+            if not stage.has_head:
+                sizes[2 * number, self.sent[stage.passes[-1].kind]] = 1
+            if not stage.has_embedding:
+                sizes[2 * number + 1, self.received[stage.passes[0].kind]] = 1
+        return sizes
+
+    @property
+    def width(self) -> int:
+        """How many columns there are."""
+        return max(*self.received.values(), *self.sent.values()) + 1
+
+
+def representative_microbatches(
+    pipeline: Pipeline, role: Role, num_microbatches: Column, *, holds_messages: bool
+) -> Column:
     """Return the fewest microbatches that show the same fullest moments.
 
     Where they go through stages in groups larger than the pipeline the whole order is walked.
@@ -26,79 +54,157 @@ def representative_microbatches(pipeline: Pipeline, role: Role, num_microbatches
     pp = pipeline.pp
     if len(role.stages) == 1 or pipeline.group_size not in {None, pp}:
         return num_microbatches
-    fewest = np.minimum(num_microbatches, PERIODS * pp)
+    periods = PERIODS_OF_MESSAGES if holds_messages else PERIODS
+    fewest = np.minimum(num_microbatches, periods * pp)
     return np.where(num_microbatches % pp == 0, fewest, num_microbatches)
 
 
-def fullest_moments(pipeline: Pipeline, role: Role, num_microbatches: Column) -> NDArray[np.int64]:
+def fullest_moments(
+    pipeline: Pipeline,
+    role: Role,
+    num_microbatches: Column,
+    messages: MessageColumns | None = None,
+) -> NDArray[np.int64]:
     """Return the moments among which the role's peak is, whatever the tensors' sizes.
 
     The first rank of a role has the most passes in flight.  Where its stages are equal only
     the number of passes matters; where they differ the order is walked.
 
+    Args:
+        pipeline: The pipeline.
+        role: Which of its ranks.
+        num_microbatches: Microbatches of a step.
+        messages: How messages are counted that the runtime holds beside those of passes in flight,
+            if it does.
+
     Returns:
         For each number of microbatches as many rows, some of them repeated: kept passes through
-        blocks of each kind, and of the running pass the phase and the place of its stage among
-        those of the role that differ.
+        blocks of each kind, held messages, and of the running pass the phase and the place of its
+        stage among those of the role that differ.
     """
     numbers, vpp = num_microbatches.tolist(), len(role.stages)
     stages = list(dict.fromkeys(role.stages))
-    counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
-    if len(stages) > 1:
+    if vpp > 1 and (messages is not None or len(stages) > 1):
+        counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
+        own = counts[[stages.index(stage) for stage in role.stages]]
         places = np.array([stages.index(stage) for stage in role.stages])
-        orders = [_order(pipeline.schedule, role.first, pipeline.pp, each, vpp) for each in numbers]
-        return _walked(orders, counts, places)
+        return _walked(pipeline, role, numbers, (own, places), messages)
+    if messages is not None:
+        return _plain_moments(pipeline, role, num_microbatches, messages)
     passes = [pipeline.schedule.in_flight(role.first, pipeline.pp, each, vpp) for each in numbers]
-    moments = np.zeros((len(numbers), len(Phase), len(pipeline.kinds) + 2), np.int64)
-    moments[:, :, :-2] = (np.array(passes, np.int64)[:, None] * counts[0])[:, None]
+    counts = np.array(block_counts(pipeline.kinds, stages), np.int64)
+    moments = np.zeros((len(numbers), len(Phase), len(counts) + 2), np.int64)
+    moments[:, :, :-2] = (np.array(passes, np.int64)[:, None] * counts)[:, None]
     moments[:, :, -2] = range(len(Phase))
     return moments
 
 
-def _walked(orders: list[Order], counts: NDArray[np.int64], places: Column) -> NDArray[np.int64]:
-    """Return the fullest moments of a rank with each of *orders*, as `fullest_moments`."""
-    is_backward, virtual_stage = map(np.concatenate, zip(*orders, strict=True))
-    number = np.repeat(np.arange(len(orders)), [len(stages) for _, stages in orders])
-    stage = places[virtual_stage]
-    own = counts[stage]
+def _plain_moments(
+    pipeline: Pipeline, role: Role, num_microbatches: Column, messages: MessageColumns
+) -> NDArray[np.int64]:
+    """Return the moments of ranks with one virtual stage that hold messages.
+
+    Nothing is held until the first backward pass is over; then outputs and gradients in forward
+    passes, and gradients in backward passes (`meshwright.simulator.memory.held_messages`).
+    """
+    pp, counts = pipeline.pp, np.array(block_counts(pipeline.kinds, role.stages), np.int64)
+    output, gradient = messages.of(role.stages)
+    # Only a rank that runs a forward pass after a backward one holds messages in forward.
+    alternating = np.minimum(np.maximum(role.first, pp - num_microbatches + 1), role.last)
+    ranks = np.stack([np.full_like(alternating, role.first), alternating], axis=1)
+    passes = np.array(
+        [
+            [pipeline.schedule.in_flight(rank, pp, number, 1) for rank in row]
+            for row, number in zip(ranks.tolist(), num_microbatches.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+    alternates = passes < num_microbatches[:, None]
+    follows = num_microbatches > 1
+    kept = np.column_stack([passes, passes[:, 0], passes[:, 0] - (follows & ~alternates[:, 0])])
+    moments = np.zeros((len(kept), 4, len(counts) + messages.width + 2), np.int64)
+    moments[:, :, : len(counts)] = kept[:, :, None] * counts
+    moments[:, :2, len(counts) : -2] = alternates[:, :, None] * (output + 2 * gradient)
+    moments[:, 3, len(counts) : -2] = follows[:, None] * gradient
+    moments[:, 2:, -2] = 1
+    return moments
+
+
+def _walked(
+    pipeline: Pipeline,
+    role: Role,
+    num_microbatches: Sequence[int],
+    stages: tuple[NDArray[np.int64], Column],
+    messages: MessageColumns | None,
+) -> NDArray[np.int64]:
+    """Return the fullest moments of a rank, as `fullest_moments`.
+
+    Args:
+        pipeline: The pipeline.
+        role: The rank's.
+        num_microbatches: Microbatches of a step, of each order that is walked.
+        stages: Of each virtual stage the blocks of each kind, and its place among those that
+            differ.
+        messages: How messages are counted, if any are held.
+    """
+    counts, places = stages
+    holds = messages is not None
+    rank, vpp = (pipeline.schedule, role.first, pipeline.pp), len(role.stages)
+    orders = [_order(*rank, each, vpp, holds=holds) for each in num_microbatches]
+    is_backward, virtual_stage, numbers = map(np.concatenate, zip(*orders, strict=True))
+    order = np.repeat(np.arange(len(orders)), [len(phases) for phases, _, _ in orders])
+    own = counts[virtual_stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
     # When an order is over nothing is kept, so that the next one's sums begin with none.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
-    moments = _undominated(kept, np.stack([number, is_backward, stage], axis=1))
-    by_order = _by_group(moments[:, -3], moments)
-    return np.delete(by_order, -3, axis=2)
+    held = [] if messages is None else [numbers @ messages.of(role.stages)]
+    kept = np.column_stack([kept, *held])
+    of_pass = is_backward.astype(np.int64), places[virtual_stage]
+    rows = _undominated(kept, distinct([order, *of_pass])[1])
+    return _by_order(np.column_stack([kept, *of_pass])[rows], order[rows])
 
 
 @lru_cache(maxsize=1024)
-def _order(schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> Order:
-    """Return what a rank runs."""
-    actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
-    phases, virtual_stages, _ = zip(*actions, strict=True)
-    is_backward = np.array([phase is Phase.BACKWARD for phase in phases])
-    return is_backward, np.array(virtual_stages, np.int64)
+def _order(
+    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int, *, holds: bool
+) -> tuple[NDArray[np.bool_], Column, NDArray[np.int64]]:
+    """Return of each action of a rank whether it is a backward pass, and its virtual stage.
 
-
-def _undominated(kept: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return moments, what they keep and all else, but those that another one reaches.
-
-    That is alike in all else, and keeps as much of everything.
+    Last how many messages it *holds* then, if any, a column for each source of `HeldSpans`.
     """
-    # First all but the one with the most passes through the first kind, of those alike in the rest.
-    moments = np.concatenate([kept, others], axis=1)[np.argsort(-kept[:, 0], kind="stable")]
-    moments = moments[np.sort(distinct([*moments[:, 1:].T])[0])]
-    alike = distinct([*moments[:, kept.shape[1] :].T])[1]
-    rows = _by_group(alike, np.arange(len(moments))[:, None])[:, :, 0]
-    most = moments[rows, : kept.shape[1]]
-    is_other = rows[:, :, None] != rows[:, None]
-    is_reached = (most[:, :, None] <= most[:, None]).all(axis=3) & is_other
-    is_left = np.zeros(len(moments), np.bool_)
-    is_left[rows[~is_reached.any(axis=2)]] = True
-    return np.asarray(moments[is_left], np.int64)
+    actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
+    phases = np.array([phase is Phase.BACKWARD for phase, _, _ in actions])
+    virtual_stages = np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
+    size = len(actions) + 1, 2 * vpp
+    changes = np.zeros(size[0] * size[1], np.int64)
+    for *spans, times in held_spans(actions, PipelinePlace(pp_rank, pp)) if holds else ():
+        columns = np.array(spans, np.int64)
+        starts, ends, sources = columns[:, columns[1] > columns[0]]
+        for positions, change in ((starts, times), (ends, -times)):
+            places = positions * size[1] + sources
+            changes += change * np.bincount(places, minlength=len(changes))
+    return phases, virtual_stages, changes.reshape(size)[:-1].cumsum(axis=0)
 
 
-def _by_group(number: Column, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the *rows* of each group, by its number, some repeated so that all have as many."""
-    counts = np.bincount(number)
+def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
+    """Return the rows of *kept* that no other one of those *alike* reaches in every count."""
+    # The fullest of those alike first: none that comes later reaches it.
+    left = np.lexsort((-kept.sum(axis=1), alike))
+    found = []
+    while len(left):
+        group = alike[left]
+        is_first = np.ones(len(left), np.bool_)
+        is_first[1:] = group[1:] != group[:-1]
+        fullest = left[is_first]
+        found.append(fullest)
+        is_reached = (kept[left] <= kept[fullest[is_first.cumsum() - 1]]).all(axis=1)
+        left = left[~is_reached]
+    return np.concatenate(found)
+
+
+def _by_order(moments: NDArray[np.int64], order: Column) -> NDArray[np.int64]:
+    """Return the *moments* of each order, some repeated so that all have as many."""
+    counts = np.bincount(order)
     starts = counts.cumsum() - counts
     places = np.arange(counts.max()) % counts[:, None] + starts[:, None]
-    return np.asarray(rows[np.argsort(number, kind="stable")[places]], np.int64)
+    return np.asarray(moments[np.argsort(order, kind="stable")[places]], np.int64)

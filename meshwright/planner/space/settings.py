@@ -69,7 +69,8 @@ def _wanted(limits: SpaceLimits) -> Wanted:
         most = limits.most(name) if PLAN_FIELDS[name].declaration.is_limited else None
         if most is not None and name not in wanted:
             wanted[name] = (None, *range(1, most + 1))
-    return wanted
+    zero_stages = limits.values("zero_stage")
+    return wanted if zero_stages is None else wanted | {"zero_stage": zero_stages}
 
 
 def _places(

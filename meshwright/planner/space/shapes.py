@@ -17,7 +17,7 @@ from meshwright.simulator.layout import (
     sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind
+from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind, ModelSpec
 from meshwright.simulator.step import message_between
 
 SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "attention")
@@ -101,7 +101,7 @@ class ShapeTimes:
 
     blocks: NDArray[np.int64]
     messages: NDArray[np.int64]
-    known: dict[tuple[int, int, int, bool, bool, bool], tuple[list[int], list[list[int]]]]
+    known: dict[tuple[int | None, ...], tuple[list[int], list[list[int]]]]
     priced: set[int]
 
     @classmethod
@@ -114,9 +114,12 @@ class ShapeTimes:
         """Find the times of the shapes that *used* indexes."""
         for index in set(used.tolist()) - self.priced:
             shape = table.shapes[index]
-            # Recomputation is of layers: shapes that differ in it share the ends and the messages.
+            # Recomputation is of layers: shapes that differ in it share the messages, and the ends
+            # where these have no layers, either, that predict further tokens.
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
-            key = (shape.tp, shape.cp, shape.microbatch_size, *flags)
+            has_layers = isinstance(shape.trained, ModelSpec) and shape.model.prediction_layers
+            own = index if has_layers else None
+            key = (shape.tp, shape.cp, shape.microbatch_size, *flags, own)
             if key not in self.known:
                 ends = _block_times(shape, costs, ENDS)
                 self.known[key] = ends, _message_times(shape, costs, table.kinds)

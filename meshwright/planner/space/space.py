@@ -347,7 +347,8 @@ def _switches(
     acts_on = field.declaration.acts_on
     axes = () if acts_on is None else JOINT_AXES.get(acts_on) or (Axis(acts_on),)
     if axes and prod(fixed[axis] for axis in axes) == 1:
-        values = values[:1]
+        has_moments = field.name == "zero_stage" and limits.asks_for("moment_precision")
+        values = values[: 2 if has_moments and wanted is None else 1]
     if field.name == "sequence_parallel" and job.seq_len % (fixed["tp"] * fixed["cp"]):
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import (
+    EIGHT_BITS,
     ContextParallel,
     Precision,
     Recompute,
@@ -19,14 +20,16 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
 )
-from meshwright.simulator import TrainingJob
+from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.layout import (
     MAX_ZERO_STAGE,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     Formats,
+    PlanField,
     chosen_formats,
     known_values,
+    moments_refusal,
     offered_formats,
     syncs_by_default,
 )
@@ -45,6 +48,7 @@ SWITCHES = tuple(
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
+HABITS = "cp_type", "dispatcher"  # of which the first that a stack lists is its habit
 MOST_KEY = 2**62
 MOST_PLACES = 8
 
@@ -96,12 +100,30 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _shards(stack, place, wanted),
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
+        _moments(job, stack, place, wanted),
         _syncs(stack, place, wanted),
     )
     return [
         USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
     ]
+
+
+def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> tuple[object, ...]:
+    """Return the values of a field that a search varies where it is asked to, the habit first.
+
+    Formats in 16 bits are those of the training alone.
+    """
+    if not field.declaration.is_asked or known_values(field, job.model) is not None:
+        return (field.default,)
+    offered = cast("tuple[object, ...]", getattr(stack, field.declaration.offered_by or ""))
+    if field.name in HABITS:
+        offered = offered[1:]
+    if field.name == "moment_precision":
+        is_full = job.precision is Precision.FP32  # which no such optimizer trains in
+        usual = {} if is_full else {Precision.FP32, job.precision.storage, *EIGHT_BITS}
+        offered = tuple(each for each in offered if each in usual)
+    return field.default, *(each for each in offered if each != field.default)
 
 
 def _chosen(
@@ -237,6 +259,24 @@ def _formats(
             continue
         seen.add(pair)
         yield {"gradient_precision": pair.kept, "reduce_precision": pair.reduced}
+
+
+def _moments(
+    job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
+) -> Iterator[Setting]:
+    """Yield the formats of Adam's moments: the stack's unless asked for.
+
+    One rank has an optimizer that knows others at stage 1 alone, which is stage 0 but for them.
+    """
+    name = "moment_precision"
+    for moments in cast("tuple[Precision | None, ...]", wanted.get(name, (None,))):
+        if moments is None:
+            if not (place.is_whole and place.zero_stage and "zero_stage" not in wanted):
+                yield {name: None}
+            continue
+        plan = ParallelPlan(zero_stage=place.zero_stage, moment_precision=moments)
+        if moments_refusal(job, plan, stack) is None:
+            yield {name: moments}
 
 
 def _is_wanted(

@@ -18,7 +18,7 @@ from meshwright.planner.cli import (
     resolve_plan,
     with_buckets,
 )
-from meshwright.planner.options import REPLICATION, SWEPT, JobOptions
+from meshwright.planner.options import ALSO, REPLICATION, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, plan_fields
 from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.varied import MOST_CELLS, Value, Variation
@@ -137,7 +137,7 @@ def _check(request: Request) -> None:
         raise PlanError("--weak needs --vary gpus=...: the batch grows with the devices")
     given = {each.key: f"--{each.name.replace('_', '-')}" for each in SWEPT.options}
     for key in (*request.fields, *names):
-        if key.startswith("max_") and request.is_simulation:
+        if (key.startswith("max_") or key == ALSO.key) and request.is_simulation:
             raise PlanError(f"{given[key]} has no effect on one layout; allowed: no --simulate")
         if key in REPLICATED - SEARCHED and not request.is_simulation:
             raise PlanError(f"{given[key]} is not searched; allowed: with --simulate")

@@ -1,6 +1,7 @@
 """The ends of a language model: from token ids to activations, and from these to a loss."""
 
-from meshwright.simulator.blocks.dense import LayerDims, normed
+from meshwright.hwprofiles import CollectiveOp
+from meshwright.simulator.blocks.dense import LayerDims, layer, normed
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
@@ -9,16 +10,19 @@ from meshwright.simulator.graph import (
     PARTIAL,
     Block,
     Dim,
+    Exchange,
     Gradient,
     Linear,
     Reads,
     Tensor,
     Traffic,
+    Transfer,
     columns,
     copy,
     dropout,
     place,
     pointwise,
+    view,
     whole_product,
 )
 from meshwright.simulator.layout import Axis
@@ -27,16 +31,21 @@ TABLE_TRAFFIC = 8  # bytes an element: a gradient in fp32 is zeroed and written
 DROPPED_BYTES = 3  # a value and a mask byte
 NEXT_SENTENCE_CLASSES = 2
 POSITIONS = "positions"
+MASK_BYTES = 4  # of a token in the mask of the loss
+NUM_STRETCHES = 2  # of a sequence on a context-parallel rank
 
 
-def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+def embedding(
+    block: Block, shape: BlockShape, dims: LayerDims, ids: Tensor | None = None
+) -> Tensor:
     """Return looked-up tokens: each rank has some of the rows, and a part of the sum.
 
     Where a learned position is added to all tokens, Megatron-LM sums all and then keeps its own.
+    The table is a parameter of another block where *ids* are from within this one.
     """
     model, stack = shape.model, shape.stack
     stream = dims.stream(block, shape)
-    x = _looked_up(block, shape, dims)
+    x = _looked_up(block, shape, dims, ids)
     if model.scaled_embeddings:
         x = pointwise(block, "scaled embedding", x, reads=Reads.NOTHING)
     if model.positions == "learned":
@@ -53,14 +62,16 @@ def embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return x
 
 
-def _looked_up(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+def _looked_up(block: Block, shape: BlockShape, dims: LayerDims, ids: Tensor | None) -> Tensor:
     """Return the rows of the table; backward writes a dense gradient of all of it.
 
     DTensor's look-up gives every tensor rank a gradient of all rows, of which it keeps its own.
     """
     rows = dims.vocabulary
-    table = block.weight("word_embedding.weight", rows, dims.hidden, at={Axis.TP: rows})
-    ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
+    name, shared = "word_embedding.weight", ids is not None
+    table = block.weight(name, rows, dims.hidden, at={Axis.TP: rows}, shared=shared)
+    if ids is None:
+        ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
     stream = dims.stream(block, shape)
     x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
     traffic = block.traffic(stream, stream)
@@ -94,6 +105,8 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
 
 def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the loss of the logits."""
+    if shape.model.prediction_layers:
+        return _predicting_head(block, x, shape, dims)
     logits = output(block, x, shape, dims)
     others = [_pooled(block, x)] if shape.model.mlm_head else []
     return loss_of(block, logits, *others)
@@ -114,6 +127,105 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
     with block.module(x):
         (logits,) = columns(block, x, dims.vocabulary, linear=linear)
     return _capped(block, logits) if model.logit_softcap else logits
+
+
+def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the losses of the next token and of those that further layers predict.
+
+    All streams of tokens are put behind each other and cut apart again before the logits, which
+    are made of the further ones first (MultiTokenPredictionBlock of
+    megatron/core/transformer/multi_token_prediction.py, GPTModel._postprocess, core 0.16).
+    """
+    number = shape.model.prediction_layers
+    streams = [normed(block, x, "final norm", shape)]
+    for _ in range(number):
+        streams.append(_prediction_layer(block, streams[-1], shape, dims))
+    main, *further = _restacked(block, streams)
+    vocabulary, named = dims.vocabulary, list[Tensor]()
+    for each in further:
+        _rolled(block, main, shape)  # the labels
+        _rolled(block, main, shape, MASK_BYTES)
+        (logits,) = columns(block, each, vocabulary, linear=OUTSIDE._replace(shared=True))
+        block.hold(*named)  # a local name has the logits before until now
+        named = [logits]
+        loss = loss_of(block, logits)
+        slopes = [Gradient(main, hands_on=True), Gradient(loss, at=loss.at)]
+        main = block.add([main, loss], [main.like(main.name, base=main.storage)], slopes)
+    with block.module(main):
+        (logits,) = columns(block, main, vocabulary, linear=OUTSIDE)
+    loss = loss_of(block, logits)
+    block.hold(*named)
+    return loss
+
+
+def _prediction_layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return what predicts one token further than *x* does."""
+    ids = _rolled(block, x, shape)
+    _rolled(block, x, shape)  # positions
+    given = embedding(block, shape, dims, ids)
+    with block.part("layer"):
+        parts = [_contiguous_back(block, normed(block, given, "enorm", shape))]
+        parts.append(_contiguous_back(block, normed(block, x, "hnorm", shape)))
+        twice = Dim("embedding and hidden", 2 * shape.model.hidden_size)
+        both = parts[0].like(twice.name, dims=(*x.dims[:-1], twice))
+        slopes = [Gradient(each, hands_on=True) for each in parts]
+        both = block.add(parts, [both], slopes, block.traffic(both, both))
+        (y,) = columns(block, both, Dim("eh_proj", shape.model.hidden_size))
+        y = _gathered(block, y, x)
+        y = layer(block, y, shape, dims, shape.model.layer_runs[-1].kind)
+        return normed(block, y, "prediction norm", shape)
+
+
+def _contiguous_back(block: Block, x: Tensor) -> Tensor:
+    """Return *x*, whose gradient, a part of another one, a norm copies before it reads it."""
+    return block.add([x], [x.like(x.name, base=x.storage)], [Gradient(x, at=x.at)])
+
+
+def _gathered(block: Block, y: Tensor, like: Tensor) -> Tensor:
+    """Return columns of all tensor ranks side by side, of the tokens of a rank.
+
+    Gathered rank by rank they are put side by side in a copy, of which a rank keeps its tokens as
+    a view (gather_from_tensor_model_parallel_region and scatter_to_sequence_parallel_region of
+    megatron/core/tensor_parallel/mappings.py, core 0.16).
+    """
+    if Axis.TP not in block.mesh:
+        return view(block, y, *like.dims)
+    whole = like.like("columns of all", at={})
+    gathers = Transfer(CollectiveOp.ALL_GATHER, Axis.TP, whole.nbytes)
+    scratch = ([whole.like("columns by rank")], ())
+    y = block.add([y], [whole], [Gradient(y, at=y.at)], gathers, scratch=scratch)
+    if not like.at:
+        return y
+    own = like.like("layer input", base=y.storage)
+    return block.add([y], [own], [Gradient(y, (), (gathers,), at={})])
+
+
+def _restacked(block: Block, streams: list[Tensor]) -> list[Tensor]:
+    """Return views of all *streams*, each behind the one before."""
+    first = streams[0]
+    dims = (Dim("streams", len(streams)), *first.dims)
+    slopes = [Gradient(each, hands_on=True) for each in streams]
+    made = first.like("streams", dims=dims)
+    stacked = block.add(streams, [made], slopes, block.traffic(made, made))
+    views = [first.like(each.name, base=stacked.storage) for each in streams]
+    moved = (block.traffic(made, made),)
+    block.add([stacked], views, [Gradient(stacked, (), moved, at=first.at)])
+    return views
+
+
+def _rolled(block: Block, x: Tensor, shape: BlockShape, width: int = NUMBER_BYTES) -> Tensor:
+    """Return a number of each token of *x*, shifted by one.
+
+    A context-parallel rank has two stretches of a sequence; what is shifted out of each goes to
+    another (`roll_tensor` of megatron/core/transformer/multi_token_prediction.py, core 0.16).
+    """
+    tokens, batch = x.dims[:2]
+    numbers = x.like("shifted numbers", dims=(tokens, batch), at={}, width=width)
+    sent: tuple[Exchange, ...] = ()
+    if shape.cp > 1:
+        size = width * batch.size
+        sent = (Exchange(CollectiveOp.P2P, Axis.CP, size, NUM_STRETCHES, waits=True),)
+    return block.add([x], [numbers], [], *sent)
 
 
 def _capped(block: Block, logits: Tensor) -> Tensor:

@@ -35,9 +35,11 @@ def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator,
     """
     if shape.recipe is None:
         return ()
-    inputs = sum(linear.m * linear.k * linear.batch for linear in linears)
-    casts_weights = shape.recipe.weight_casts is not WeightCast.STEP
-    return _casts("forward", linears, inputs, casts_weights=casts_weights)
+    # A grouped product that opens what it makes hands it on cast.
+    cast = _without_fused(shape, linears, 1)
+    inputs = sum(linear.m * linear.k * linear.batch for linear in cast)
+    is_step = shape.recipe.weight_casts is WeightCast.STEP
+    return _casts(shape, "forward", cast, inputs, () if is_step else linears)
 
 
 def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
@@ -49,19 +51,30 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
     """
     if shape.recipe is None:
         return ()
-    gradients = sum(linear.m * linear.n * linear.batch for linear in linears)
-    casts_weights = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
-    return _casts("backward", linears, gradients, casts_weights=casts_weights)
+    cast = _without_fused(shape, linears, 0)
+    gradients = sum(linear.m * linear.n * linear.batch for linear in cast)
+    is_twice = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
+    return _casts(shape, "backward", cast, gradients, linears if is_twice else ())
+
+
+def _without_fused(shape: BlockShape, linears: Sequence[Gemm], number: int) -> list[Gemm]:
+    """Return *linears* but that of the two products of experts whose kernel casts by itself."""
+    grouped = [linear for linear in linears if linear.rows]
+    fuses = shape.recipe is not None and shape.recipe.fuses_experts
+    fused = grouped[number : number + 1] if fuses else []
+    return [linear for linear in linears if linear not in fused]
 
 
 def _casts(
-    phase: str, linears: Sequence[Gemm], num_elements: int, *, casts_weights: bool
+    shape: BlockShape, phase: str, cast: Sequence[Gemm], num_elements: int, weights: Sequence[Gemm]
 ) -> tuple[Operator, ...]:
-    weights = sum(linear.k * linear.n * linear.batch for linear in linears)
-    num_elements += weights * casts_weights
+    num_elements += sum(linear.k * linear.n * linear.batch for linear in weights)
+    # Each expert's rows by themselves where one kernel does not cast those of all.
+    by_one = shape.recipe.expert_cast_kernels if shape.recipe else 0
+    kernels = sum(linear.batch * by_one if linear.rows and by_one else 1 for linear in cast)
     return (
         MemoryBound(f"fp8 casts {phase}", CAST_BYTES * num_elements),
-        KernelLaunches(f"fp8 casts {phase}", len(linears) * (1 + casts_weights)),
+        KernelLaunches(f"fp8 casts {phase}", kernels + len(weights)),
     )
 
 

@@ -167,6 +167,7 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
         # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
         pads_experts=recipe.pads_expert_rows and shape.dispatcher is not Dispatcher.HYBRIDEP,
+        opens_experts=recipe.fuses_experts,
     )
 
 

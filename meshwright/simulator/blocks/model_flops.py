@@ -8,6 +8,7 @@ left out, both of scored positions only; backward is twice that.  For a GPT this
 ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473, appendix;
 Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 Of routed experts those count that a token is sent to; latent attention has head dims of its own.
+Layers that predict further tokens count with a product of 2h inputs and logits of their own each.
 Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
 """
 
@@ -31,12 +32,14 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import ParallelPlan, TrainingJob, repeated_layers
 from meshwright.simulator.model import (
     EMBEDDING,
+    HEAD,
     BlockKind,
     BlockRun,
     ChainModel,
     ImageModel,
     ModelSpec,
     layer_flops,
+    prediction_flops,
 )
 
 CONVENTION = (
@@ -73,7 +76,9 @@ def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
         steps = walk(alone, kind).tape.steps
         return _flops(each.work for each in steps if each.phase is Phase.RECOMPUTE)
 
-    runs = repeated_layers(job.model, plan)
+    runs = [*repeated_layers(job.model, plan)]
+    if isinstance(job.model, ModelSpec) and job.model.prediction_layers:
+        runs.append(BlockRun(HEAD, 1))
     again = sum(count * repeated(kind) for kind, count in runs)
     return model_flops(job) + again * job.global_batch_size
 
@@ -86,6 +91,7 @@ def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
     hidden = model.hidden_size
     head_width = model.vocab_size + (hidden if model.mlm_head else 0)
     num_scored = ceil(job.tokens_per_step * model.scored_fraction)
+    per_token += prediction_flops(model, job.seq_len)
     return per_token * job.tokens_per_step + 2 * hidden * head_width * num_scored
 
 

@@ -5,6 +5,14 @@ from typing import Literal, NamedTuple
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import ExpertAxis, MeshAxis
 
+# Kernels of a head beside its products: norm, cast, maximum, subtract, exponent, sum, divide and
+# their gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
+HEAD_KERNELS = 8
+MLM_KERNELS = 5
+# Of each layer that predicts a further token beside it: embedding, three norms, two that put
+# tokens side by side, and those that shift numbers (MultiTokenPredictionLayer of core 0.16).
+PREDICTION_KERNELS = 14
+
 
 class Gemm(NamedTuple):
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
@@ -112,16 +120,30 @@ class KernelLaunches(NamedTuple):
     num_kernels: int
 
 
-class HostPasses(NamedTuple):
-    """Host time of passes through a layer that the device waits for; *experts* are the rank's.
+def head_launches(num_predictions: int, *, has_mlm: bool) -> tuple[KernelLaunches, ...]:
+    """Return the starts of a head's kernels, forward or backward.
 
-    ``own_kernels`` are those that each expert has for itself in these passes beside its products.
+    Args:
+        num_predictions: Layers that predict a further token each, whose own products are apart.
+        has_mlm: It is BERT's.
+    """
+    starts = [KernelLaunches("head", HEAD_KERNELS)] * (1 + num_predictions)
+    starts += [KernelLaunches("mlm", MLM_KERNELS)] * has_mlm
+    return (*starts, *[KernelLaunches("prediction", PREDICTION_KERNELS)] * num_predictions)
+
+
+class HostPasses(NamedTuple):
+    """Host time of passes through a layer, some of which the device waits for.
+
+    *experts* are the rank's.  ``own_kernels`` are those that each expert has for itself in these
+    passes beside its products, and beside ``casts`` of its rows, which are kernels of all experts.
     """
 
     name: str
     num_passes: int
     experts: int = 0
     own_kernels: int = 0
+    casts: int = 0
 
 
 class Collective(NamedTuple):

@@ -18,6 +18,7 @@ from meshwright.simulator.blocks.operators import (
     MemoryBound,
     Operator,
     RingMessages,
+    head_launches,
 )
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
@@ -39,10 +40,8 @@ from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis, ExpertAxis
 from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
-# Kernels of an embedding and of a head beside their products: index, add, dropout;
-# norm, cast, maximum, subtract, exponent, sum, divide and their gradients.
+# Kernels of an embedding: index, add, dropout.
 EMBEDDING_KERNELS = 3
-HEAD_KERNELS = 8
 # Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
 # corrections of its output and its numbers; sums of the gradients of queries, keys and values.
 # PyTorch's: attention, two casts, five kernels for the output, three for its numbers and the copy
@@ -53,8 +52,8 @@ STEP_KERNELS = 12, 9
 # sums make gradients of that, and those of both its biases are added to what is kept (`_apply_bias`
 # of megatron/core/transformer/moe/experts.py, distributed/distributed_data_parallel.py, core 0.16).
 BIAS_KERNELS = 2, 6
-# Kernels that BERT's head runs more: dense layer, activation; pooler, tanh, classifier.
-MLM_KERNELS = 5
+# Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
+CASTS_OF_PASS = 2
 
 
 class PricedBlock(NamedTuple):
@@ -119,27 +118,26 @@ class PricedBlock(NamedTuple):
         moves = not isinstance(moved, int) or moved > 0
         traffic = [MemoryBound("element-wise kernels", moved)] if moves else []
         rings = list(_ring_messages(steps, flash))
-        extra = (KernelLaunches("steps of a ring", self._ring_kernels(flash[0])),) if rings else ()
+        turns = any(step.operator.gradients for step in steps if isinstance(step.work, Exchange))
+        extra = [self._ring_launches(each) for each in flash if turns]
         return (*products.values(), *_convolutions(steps), *flash, *traffic, *calls, *rings, *extra)
 
-    def _ring_kernels(self, attention: FlashAttention) -> int:
+    def _ring_launches(self, attention: FlashAttention) -> KernelLaunches:
         """Return the kernels that a ring of one step would not have."""
         of_step = ENGINE_STEP_KERNELS if self.shape.stack.transformer_engine else STEP_KERNELS
-        return of_step[attention.backward] * (attention.ranks - 1)
+        count = of_step[attention.backward] * (attention.ranks - 1)
+        return KernelLaunches("steps of a ring", count)
 
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
     ) -> tuple[Operator, ...]:
         """Return casts for fp8, starts of kernels and host time of a phase."""
-        stack, model = self.shape.stack, self.shape.model
+        stack = self.shape.stack
         if self.kind == EMBEDDING:
             return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
-        if self.kind not in LAYERS:
-            mlm = MLM_KERNELS if model.mlm_head else 0
-            return (
-                KernelLaunches("head", HEAD_KERNELS),
-                *(KernelLaunches("mlm", mlm),) * bool(mlm),
-            )
+        layers, ends = _num_layers(self), _end_launches(self)
+        if not layers:
+            return ends
         usual = stack.backward_kernels_per_layer if backward else stack.forward_kernels_per_layer
         num_products = sum(isinstance(each, Gemm) for each in operators)
         if stack.kernels is Kernels.EAGER:
@@ -147,8 +145,9 @@ class PricedBlock(NamedTuple):
             usual = max(usual, _num_kernels(self.found, phase) - num_products)
         casts = backward_casts if backward else forward_casts
         return (
+            *ends,
             *casts(self.shape, linears),
-            KernelLaunches("layer", usual + num_products),
+            KernelLaunches("layer", layers * usual + num_products),
             _host_passes(self, "layer", backward=backward),
         )
 
@@ -162,7 +161,7 @@ class PricedBlock(NamedTuple):
 
         Stacks are fitted so: what recomputation that stops early leaves out is not their traffic.
         """
-        if self.shape.recompute is Recompute.SELECTIVE:
+        if self.shape.recompute is Recompute.SELECTIVE or self.kind not in LAYERS:
             return (*again, KernelLaunches("attention again", len(again)))
         work = (
             *(each for each in again if not isinstance(each, MemoryBound)),
@@ -209,21 +208,38 @@ class PricedBlock(NamedTuple):
         )
 
 
+def _num_layers(block: PricedBlock) -> int:
+    """Return the layers of a block: one, or those of a head that predict further tokens."""
+    return 1 if block.kind in LAYERS else block.shape.model.prediction_layers
+
+
+def _end_launches(block: PricedBlock) -> tuple[KernelLaunches, ...]:
+    """Return the starts of a head's kernels beside those of such layers."""
+    if block.kind in LAYERS:
+        return ()
+    return head_launches(_num_layers(block), has_mlm=block.shape.model.mlm_head)
+
+
 def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
     """Return the host time of a pass through a layer; backward has two products of each."""
     shape = block.shape
-    experts = shape.model.experts if block.kind in EXPERT_LAYERS else None
+    kind = block.kind if block.kind in LAYERS else shape.model.layer_runs[-1].kind
+    experts = shape.model.experts if kind in EXPERT_LAYERS else None
+    layers = _num_layers(block)
+    passes = (1 + backward) * layers
     if experts is None:
-        return HostPasses(name, 1 + backward)
+        return HostPasses(name, passes)
     by_one = experts.bias and shape.stack.megatron_layers
-    kernels = BIAS_KERNELS[backward] if by_one else 0
-    return HostPasses(name, 1 + backward, experts.num_experts // shape.ep, kernels)
+    kernels = BIAS_KERNELS[backward] * layers if by_one else 0
+    own = experts.num_experts // shape.ep
+    each = CASTS_OF_PASS * layers * shape.recipe.expert_cast_kernels if shape.recipe else 0
+    return HostPasses(name, passes, own, kernels, own * each)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
     """Return what of a block runs while a microbatch's tokens are with the ranks of experts."""
     sent = [step for step in block.found.tape.steps if _is_exchange(step)]
-    if not sent:
+    if not sent or block.kind not in LAYERS:
         return ExpertOperators()
     forward = [step for step in sent if step.phase is Phase.FORWARD]
     backward = [step for step in sent if step.phase is Phase.BACKWARD]

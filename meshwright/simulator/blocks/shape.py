@@ -33,6 +33,7 @@ from meshwright.simulator.model import (
     local_shape,
     padded_vocab_size,
     rank_parameters,
+    shares_table,
 )
 
 
@@ -240,9 +241,11 @@ class BlockShape(WeightShape):
         return self.microbatch_size * self.trained.num_outputs
 
     @property
-    def tied_parameters(self) -> int:
-        """Parameters of a rank's table where it is the output matrix, too; else 0."""
-        return self.local_vocab_size * self.model.hidden_size if self.trained.tied_embeddings else 0
+    def copied_parameters(self) -> int:
+        """Parameters of a rank's table where the head has use of it, too; else 0."""
+        if not shares_table(self.trained):
+            return 0
+        return self.local_vocab_size * self.model.hidden_size
 
     @property
     def message_bytes(self) -> int:

@@ -17,6 +17,7 @@ from meshwright.simulator.graph import Backward, Memory, Tensor, column
 from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
+    HEAD,
     BlockKind,
     KeptLayer,
     LayerGroup,
@@ -34,6 +35,7 @@ class BlockMemory(NamedTuple):
     forward: int
     backward: int
     arrival: int
+    holding: int
     left: int
     received: int
     sent: int
@@ -120,7 +122,7 @@ class BlockTable:
         members: dict[object, list[BlockShape]] = defaultdict(list)
         for shape in group:
             again = shape.recompute, shape.modules
-            members[None if kind in ENDS else again].append(shape)
+            members[again if _has_layers(shape, kind) else None].append(shape)
         for shapes in members.values():
             found = walk(shapes[0], kind, self._written[key], ending=ending)
             walked = _Walk(PricedBlock(shapes[0], kind, found), len(rows))
@@ -213,7 +215,15 @@ def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> 
         forward=memory.forward + shift,
         backward=memory.backward + shift,
         arrival=memory.arrival + shift,
+        holding=memory.holding + shift,
     )
+
+
+def _has_layers(shape: BlockShape, kind: BlockKind) -> bool:
+    """Return whether a block is of layers, or ends with some: such a head predicts with them."""
+    model = shape.trained
+    predicts = isinstance(model, ModelSpec) and model.prediction_layers > 0
+    return kind not in ENDS or (kind == HEAD and predicts)
 
 
 def _sizes(shape: BlockShape) -> tuple[int, int, int]:
@@ -229,7 +239,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
         shape.defers_sums,
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
-    if kind in ENDS:
+    if not _has_layers(shape, kind):
         return common
     return (
         *common,

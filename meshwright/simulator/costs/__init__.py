@@ -1,6 +1,11 @@
 """Cost models: operator x hardware x stack to time, with the evidence behind each number."""
 
-from meshwright.simulator.costs.beside import LayerNodes, hidden_exchange_ps, layer_nodes
+from meshwright.simulator.costs.beside import (
+    LayerNodes,
+    hidden_exchange_ps,
+    hideable_ps,
+    layer_nodes,
+)
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
     ALIGNED_BYTES,
@@ -37,6 +42,7 @@ __all__ = [
     "flash_attention_cost",
     "gemm_cost",
     "hidden_exchange_ps",
+    "hideable_ps",
     "layer_nodes",
     "memory_bound_cost",
     "p2p_cost",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from meshwright.simulator.blocks import BlockShape, is_exchange
 from meshwright.simulator.costs.cost_model import CostModel
+from meshwright.simulator.costs.host import issue_ps
 from meshwright.simulator.model import BlockKind
 
 
@@ -29,6 +30,8 @@ class LayerNodes(NamedTuple):
         returned: Gradients of what was sent, back to where it came from.
         inputs: Backward of what was before.
         weights: Gradients of weights there, where they are delayed.
+        forward_issue: What the host takes to start a forward pass.
+        backward_issue: And a backward pass.
     """
 
     before: int = 0
@@ -41,6 +44,8 @@ class LayerNodes(NamedTuple):
     returned: int = 0
     inputs: int = 0
     weights: int = 0
+    forward_issue: int = 0
+    backward_issue: int = 0
 
     @property
     def forward_ps(self) -> int:
@@ -100,6 +105,10 @@ def layer_nodes(
         returned=sum(returned[1:]),
         inputs=alone.backward.time_ps - inputs - weights - later - sum(returned),
         weights=later,
+        forward_issue=issue_ps(operators.forward, costs.stack, costs.cluster),
+        backward_issue=issue_ps(
+            (*operators.recompute, *operators.backward), costs.stack, costs.cluster
+        ),
     )
 
 
@@ -115,9 +124,18 @@ def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNo
     >>> hidden_exchange_ps([layer], [layer])
     16
     """
-    alone_ps = sum(each.forward_ps for each in forward)
-    alone_ps += sum(each.backward_ps for each in backward)
-    return max(0, alone_ps - paired_ps(forward, backward))
+    return max(0, _alone_ps(forward, backward) - paired_ps(forward, backward))
+
+
+def hideable_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+    """Return the picoseconds by which two passes last longer than the host takes to start both."""
+    started_ps = sum(each.forward_issue for each in forward)
+    started_ps += sum(each.backward_issue for each in backward)
+    return max(0, _alone_ps(forward, backward) - started_ps)
+
+
+def _alone_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+    return sum(each.forward_ps for each in forward) + sum(each.backward_ps for each in backward)
 
 
 def paired_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:

@@ -30,9 +30,10 @@ from meshwright.simulator.costs.compute import (
     memory_bound_cost,
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
+from meshwright.simulator.costs.host import issue_ps, waiting_s
 from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, GroupSpan, MeshAxis
-from meshwright.simulator.model import BlockKind
+from meshwright.simulator.model import BlockKind, LayerGroup
 
 COMMUNICATION_OF: dict[MeshAxis, Category] = {
     Axis.TP: Category.TP_COMM,
@@ -40,7 +41,6 @@ COMMUNICATION_OF: dict[MeshAxis, Category] = {
     **dict.fromkeys(ContextAxis, Category.CP_COMM),
     **dict.fromkeys(ExpertAxis, Category.EP_COMM),
 }
-PRODUCTS_OF_PASS = 2  # of an expert
 
 
 class BlockCost:
@@ -51,6 +51,12 @@ class BlockCost:
     def __init__(self, forward: PhaseCost, backward: PhaseCost) -> None:
         self.forward = forward
         self.backward = backward
+
+    @classmethod
+    def total(cls, layers: "list[BlockCost]") -> "BlockCost":
+        """Return the sum over *layers*, each of which waits for its host by itself."""
+        forward = sum((each.forward for each in layers), PhaseCost())
+        return cls(forward, sum((each.backward for each in layers), PhaseCost()))
 
 
 class CostModel:
@@ -73,7 +79,11 @@ class CostModel:
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
         key = (shape, kind)
-        if key not in self._blocks:
+        if key not in self._blocks and isinstance(kind, LayerGroup):
+            self._blocks[key] = BlockCost.total(
+                [self.block_cost(shape, layer) for layer in kind.layers]
+            )
+        elif key not in self._blocks:
             self._blocks[key] = self._block_cost(shape, self.blocks.operators(shape, kind))
         return self._blocks[key]
 
@@ -91,8 +101,14 @@ class CostModel:
         return BlockCost(self.phase_cost(operators.forward, shape), marked + backward)
 
     def phase_cost(self, operators: tuple[Operator, ...], shape: BlockShape) -> PhaseCost:
-        """Return the cost of running *operators* one after the other."""
-        return PhaseCost.total(self.operator_cost(item, shape) for item in operators)
+        """Return the cost of running *operators* one after the other.
+
+        Host and device work at the same time, each for itself: the phase lasts as long as the host
+        takes to start it where that is longer.
+        """
+        cost = PhaseCost.total(self.operator_cost(item, shape) for item in operators)
+        lacking_ps = max(0, issue_ps(operators, self.stack, self.cluster) - cost.time_ps)
+        return cost + PhaseCost.total([(Category.HOST, Cost(lacking_ps, Source.FITTED))])
 
     def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
         """Return what an operator costs and what kind of work it is."""
@@ -111,14 +127,7 @@ class CostModel:
                 cost = constant_cost(operator.num_kernels, stack.kernel_gap_s)
                 return Category.KERNEL_LAUNCH, cost
             case HostPasses():
-                time_s = stack.host_per_layer_pass_s
-                if operator.experts:
-                    time_s += stack.host_per_expert_pass_s
-                    time_s += operator.experts * stack.host_per_own_expert_s
-                # A kernel of an expert takes the host what one of its two products of a pass does.
-                each_s = stack.host_per_own_expert_s / PRODUCTS_OF_PASS
-                own_s = operator.experts * operator.own_kernels * each_s
-                return Category.HOST, constant_cost(1, operator.num_passes * time_s + own_s)
+                return Category.HOST, constant_cost(1, waiting_s(operator, stack))
             case Collective() | RingMessages():
                 return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 

@@ -1,5 +1,6 @@
 """The backward pass of a block, node by node, as PyTorch's autograd runs and frees."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,12 +40,16 @@ class Backward:
         arrivals: Numbers of events after which a weight's gradient is there, and what it was made
             of is gone.
         places: Where the gradient of each weight lies, as a pass makes it.
+        arriving: The gradient of what the block returns.
+        summed_into_arriving: Number of events before which nothing is added to it in place.
     """
 
     tape: Tape
     weight_gradients: WeightGradients
     arrivals: list[int] = field(default_factory=list)
     places: dict[Tensor, Placement] = field(default_factory=dict)
+    arriving: Tensor = field(init=False)
+    summed_into_arriving: int | None = None
     _arrived: dict[Tensor, Arrived] = field(default_factory=dict)
     _summed: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
@@ -52,6 +57,7 @@ class Backward:
     _apart: list[Tensor] = field(default_factory=list)
     _remade: dict[Region, list[Tensor]] = field(default_factory=dict)
     _redistributed: frozenset[Tensor] = field(init=False)
+    _adds_to_arriving: bool = False
 
     def __post_init__(self) -> None:
         places = (op for op in self.tape.block.operators if op.kind is Kind.PLACE)
@@ -65,6 +71,7 @@ class Backward:
         """
         output = self.tape.block.operators[-1].outputs[0]
         token = output.like(f"{output.name} gradient") if arriving is None else arriving
+        self.arriving = token
         self.tape.storages.hold(token)
         self._arrive(output, Arrived(token, output.at))
         for node in reversed(self.tape.order.nodes):
@@ -92,17 +99,23 @@ class Backward:
                 weights += self._inputs(op, arrived[0])
         late = [token for each, op in weights for token in self._weight(op, each)]
         storages.drop((*tape.saved.pop(node[0].node, []), *done, *scratch))
-        storages.hold(*self._apart)
-        storages.touch(*self._sums)
-        storages.drop((*(op.outputs[0] for op in again), *self._summed))
-        self._summed.clear()
-        self._sums.clear()
-        self._apart.clear()
+        self._sum_up([op.outputs[0] for op in again])
         if any(len(each.of.dims) > 1 for each, _ in weights):
             self.arrivals.append(len(storages.events))
         storages.drop(late)
         if region and tape.order.repeated[region][0] is node:
             storages.drop(tape.order.inputs[region])
+
+    def _sum_up(self, done: Sequence[Tensor]) -> None:
+        """Add up what came for one tensor more than once; what is *done* goes with the summands."""
+        storages = self.tape.storages
+        storages.hold(*self._apart)
+        storages.touch(*self._sums)
+        storages.drop((*done, *self._summed))
+        if self._adds_to_arriving and self.summed_into_arriving is None:
+            self.summed_into_arriving = len(storages.events)
+        for each in (self._summed, self._sums, self._apart):
+            each.clear()
 
     def _run_again(self, node: Node) -> Region:
         """Run the part of *node* again, if it has one that has not yet; return which one."""
@@ -152,6 +165,7 @@ class Backward:
         if of in self._arrived:
             self._summed.append(arrived.token)
             first = self._arrived[of]
+            self._adds_to_arriving |= first.token is self.arriving
             if first.token in self._named:
                 self._summed.append(first.token)
                 self._apart.append(of.like(f"sum of {of.name} gradients", width=first.token.width))

@@ -24,6 +24,7 @@ class EightBits:
         gathers: Operands of linear layers are cast before they are gathered.
         scaled: Elements that share a scale of one byte; 0 where a tensor has one.
         pads_experts: Rows of experts are copied ahead of their products, and back behind them.
+        opens_experts: The products of experts open what they make by themselves.
     """
 
     keeps_copy: bool
@@ -31,6 +32,7 @@ class EightBits:
     gathers: bool
     scaled: int = 0
     pads_experts: bool = False
+    opens_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

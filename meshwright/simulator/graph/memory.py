@@ -1,5 +1,6 @@
 """Bytes of a walk: what it keeps, and the most that lives at one time."""
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.simulator.graph.backward import Backward
-from meshwright.simulator.graph.tensors import Size
+from meshwright.simulator.graph.tensors import Size, largest
 
 
 class Memory(NamedTuple):
@@ -19,6 +20,7 @@ class Memory(NamedTuple):
         forward: The most that forward needs beside what it keeps.
         backward: The most that backward needs beside what was kept.
         arrival: The most that lives beside that when a weight's gradient has come.
+        holding: As *backward*, with the gradient of what it hands on held to the end.
         left: What is still there in the end, such as gradients that are kept.
         received: What enters the block.
         sent: What it hands on.
@@ -30,6 +32,7 @@ class Memory(NamedTuple):
     forward: Size
     backward: Size
     arrival: Size
+    holding: Size
     left: Size
     received: Size
     sent: Size
@@ -45,17 +48,33 @@ class Memory(NamedTuple):
         output = tape.block.operators[-1].outputs[0]
         gone = [each.nbytes for each, _ in events[ran:returned] if each is not output.storage]
         saved = levels[returned]
+        free = _arriving_is_free(walk)
+        held = [each + walk.arriving.nbytes for each in levels[free:]]
         return cls(
             saved=saved,
             cached=sum(gone),
             forward=_most(levels[: ran + 1]) - saved,
             backward=_most(levels[returned:]) - saved,
             arrival=_most([levels[each] for each in walk.arrivals] or [saved]) - saved,
+            holding=_most([*levels[returned:free], *held]) - saved,
             left=levels[-1],
             received=events[0][0].nbytes,
             sent=output.nbytes,
-            buffer=sum(each.nbytes for each in tape.block.buffers),
+            buffer=largest([0, *(each.nbytes for each in tape.block.buffers)]),
         )
+
+
+def _arriving_is_free(walk: Backward) -> int:
+    """Return the number of events after which a pass no longer needs the gradient that came.
+
+    What holds on to it takes a tensor more from then on: also where autograd would add another
+    gradient to it in place, which it does not with one that something else holds.
+    """
+    if walk.summed_into_arriving is not None:
+        return walk.summed_into_arriving
+    events = enumerate(walk.tape.storages.events)
+    (last,) = deque((at for at, (each, _) in events if each is walk.arriving), maxlen=1)
+    return last + 1
 
 
 def _levels(changes: Sequence[Size]) -> list[Size]:

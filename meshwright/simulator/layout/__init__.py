@@ -30,13 +30,19 @@ from meshwright.simulator.layout.formats import (
     optimizer_bytes,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
-from meshwright.simulator.layout.mesh import GroupSpan, Mesh, pair_span, strided_span
+from meshwright.simulator.layout.mesh import (
+    GroupSpan,
+    Mesh,
+    context_way,
+    pair_span,
+    strided_span,
+    usual_inner,
+)
 from meshwright.simulator.layout.parts import (
     MAX_ZERO_STAGE,
     attention_kernels,
-    context_way,
     default_attention,
-    usual_inner,
+    moments_refusal,
     usual_zero_stages,
 )
 from meshwright.simulator.layout.placement import (
@@ -72,16 +78,20 @@ from meshwright.simulator.layout.refusals import (
     syncs_by_default,
 )
 from meshwright.simulator.layout.servers import ParameterServer
+from meshwright.simulator.layout.splits import (
+    check_predictions,
+    num_predictions,
+    parse_stages,
+    read_layout,
+)
 from meshwright.simulator.layout.stages import (
     ALL_ALONE,
     Stage,
     head_cost_layers,
     join_stages,
     model_stages,
-    parse_stages,
     plan_stages,
     rank_stages,
-    read_layout,
     repeated_layers,
     resolve_stages,
     stages_rule,
@@ -126,6 +136,7 @@ __all__ = [
     "TrainingJob",
     "attention_kernels",
     "casts_of",
+    "check_predictions",
     "check_sharding",
     "chosen_formats",
     "context_way",
@@ -143,7 +154,9 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
+    "moments_refusal",
     "near_multiples",
+    "num_predictions",
     "offered_formats",
     "optimizer_bytes",
     "pair_span",

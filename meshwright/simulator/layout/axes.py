@@ -206,6 +206,15 @@ def check_expert_degrees(ep: int, etp: int | None, tp: int, of_stage: int, of_sh
             raise PlanError(f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}")
 
 
+def check_modules(recompute: Recompute, modules: tuple[RecomputeModule, ...]) -> None:
+    """Refuse parts of layers to recompute where no selection is recomputed."""
+    if modules and recompute is not Recompute.SELECTIVE:
+        raise PlanError(
+            f"recompute_modules={','.join(modules)} does not go with recompute={recompute}; "
+            f"allowed: {Recompute.SELECTIVE}"
+        )
+
+
 def check_layers(recompute: Recompute, number: int | None, method: RecomputeMethod | None) -> None:
     """Refuse layers to recompute where they are not recomputed in full."""
     if method is not None and number is None:

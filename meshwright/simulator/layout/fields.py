@@ -44,6 +44,7 @@ class Declaration:
         heading: Head of its column in tables of plans; such a field is searched.
         is_limited: Whether a search takes a largest value.
         is_rare: Whether files leave it out where it has its default.
+        is_asked: Whether a search has other values than the habit only where it is asked to.
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
         members: What a list may have, each once and in this order.
@@ -64,6 +65,7 @@ class Declaration:
     is_limited: bool = False
     is_basic: bool = False
     is_rare: bool = False
+    is_asked: bool = False
     choices: Callable[[], tuple[str, ...]] | None = None
     members: tuple[object, ...] = ()
     offered_by: str | None = None

@@ -88,6 +88,11 @@ class TrainingJob:
         return self.model.experts if isinstance(self.model, ModelSpec) else None
 
     @property
+    def prediction_layers(self) -> int:
+        """Layers of the model that predict a further token each."""
+        return self.model.prediction_layers if isinstance(self.model, ModelSpec) else 0
+
+    @property
     def transformer(self) -> ModelSpec:
         """The model, where it must be a transformer.
 

@@ -8,8 +8,11 @@ from itertools import pairwise, takewhile
 from math import gcd, prod
 from typing import NamedTuple
 
+from meshwright.hwprofiles import ContextParallel, StackProfile
 from meshwright.simulator.layout.axes import Axis, ContextAxis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.model import ModelSpec
 
 
 class GroupSpan(NamedTuple):
@@ -184,3 +187,37 @@ class Mesh:
             rank // self.node_size != (rank + distance) // self.node_size
             for rank in range(first, first + min(size, self.node_size))
         ) or (size > self.node_size and abs(distance) > 0)
+
+
+def context_way(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
+    """Return how context-parallel ranks attend to each other's tokens, None where there are none.
+
+    Without a word of it as the stack does; a ring where the stack has no way to.  A ring of swaps
+    whose groups are single ranks is a ring, one of a single group a swap: Transformer Engine takes
+    it so, too (attn_forward_func_with_cp).
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> plan = ParallelPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
+    >>> context_way(plan, load_stack("megatron-core"))
+    <ContextParallel.ALL_TO_ALL: 'all-to-all'>
+    """
+    if plan.cp == 1:
+        return None
+    if plan.cp_inner == 1:
+        return ContextParallel.RING
+    if plan.cp_inner == plan.cp:
+        return ContextParallel.ALL_TO_ALL
+    return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
+
+
+def usual_inner(job: TrainingJob, tp: int, cp: int, node_size: int) -> int:
+    """Return the most ranks of a node that can swap tokens for heads; 1 where none can.
+
+    >>> from meshwright.simulator import load_model
+    >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=8192)
+    >>> [usual_inner(job, tp, cp=16, node_size=8) for tp in (1, 2, 8)]
+    [8, 4, 1]
+    """
+    heads = job.model.num_kv_heads if isinstance(job.model, ModelSpec) else 1
+    fits = (each for each in range(1, cp + 1) if cp % each == heads % (tp * each) == 0)
+    return max((each for each in fits if tp * each <= node_size), default=1)

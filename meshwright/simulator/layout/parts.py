@@ -1,11 +1,10 @@
 """Models with layers or parts that a stack is not known to run."""
 
 from collections.abc import Iterator
-from operator import eq, gt
+from operator import eq, gt, ne
 
 from meshwright.hwprofiles import (
     Attention,
-    ContextParallel,
     Device,
     Kernels,
     LayerFact,
@@ -61,7 +60,7 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
     Weights in 8 bits, which it gathers so and transposes for a backward pass, are not modelled.
     """
     offered = stack.zero_stages
-    if not isinstance(job.model, ModelSpec) or job.precision.is_eight_bit:
+    if not _has_flat_units(job):
         offered = usual_zero_stages(stack)
     if MAX_ZERO_STAGE in offered and stack.units is Units.FLAT:
         yield _checkpoints_gap()
@@ -78,6 +77,35 @@ def zero_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
                 yield Gap("zero_stage", name, conditions, in_pipelines)
         if stage not in offered:
             yield Gap("zero_stage", name, has_stage, offered)
+
+
+def _has_flat_units(job: TrainingJob) -> bool:
+    """Return whether all of a model that Megatron-FSDP would shard is in transformer layers."""
+    is_plain = isinstance(job.model, ModelSpec) and not job.model.prediction_layers
+    return is_plain and not job.precision.is_eight_bit
+
+
+def prediction_gaps(model: ModelSpec) -> Iterator[Gap]:
+    """Yield the recomputation of layers that Megatron-Core has not of those that predict further.
+
+    It runs them again where each layer is a checkpoint, and skips them where layers are counted
+    from the front (`_checkpointed_forward` of multi_token_prediction.py, core 0.16); and takes one
+    of them, not more, beside another microbatch, in a pipeline alone (TransformerConfig).
+    """
+    if not model.prediction_layers:
+        return
+    beside = PLAN_FIELDS["expert_overlap"]
+    asked = Condition(beside.name, gt, beside.code(None))
+    alone = () if model.prediction_layers > 1 else (Condition(Axis.PP, eq, 1),)
+    yield Gap(
+        beside.name, f"{beside.name} with prediction_layers", (asked, *alone), (None,), model.name
+    )
+    methods, layers = PLAN_FIELDS["recompute_method"], "recompute_layers"
+    uniform = Condition(methods.name, eq, methods.code(RecomputeMethod.UNIFORM))
+    counted = Condition(methods.name, ne, methods.code(RecomputeMethod.UNIFORM))
+    allowed = ("leave it out",)
+    for each in ((Condition(layers, gt, 0), counted), (Condition(layers, gt, 1), uniform)):
+        yield Gap(layers, f"{layers} with prediction_layers", each, allowed, model.name)
 
 
 def _checkpoints_gap() -> Gap:
@@ -355,37 +383,3 @@ def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | N
     ):
         found = "a softmax of chosen scores"
     return found and f"{name} has {found}, which stack {stack.name} is not known to run"
-
-
-def context_way(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
-    """Return how context-parallel ranks attend to each other's tokens, None where there are none.
-
-    Without a word of it as the stack does; a ring where the stack has no way to.  A ring of swaps
-    whose groups are single ranks is a ring, one of a single group a swap: Transformer Engine takes
-    it so, too (attn_forward_func_with_cp).
-
-    >>> from meshwright.hwprofiles import load_stack
-    >>> plan = ParallelPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
-    >>> context_way(plan, load_stack("megatron-core"))
-    <ContextParallel.ALL_TO_ALL: 'all-to-all'>
-    """
-    if plan.cp == 1:
-        return None
-    if plan.cp_inner == 1:
-        return ContextParallel.RING
-    if plan.cp_inner == plan.cp:
-        return ContextParallel.ALL_TO_ALL
-    return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
-
-
-def usual_inner(job: TrainingJob, tp: int, cp: int, node_size: int) -> int:
-    """Return the most ranks of a node that can swap tokens for heads; 1 where none can.
-
-    >>> from meshwright.simulator import load_model
-    >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=8192)
-    >>> [usual_inner(job, tp, cp=16, node_size=8) for tp in (1, 2, 8)]
-    [8, 4, 1]
-    """
-    heads = job.model.num_kv_heads if isinstance(job.model, ModelSpec) else 1
-    fits = (each for each in range(1, cp + 1) if cp % each == heads % (tp * each) == 0)
-    return max((each for each in fits if tp * each <= node_size), default=1)

@@ -27,6 +27,7 @@ from meshwright.simulator.layout.axes import (
     check_expert_degrees,
     check_inner,
     check_layers,
+    check_modules,
     check_stages,
 )
 from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
@@ -51,6 +52,7 @@ class Degrees:
     cp_type: ContextParallel | None = Declaration(
         help="How ranks with parts of a sequence attend to all of it [the stack's].",
         heading="cp type",
+        is_asked=True,
         offered_by="context_parallel",
         acts_on=Axis.CP,
     ).field(None)
@@ -85,6 +87,7 @@ class Degrees:
     dispatcher: Dispatcher | None = Declaration(
         help="How tokens go to ranks of experts [the stack's].",
         heading="dispatcher",
+        is_asked=True,
         offered_by="dispatchers",
         of_experts=True,
     ).field(None)
@@ -255,8 +258,10 @@ class PlanFields(Recomputation):
     moment_precision: Precision | None = Declaration(
         help="Format of Adam's moments, in a precision-aware optimizer [the stack's].",
         metavar="fp32|fp16|bf16|fp8",
+        heading="moments",
         group="replication",
         is_rare=True,
+        is_asked=True,
         offered_by="moment_precisions",
     ).field(None)
 
@@ -298,12 +303,7 @@ class ParallelPlan(PlanFields):
         check_inner(self.cp, self.cp_type, self.cp_inner)
         ranks = self.world_size // self.pp, self.tp * self.num_shards
         check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
-        if self.recompute_modules and self.recompute is not Recompute.SELECTIVE:
-            said = ",".join(self.recompute_modules)
-            raise PlanError(
-                f"recompute_modules={said} does not go with recompute={self.recompute}; "
-                f"allowed: {Recompute.SELECTIVE}"
-            )
+        check_modules(self.recompute, self.recompute_modules)
         check_layers(self.recompute, self.recompute_layers, self.recompute_method)
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")

@@ -27,6 +27,7 @@ from meshwright.simulator.layout.parts import (
     module_gaps,
     parts_refusal,
     passes_refusal,
+    prediction_gaps,
     scales_refusal,
     zero_gaps,
 )
@@ -57,6 +58,7 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
         yield from _unwrapped_gaps(job.precision)
     if isinstance(job.model, ModelSpec):
         yield from (gap._replace(model=job.model.name) for gap in _part_gaps(stack, job.model))
+        yield from prediction_gaps(job.model)
 
 
 def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:

@@ -1,16 +1,15 @@
 """Which layers each pipeline stage holds."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit, shown
-from meshwright.simulator.errors import PlanError
+from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.splits import split_layers
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -22,6 +21,7 @@ from meshwright.simulator.model import (
     cut_runs,
     join_runs,
     layer_flops,
+    prediction_flops,
 )
 
 
@@ -211,147 +211,16 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
 
 @lru_cache
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
-    """Return the forward FLOPs of the output matrix, in units of one layer's forward FLOPs.
+    """Return the forward FLOPs of the head, in units of one layer's forward FLOPs.
 
     Per token a layer costs ``2 h (2 q + 2 g) + 4 q s + 2 h f k`` (QKV and projection, attention
-    over s keys, MLP with k = 2 or 3 matrices), in the mean of all layers, and the head ``2 h V``.
+    over s keys, MLP with k = 2 or 3 matrices), in the mean of all layers, and the head ``2 h V``,
+    beside those of layers that predict further tokens.
     """
     runs = model.layer_runs
     layers = sum(count * layer_flops(model, kind, seq_len) for kind, count in runs)
-    return 2 * model.hidden_size * model.vocab_size * model.num_layers / layers
-
-
-@cache
-def split_layers(
-    num_layers: int, num_stages: int, rule: StageSplit, *, head_cost: float = 0.0
-) -> tuple[int, ...]:
-    """Return the layers of each stage in model order.
-
-    ``even`` gives every stage the same number and places a remainder where the stage stays
-    cheapest; ``balanced`` minimises the costliest stage with the head counted as *head_cost*
-    layers on the last one; ``ends`` shares out layers, embedding and head, a remainder from the
-    front (`generate_llm_fqn_per_model_part`, torchtitan/distributed/pipeline_parallel.py of
-    0.2.2); ``greedy`` fills stages with ``ceil(L / n)`` layers from the front
-    (DeepSpeed's split: 78 layers on 12 stages are 11 stages of 7 and one of 1).
-
-    Raises:
-        PlanError: If there are more stages than layers.
-
-    >>> split_layers(7, 3, StageSplit.EVEN)
-    (2, 2, 3)
-    >>> split_layers(32, 4, StageSplit.ENDS)
-    (8, 9, 8, 7)
-    >>> split_layers(78, 12, StageSplit.GREEDY)
-    (7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 1)
-    """
-    if num_stages > num_layers:
-        raise PlanError(f"{num_stages} stages are more than the model's {num_layers} layers")
-    match rule:
-        case StageSplit.GREEDY:
-            return _fill_from_front(num_layers, num_stages)
-        case StageSplit.ENDS:
-            return _with_ends(num_layers, num_stages)
-        case StageSplit.EVEN:
-            floor = num_layers // num_stages
-        case StageSplit.BALANCED:
-            floor = 1
-    return _level(num_layers, [floor] * num_stages, head_cost)
-
-
-def _fill_from_front(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    most = -(-num_layers // num_stages)
-    counts: list[int] = []
-    left = num_layers
-    for stage in range(num_stages):
-        later = num_stages - stage - 1
-        counts.append(min(most, left - later))
-        left -= counts[-1]
-    return tuple(counts)
-
-
-def _with_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    if num_stages == 1:
-        return (num_layers,)
-    share, rest = divmod(num_layers + 2, num_stages)
-    counts = [share + (stage < rest) for stage in range(num_stages)]
-    counts[0] -= 1
-    counts[-1] -= 1
-    return tuple(counts)
-
-
-def _level(num_layers: int, counts: list[int], head_cost: float) -> tuple[int, ...]:
-    """Add the layers that are left one by one to the cheapest stage.
-
-    Among equals the later stage wins: it keeps fewer microbatches in flight, so the layer
-    costs less memory there.
-    """
-    costs = [float(count) for count in counts]
-    costs[-1] += head_cost
-    for _ in range(num_layers - sum(counts)):
-        stage = min(range(len(counts)), key=lambda index: (costs[index], -index))
-        counts[stage] += 1
-        costs[stage] += 1.0
-    return tuple(counts)
-
-
-def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
-    """Read the value of ``--stages``: a rule's name, layer counts such as ``3,2,2,1``, or a layout.
-
-    Raises:
-        PlanError: If it is none of them.
-
-    >>> parse_stages("3,2,1"), parse_stages("Et*3|(tt|)*2,L")
-    ((3, 2, 1), (3, 2, 2, 0))
-    """
-    if text in list(StageSplit):
-        return StageSplit(text)
-    if LAYOUT_TEXT.fullmatch(text):
-        return read_layout(text)
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        rules = ", ".join(StageSplit)
-        raise PlanError(
-            f"stages={shown(text)} is neither a rule ({rules}), nor layer counts such as 3,2,2,1, "
-            "nor a layout such as Et*2|(t*3|)*2L"
-        ) from None
-
-
-# What a text begins with, and consists of, that is neither a rule nor numbers.
-LAYOUT_TEXT = re.compile(r"[E(][EtmL|()*,0-9]*")
-REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]{1,6})"), re.compile(r"([EtmL|])\*([0-9]{1,6})")
-MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
-
-
-def read_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each virtual stage of a layout, in model order.
-
-    It has a letter for the embedding (E), each layer (t) and the loss (L) with stages between
-    borders (|), and repeats letters and groups, as ``t*4`` and ``(t|)*4``; commas say nothing
-    (`PipelineParallelLayerLayout` of megatron/core/transformer, core 0.16).
-
-    Raises:
-        PlanError: If it is no such text, or has layers of multi-token prediction (m).
-
-    >>> read_layout("E|(t|)*2,t*3L")
-    (0, 1, 1, 3)
-    """
-    plain = text.replace(",", "")
-    for pattern in REPEATED:
-        size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
-        if size > MAX_LAYOUT:
-            raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")
-        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
-    if "m" in plain:
-        raise PlanError(
-            f"stages={shown(text)} has multi-token prediction (m), which is not modelled; "
-            "allowed: E, t, L"
-        )
-    if not re.fullmatch(r"Et*(\|t*)*L", plain):
-        raise PlanError(
-            f"stages={shown(text)} is no layout; allowed: E, layers t and stages | between them, L"
-        )
-    return tuple(part.count("t") for part in plain.split("|"))
+    head = 2 * model.hidden_size * model.vocab_size + prediction_flops(model, seq_len)
+    return head * model.num_layers / layers
 
 
 def resolve_stages(

@@ -109,7 +109,7 @@ def tied_table(
     the shards.
     """
     last = mesh.degree(Axis.PP) - 1
-    if last == 0 or not shape.tied_parameters:
+    if last == 0 or not shape.copied_parameters:
         return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
     if shape.stack.is_fully_sharded:

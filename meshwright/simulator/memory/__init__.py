@@ -7,6 +7,11 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.held_messages import (
+    PipelinePlace,
+    held_between_steps,
+    held_spans,
+)
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
     Overheads,
@@ -54,6 +59,7 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
+    "PipelinePlace",
     "RankMemory",
     "SentBytes",
     "Shards",
@@ -61,6 +67,8 @@ __all__ = [
     "VirtualStageMemory",
     "block_bytes",
     "fullest_moments",
+    "held_between_steps",
+    "held_spans",
     "kept_logits_bytes",
     "kept_output_bytes",
     "memory_peak",

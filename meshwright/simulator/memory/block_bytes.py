@@ -47,6 +47,7 @@ class BlockBytes(NamedTuple, Generic[Size]):
         forward: What its forward needs beside what is kept.
         backward: The same of its backward.
         arrival: The same when a gradient of its weights has come.
+        holding: As *backward*, where the gradient that comes to it is held.
         received: What it gets from the block before, and the gradient that goes back.
         sent: What it hands on to the block behind.
         buffer: What it shares with all others, from the first pass on.
@@ -58,6 +59,7 @@ class BlockBytes(NamedTuple, Generic[Size]):
     forward: Size
     backward: Size
     arrival: Size
+    holding: Size
     received: Size
     sent: Size
     buffer: Size
@@ -93,6 +95,7 @@ def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
         forward=memory.forward,
         backward=memory.backward,
         arrival=memory.arrival,
+        holding=memory.holding,
         received=memory.received,
         sent=memory.sent,
         buffer=memory.buffer,
@@ -108,17 +111,22 @@ def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) ->
 
 
 def waiting_table_bytes(shape: BlockShape) -> int:
-    """Return a tied table's gradient from the head, which waits for that from the embedding.
+    """Return a shared table's gradient from the head, which waits for that from the embedding.
 
-    Autograd adds both up, in place, before it adds them to the gradient that is kept.
+    Autograd adds both up, in place, before it adds them to the gradient that is kept.  That of
+    rows that the head looks up is a tensor, whatever products make of theirs.
     """
-    if not makes_gradients(shape):
+    if shape.trained.tied_embeddings and not makes_gradients(shape):
         return 0
-    return shape.tied_parameters * shape.residual_bytes
+    return shape.copied_parameters * shape.residual_bytes
 
 
 def pass_workspace_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Size]], stage: Stage, most: Callable[[Size, Size], Size]
+    blocks: Mapping[BlockKind, BlockBytes[Size]],
+    stage: Stage,
+    most: Callable[[Size, Size], Size],
+    *,
+    holds_gradient: bool = False,
 ) -> tuple[Size, Size]:
     """Return what one pass through a virtual stage needs beside all that it keeps.
 
@@ -129,21 +137,28 @@ def pass_workspace_bytes(
         blocks: Sizes of a block of each kind.
         stage: What it holds.
         most: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
+        holds_gradient: Whether the gradient that a stage receives is held throughout its backward.
 
     Returns:
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
-    nothing = blocks[stage.blocks[0].kind].saved * 0
+    runs = stage.blocks
+    last = runs[-1]
+    nothing = blocks[last.kind].saved * 0
+    holds_gradient &= not stage.has_head
     forward = backward = kept_behind = waiting = cached = nothing
     passes = stage.passes
     for kind, count in passes:
         cached = cached + blocks[kind].cached * count
-    for kind, count in reversed(passes):
-        block = blocks[kind]
+    for run in reversed(passes):
+        kind, count = run
+        block, needed = blocks[kind], blocks[kind].backward
+        if holds_gradient:
+            needed = block.holding if run is last else needed + blocks[last.kind].sent
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
         forward = most(forward, block.forward + cached - block.cached - kept_behind)
-        backward = most(backward, block.backward + waiting - kept_behind)
+        backward = most(backward, needed + waiting - kept_behind)
         cached = cached - block.cached * count
         kept_behind = kept_behind + block.saved * count
         if stage.has_embedding:

@@ -14,7 +14,7 @@ from meshwright.simulator.layout import (
     ParallelPlan,
     TrainingJob,
 )
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import AnyModel, ModelSpec, shares_table
 
 NUM_PRODUCT_THREADS = 2
 """Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
@@ -50,7 +50,7 @@ class Overheads(NamedTuple):
         cls, job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
     ) -> Self:
         """Return those of a rank of *plan*."""
-        count = num_communicators(Mesh.of(plan), is_tied=job.model.tied_embeddings)
+        count = num_communicators(Mesh.of(plan), is_tied=shares_table(job.model))
         return cls.of(cluster.device, stack, job.model, count)
 
     def reserved_bytes(self, live_bytes: int) -> int:

@@ -130,7 +130,11 @@ def kept_levels(
     saved = memory.message_buffers_bytes
     absent = sum(stage.late_gradients_bytes for stage, _ in stages)
     gathered, elsewhere = [0] * len(stages), 0
-    sent = _sent_bytes(memory, actions, [kept for _, kept in stages])
+    sent = (
+        sent_bytes_until_end(actions, memory.sent)
+        if memory.holds_sent
+        else sent_bytes_until_next(actions, memory.sent[0])
+    )
     for index, (kind, number, found, is_last, freed, fetched) in enumerate(states):
         for each in freed:
             elsewhere, gathered[each] = elsewhere - gathered[each], 0
@@ -164,15 +168,3 @@ def _moments(stage: VirtualStageMemory, kept: KeptUnits) -> tuple[PassPeaks[int]
     first = stage.first_backward or backward
     apart = PassPeaks(PassPeak(stage.forward_workspace_bytes, 0), first, backward)
     return (apart, kept.whole, kept.ahead)
-
-
-def _sent_bytes(
-    memory: RankMemory, actions: Sequence[Action], kept: Sequence[KeptUnits]
-) -> list[int]:
-    """Return the sent messages that live in each action beside what counts as saved."""
-    sent = [units.sent for units in kept]
-    return (
-        sent_bytes_until_end(actions, sent)
-        if memory.holds_sent
-        else sent_bytes_until_next(actions, sent[0])
-    )

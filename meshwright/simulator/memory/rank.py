@@ -21,7 +21,8 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
-from meshwright.simulator.memory.sent_messages import SentBytes
+from meshwright.simulator.memory.held_messages import PipelinePlace
+from meshwright.simulator.memory.sent_messages import NOTHING_SENT, SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
 
@@ -140,21 +141,20 @@ class KeptUnits:
         ahead: Passes that find them in the buffers in which they were gathered ahead.
         ahead_bytes: Those buffers.
         reduction: What reducing the gradients needs after the last pass, and those that go by it.
-        sent: What it sends in each microbatch.
     """
 
     whole: PassPeaks[int]
     ahead: PassPeaks[int]
     ahead_bytes: int
     reduction: PassPeak[int]
-    sent: SentBytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualStageMemory:
     """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
 
-    ``buffer_bytes`` live once a rank, from its first pass on.
+    ``sent`` is what it sends in each microbatch; ``buffer_bytes`` live once a rank, from its first
+    pass on.
     ``late_gradients_bytes`` are those of the gradients that the virtual stage's first backward pass
     makes, ``first_backward`` is the fullest instant of that pass; None where it is as the others.
     ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
@@ -174,6 +174,7 @@ class VirtualStageMemory:
     after_forward_bytes: int = 0
     after_backward_bytes: int = 0
     kept_units: KeptUnits | None = None
+    sent: SentBytes = NOTHING_SENT
     buffer_bytes: int = 0
 
 
@@ -184,7 +185,7 @@ class RankMemory:
     ``message_buffers_bytes`` live throughout, with what its blocks share; ``holds_sent`` says that
     messages it has sent live until the step ends.  ``pairs_bytes`` are what a forward pass through
     the first virtual stage and a backward pass through the second add while they run beside each
-    other.
+    other.  ``held_at`` says of which rank a runtime holds messages as Megatron-Core's does.
     """
 
     parameters_bytes: int
@@ -196,6 +197,12 @@ class RankMemory:
     message_buffers_bytes: int = 0
     holds_sent: bool = False
     pairs_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    held_at: PipelinePlace | None = None
+
+    @property
+    def sent(self) -> list[SentBytes]:
+        """What each virtual stage sends in a microbatch."""
+        return [stage.sent for stage in self.virtual_stages]
 
     @property
     def static_bytes(self) -> int:
@@ -214,12 +221,16 @@ def virtual_stage_memory(
     shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
-    forward, backward = pass_workspace_bytes(blocks, stage, max)
+    forward, backward = pass_workspace_bytes(
+        blocks, stage, max, holds_gradient=shape.stack.holds_messages
+    )
     saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
+    sent = stage_messages(blocks, stage)
     return VirtualStageMemory(
-        saved_bytes=saved + int(kept_output_bytes(shape, stage_messages(blocks, stage))),
+        saved_bytes=saved + int(kept_output_bytes(shape, sent)),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
+        sent=sent,
         buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.blocks),
     )
 

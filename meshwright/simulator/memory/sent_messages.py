@@ -23,6 +23,9 @@ class SentBytes(NamedTuple):
     gradient: int = 0
 
 
+NOTHING_SENT = SentBytes()
+
+
 def sent_bytes_until_end(actions: Sequence[Action], sent: Sequence[SentBytes]) -> list[int]:
     """Return the sent bytes that live during each action, and after the last: all sent so far.
 

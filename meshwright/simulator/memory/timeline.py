@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.simulator.memory.held_messages import held_between_steps, held_messages
 from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_levels, pass_states
 from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
@@ -163,11 +164,21 @@ def _plain_levels(
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
     saved = memory.message_buffers_bytes
-    for keeps, during, frees, after, _ in _passes(memory, actions):
+    held = _held(memory, actions)
+    passes = zip(_passes(memory, actions), held, held[1:], strict=False)
+    for (keeps, during, frees, after, _), holds, left in passes:
         saved += keeps
-        full = during._replace(activations=saved)
+        full = during._replace(activations=saved + holds)
         saved -= frees
-        yield full, after._replace(activations=saved)
+        yield full, after._replace(activations=saved + left)
+
+
+def _held(memory: RankMemory, actions: Sequence[Action]) -> list[int]:
+    """Return what a runtime holds of messages in each action, and after the last."""
+    if memory.held_at is None:
+        return [0] * (len(actions) + 1)
+    held = held_messages(actions, memory.sent, memory.held_at)
+    return [*held, held_between_steps(memory.sent)]
 
 
 def _paired_levels(
@@ -203,17 +214,17 @@ def _fullest_levels(
     if memory.virtual_stages[0].kept_units is not None or pairs:
         yield from enumerate(pass_levels(memory, actions, pairs=pairs))
         return
-    saved = memory.message_buffers_bytes
-    most: dict[int, tuple[int, int, _Pass]] = {}
-    for position, one in enumerate(_passes(memory, actions)):
+    saved, held = memory.message_buffers_bytes, _held(memory, actions)
+    most: dict[int, tuple[int, int, int, _Pass]] = {}
+    for position, (one, holds) in enumerate(zip(_passes(memory, actions), held, strict=False)):
         saved += one[0]
-        found = most.get(id(one))
-        if found is None or saved > found[0]:
-            most[id(one)] = saved, position, one
+        found, live = most.get(id(one)), saved + holds
         saved -= one[2]
-    for saved, position, one in sorted(most.values(), key=lambda found: found[1]):
-        during = one.during._replace(activations=saved)
-        yield position, (during, one.after._replace(activations=saved - one.frees))
+        if found is None or live > found[0]:
+            most[id(one)] = live, position, saved, one
+    for live, position, left, one in sorted(most.values(), key=lambda found: found[1]):
+        during = one.during._replace(activations=live)
+        yield position, (during, one.after._replace(activations=left + held[position + 1]))
 
 
 def update_level(memory: RankMemory) -> LiveBytes:
@@ -221,7 +232,8 @@ def update_level(memory: RankMemory) -> LiveBytes:
     kept = (stage.kept_units for stage in memory.virtual_stages)
     reduced = sum(units.reduction.absent_bytes for units in kept if units is not None)
     reduced += sum(stage.reduced_gradients_bytes for stage in memory.virtual_stages)
-    return LiveBytes(memory.message_buffers_bytes, memory.update_temporary_bytes, reduced)
+    left = 0 if memory.held_at is None else held_between_steps(memory.sent)
+    return LiveBytes(memory.message_buffers_bytes + left, memory.update_temporary_bytes, reduced)
 
 
 def memory_timeline(

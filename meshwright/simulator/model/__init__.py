@@ -35,12 +35,19 @@ from meshwright.simulator.model.parameters import (
     padded_vocab_size,
     parameter_tensors,
     parameters_by_kind,
+    prediction_flops,
     rank_parameters,
     rank_tensors,
+    shares_table,
 )
 from meshwright.simulator.model.parts import Experts, LatentAttention
-from meshwright.simulator.model.registry import AnyModel, parse_any_model
-from meshwright.simulator.model.spec import ModelSpec, parse_model, with_layers
+from meshwright.simulator.model.registry import AnyModel, parse_any_model, with_predictions
+from meshwright.simulator.model.spec import (
+    MAX_PREDICTION_LAYERS,
+    ModelSpec,
+    parse_model,
+    with_layers,
+)
 
 __all__ = [
     "EMBEDDING",
@@ -50,6 +57,7 @@ __all__ = [
     "HEAD",
     "LAYERS",
     "MAX_LAYERS",
+    "MAX_PREDICTION_LAYERS",
     "TRANSFORMER_LAYER",
     "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
@@ -86,7 +94,10 @@ __all__ = [
     "parameters_by_kind",
     "parse_any_model",
     "parse_model",
+    "prediction_flops",
     "rank_parameters",
     "rank_tensors",
+    "shares_table",
     "with_layers",
+    "with_predictions",
 ]

@@ -13,6 +13,7 @@ from meshwright.simulator.model.kinds import (
     HEAD,
     LAYERS,
     BlockKind,
+    BlockRun,
 )
 from meshwright.simulator.model.registry import AnyModel
 from meshwright.simulator.model.spec import ModelSpec
@@ -21,6 +22,7 @@ from meshwright.simulator.model.tensors import (
     ROUTED,
     embedding_tensors,
     head_tensors,
+    predicts,
 )
 
 FP32_BYTES = 4
@@ -105,8 +107,20 @@ def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
     return 2 * (sum(weights) + attention)
 
 
+def prediction_flops(model: ModelSpec, seq_len: int) -> int:
+    """Return those of a token through all layers that predict further ones, logits among them.
+
+    Each has a product of twice the hidden width, a layer of the last one's kind and the head's.
+    """
+    product = 2 * model.hidden_size * (2 * model.hidden_size + model.vocab_size)
+    layer = layer_flops(model, model.layer_runs[-1].kind, seq_len)
+    return model.prediction_layers * (product + layer)
+
+
 def _num_expert_layers(model: ModelSpec) -> int:
-    return sum(count for kind, count in model.layer_runs if kind in EXPERT_LAYERS)
+    predicting = BlockRun(model.layer_runs[-1].kind, model.prediction_layers)
+    runs = (*model.layer_runs, predicting)
+    return sum(count for kind, count in runs if kind in EXPERT_LAYERS)
 
 
 def _count_routing_biases(model: AnyModel) -> int:
@@ -171,7 +185,8 @@ def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dic
 def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counter[BlockKind]:
     """Return the weights of linear layers, of experts too, that one rank holds of a layer.
 
-    By its kind. Routers and gates choose and weigh in full width: they are none.
+    By its kind; of a head those of layers that predict further tokens.  Routers and gates choose
+    and weigh in full width: they are none.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> linear_weights(load_model("gpt3-175b"), 8, 1, None)["layer"]
@@ -180,9 +195,19 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(model):
         chooses = tensor.name in {"router.weight", "shared_gate.weight"}
-        if tensor.block in LAYERS and len(tensor.shape) > 1 and not (chooses or is_bias(tensor)):
+        is_inside = tensor.block in LAYERS or predicts(tensor)
+        if is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor)):
             counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
     return counts
+
+
+def shares_table(model: AnyModel) -> bool:
+    """Return whether the head has use of the table of tokens: as its matrix, or to predict on.
+
+    First and last stage of a pipeline then have a copy each, and sum its gradients.
+    """
+    predicts_on = isinstance(model, ModelSpec) and model.prediction_layers > 0
+    return model.tied_embeddings or predicts_on
 
 
 def is_expert(tensor: ParameterTensor) -> bool:
@@ -230,7 +255,7 @@ def local_shape(
         _check_divisible("num_heads", model.num_heads, tp)
     elif tensor.name.startswith("mlp_"):
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
-    elif tensor.block in LAYERS:
+    elif tensor.block in LAYERS or predicts(tensor):
         _check_divisible(tensor.name, tensor.shape[tensor.tp_dim], tp)
     shape = list(tensor.shape)
     shape[tensor.tp_dim] = -(-shape[tensor.tp_dim] // tp)

@@ -6,6 +6,7 @@ from typing import TypeAlias
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.chain import ChainModel
 from meshwright.simulator.model.described import parse
+from meshwright.simulator.model.huggingface import PREDICTION_KEYS
 from meshwright.simulator.model.images import ImageModel
 from meshwright.simulator.model.spec import ModelSpec
 
@@ -35,3 +36,24 @@ def parse_any_model(data: Mapping[str, object], *, origin: str) -> AnyModel:
     if kind == TRANSFORMER:
         data = {key: value for key, value in data.items() if key != "kind"}
     return parse(KINDS[kind], data, origin=origin)
+
+
+def with_predictions(model: AnyModel, number: int) -> AnyModel:
+    """Return *model* with so many layers that each predict a token further than the one before.
+
+    Raises:
+        PlanError: If it is no model that can have them.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> with_predictions(load_model("glm4.5"), 1).prediction_layers
+    1
+    """
+    if not isinstance(model, ModelSpec):
+        if not number:
+            return model
+        raise PlanError(f"prediction_layers={number} does not go with {model.name}; allowed: 0")
+    if number == model.prediction_layers:
+        return model
+    told = [each for each in model.left_out.split("; ") if not each.startswith(PREDICTION_KEYS)]
+    changed = {"prediction_layers": number, "left_out": "; ".join(told)}
+    return parse(ModelSpec, {**model.model_dump(), **changed}, origin=model.name)

@@ -14,6 +14,7 @@ from meshwright.simulator.model.parts import Experts, LatentAttention
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
 MAX_TOKENS = 134_217_728
+MAX_PREDICTION_LAYERS = 64
 
 
 Spelling = Literal[
@@ -54,19 +55,18 @@ class ModelSpec(Model):
     """A transformer; defaults describe a GPT-2 style decoder.
 
     With ``experts`` layers may have them in the place of the MLP, with ``latent`` latent attention.
-
-    An encoder such as BERT has ``causal=False``: each token attends to all.  ``mlm_head`` is
-    BERT's head: pooler and next-sentence classifier on the first token, then a dense layer with
-    activation and norm before the logits in place of the final norm, and a bias on the logits.
-    ``scored_fraction`` of positions reach the head: less than 1 where masked ones alone are scored.
+    An encoder such as BERT has ``causal=False``: all tokens attend to all.  ``mlm_head`` is BERT's:
+    pooler and next-sentence classifier on the first token, then a dense layer with activation and
+    norm before the logits, and a bias on these; ``scored_fraction`` of positions reaches it.
 
     A token of a windowed layer sees itself and ``window - 1`` tokens before it; ``layer_pattern``,
     repeated, says which layers are windowed (W) and which see all (F).  A ``chunked_window`` stays:
     a token sees those before it in its own stretch.  With ``rotary_layers = "windowed"`` those that
-    see all have no positions (Llama 4).  An attention sink is a learned score of each head that no
-    value belongs to.  ``spelling`` is the family whose code in transformers the layer has: which
-    products are fused there beside queries, keys and values (``fused_qkv``), and what eager kernels
-    keep.  What a configuration has and none models is ``left_out``.  Omitted: `derived_sizes`.
+    see all have no positions (Llama 4).  A sink is a learned score of each head that no value
+    belongs to.  ``spelling`` is the family whose code in transformers the layer has: its fused
+    products beside ``fused_qkv``, and what eager kernels keep.  Each of ``prediction_layers``
+    behind the last predicts one token further.  What none models is ``left_out``; what is omitted,
+    `derived_sizes`.
 
     >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
     >>> spec = ModelSpec(name="tiny", seq_len=32, **sizes)
@@ -114,6 +114,7 @@ class ModelSpec(Model):
     window: int = _rare(0, ge=0, le=MAX_TOKENS)
     layer_pattern: str = _rare("F", pattern=PATTERN, max_length=MAX_LAYERS)
     chunked_window: bool = _rare(usual=False)
+    prediction_layers: int = _rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
     rotary_layers: Literal["all", "windowed"] = _rare("all")
     attention_sinks: bool = _rare(usual=False)
     spelling: Spelling = _rare("llama")
@@ -198,7 +199,7 @@ class ModelSpec(Model):
 
     @property
     def has_usual_heads(self) -> bool:
-        """Whether heads together are as wide as the tokens, or have widths of latent attention."""
+        """Whether heads are as wide as tokens in all, or have widths of latent attention."""
         return self.latent is not None or self.query_hidden_size == self.hidden_size
 
 
@@ -239,6 +240,7 @@ def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
         LayerFact.CHUNKED_WINDOW: 0 < model.window < seq_len and model.chunked_window,
         LayerFact.ROTARY_LAYERS: model.rotary_layers != "all",
         LayerFact.ATTENTION_SINKS: model.attention_sinks,
+        LayerFact.PREDICTION_LAYERS: model.prediction_layers > 0,
         **_expert_facts(model.experts),
     }
 
@@ -310,8 +312,26 @@ def _layer_fault(model: ModelSpec) -> str | None:
         f"spelling={model.spelling!r} is of one product: fused_qkv=false does not go with it": (
             model.spelling in FUSED_QKV and not model.fused_qkv
         ),
+        **_prediction_faults(model),
     }
     return next((fault for fault, holds in faults.items() if holds), None)
+
+
+def _prediction_faults(model: ModelSpec) -> dict[str, bool]:
+    """Return what layers that predict further tokens do not go with.
+
+    Megatron-LM refuses other positions (validate_args of megatron/training/arguments.py); what is
+    tied, windowed or capped is not modelled with them.
+    """
+    wanted = {"positions": "rotary", "norm_places": "before", "tied_embeddings": False}
+    wanted |= {"window": 0, "logit_softcap": 0, "scored_fraction": 1, "mlm_head": False}
+    return {
+        f"{name}={getattr(model, name)!r} does not go with prediction_layers="
+        f"{model.prediction_layers}; allowed: {allowed!r}": (
+            model.prediction_layers > 0 and getattr(model, name) != allowed
+        )
+        for name, allowed in wanted.items()
+    }
 
 
 def _part_fault(model: ModelSpec) -> str | None:

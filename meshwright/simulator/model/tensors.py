@@ -17,6 +17,11 @@ from meshwright.simulator.model.parts import LatentAttention
 from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
+# Modules of heads but for what predicts tokens beyond the next.
+HEADS_OWN = {
+    *("final_norm", "output_embedding", "pooler", "next_sentence"),
+    *("mlm_dense", "mlm_norm", "output", "logits"),
+}
 ROUTED = "experts_"  # what the names of tensors begin with that hold a part of each expert
 
 # Shapes by the names of tensors, each with the dim that is split over tp.
@@ -175,10 +180,35 @@ def head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
         tensors = _mlm_tensors(model, vocab_size)
     else:
         tensors = _norm_tensors(model, "final_norm", HEAD)
+    tensors += prediction_tensors(model) * model.prediction_layers
     if not model.tied_embeddings:
         shape = (vocab_size, model.hidden_size)
         tensors.append(ParameterTensor("output_embedding.weight", shape, HEAD, 0))
     return tensors
+
+
+def prediction_tensors(model: ModelSpec) -> list[ParameterTensor]:
+    """Return what a layer that predicts one token further has of its own.
+
+    It reads what the last layer made and the next token's embedding, both normalised, and is a
+    layer of the last one's kind (DeepSeek-V3, arXiv 2412.19437, 2.2); table and output matrix it
+    shares.  The names of its norms and of its product are those of Megatron-Core
+    (MultiTokenPredictionLayer of core 0.16).
+    """
+    width, kind = model.hidden_size, model.layer_runs[-1].kind
+    layer = (each._replace(block=HEAD) for each in LAYER_TENSORS[kind](model))
+    return [
+        *_norm_tensors(model, "enorm", HEAD),
+        *_norm_tensors(model, "hnorm", HEAD),
+        ParameterTensor("eh_proj.weight", (width, 2 * width), HEAD, 0),
+        *layer,
+        *_norm_tensors(model, "prediction_norm", HEAD),
+    ]
+
+
+def predicts(tensor: ParameterTensor) -> bool:
+    """Return whether a tensor is of a layer that predicts further tokens."""
+    return tensor.block == HEAD and tensor.name.partition(".")[0] not in HEADS_OWN
 
 
 def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:

@@ -115,13 +115,14 @@ def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...
 
 
 def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
-    """Return which of a stage's tensors, as they arrive, is a tied table that two stages hold.
+    """Return which of a stage's tensors, as they arrive, is a table that two stages hold.
 
     With a sharded optimizer it has a bucket of its own, so that both copies are sharded alike
     (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py).  It is
-    the first weight of the embedding and the last of the head.
+    the first weight of the embedding; tied, it is the last of the head, and what layers look up
+    that predict further tokens is there as early.
     """
-    if not shape.tied_parameters or stage.has_embedding == stage.has_head:
+    if not shape.copied_parameters or stage.has_embedding == stage.has_head:
         return None
     return 0 if stage.has_head else num_tensors - 1
 
@@ -131,8 +132,8 @@ def _backward_blocks(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
     sizes = _arriving_sizes(shape, experts=experts)
-    if shape.tied_parameters and not stage.has_embedding and not experts:
-        sizes = {**sizes, HEAD: [shape.tied_parameters, *sizes[HEAD]]}
+    if shape.copied_parameters and not stage.has_embedding and not experts:
+        sizes = {**sizes, HEAD: [shape.copied_parameters, *sizes[HEAD]]}
     place = stage.num_blocks
     for kind, count in reversed(stage.blocks):
         for _ in range(count):
@@ -366,5 +367,5 @@ def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterat
             weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
         yield from weights * num_blocks[tensor.block]
     is_copied = unit.has_head and not unit.has_embedding and not of_experts
-    if is_copied and shape.tied_parameters:
+    if is_copied and shape.copied_parameters:
         yield shape.local_vocab_size, shape.model.hidden_size

@@ -243,11 +243,11 @@ def spread(total: int, num_parts: int) -> list[int]:
 def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     """Return the parameters that one rank holds of *stage*.
 
-    A tied output matrix away from its table is a copy.
+    A table that the head has use of, away from the embedding, is a copy.
     """
     total = sum(count * shape.parameters[kind] for kind, count in stage.blocks)
     if stage.has_head and not stage.has_embedding:
-        total += shape.tied_parameters
+        total += shape.copied_parameters
     return total
 
 

@@ -5,10 +5,17 @@ from itertools import product
 
 from meshwright.hwprofiles import ExpertOverlap, Source
 from meshwright.simulator.blocks import is_exchange
-from meshwright.simulator.costs import CostModel, LayerNodes, hidden_exchange_ps, layer_nodes
+from meshwright.simulator.costs import (
+    CostModel,
+    LayerNodes,
+    hidden_exchange_ps,
+    hideable_ps,
+    layer_nodes,
+)
 from meshwright.simulator.engine import Hidden
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import StepSetting
+from meshwright.simulator.model import BlockRun
 
 
 def hidden_exchanges(
@@ -53,10 +60,17 @@ def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
 def _layers(
     setting: StepSetting, costs: CostModel, stage: Stage, *, delays: bool
 ) -> list[LayerNodes]:
-    """Return the layers of a virtual stage."""
+    """Return the layers of a virtual stage, those of its head that predict further tokens, too.
+
+    So Megatron-Core takes these beside others (`TransformerModelChunkSchedulePlan` of
+    megatron/core/models/common/model_chunk_schedule_plan.py, core 0.16).
+    """
+    runs, model = [*stage.layers], setting.shape.model
+    if stage.has_head and model.prediction_layers:
+        runs.append(BlockRun(model.layer_runs[-1].kind, model.prediction_layers))
     return [
         nodes
-        for kind, count in stage.layers
+        for kind, count in runs
         for nodes in [layer_nodes(costs, setting.shape, kind, delays=delays)] * count
     ]
 
@@ -70,5 +84,6 @@ def _shared(
     if not sent + returned:
         return Hidden()
     hidden_ps = int(fraction * hidden_exchange_ps(forward, backward))
+    hidden_ps = min(hidden_ps, hideable_ps(forward, backward))
     of_forward = hidden_ps * sent // (sent + returned)
     return Hidden(of_forward, hidden_ps - of_forward)

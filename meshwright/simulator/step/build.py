@@ -15,6 +15,7 @@ from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
     FULLNESS,
     LateGradients,
+    PipelinePlace,
     RankMemory,
     VirtualStageMemory,
     block_bytes,
@@ -110,7 +111,9 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
         virtual_stage_costs=tuple(tuple(passes[stage] for stage in stages) for stages in by_rank),
         update_costs=tuple(rank.update for rank in ranks),
         closing_costs=tuple(rank.closing for rank in ranks),
-        memory=tuple(memory[stages] for stages in by_rank),
+        memory=tuple(
+            _placed(context, memory[stages], pp_rank) for pp_rank, stages in enumerate(by_rank)
+        ),
         host_shares=tuple(
             host_share(host, setting, pp_rank, rank.work) for pp_rank, rank in enumerate(ranks)
         ),
@@ -167,6 +170,15 @@ def _memory(
         stages: _memory_of_stages(context, stages, tuple(passes_of[stage] for stage in stages))
         for stages in ranks
     }
+
+
+def _placed(context: StepContext, memory: RankMemory, pp_rank: int) -> RankMemory:
+    """Return the memory of stages as that of a rank, which decides what a runtime holds."""
+    plan = context.setting.plan
+    # What it holds while passes run beside each other (combined_1f1b.py) was not counted.
+    if plan.pp == 1 or plan.expert_overlap is not None or not context.costs.stack.holds_messages:
+        return memory
+    return replace(memory, held_at=PipelinePlace(pp_rank, plan.pp))
 
 
 def _memory_of_units(

@@ -168,10 +168,10 @@ class StageUnits(NamedTuple):
                 ahead=PassPeaks(*_whole(self.ahead)),
                 ahead_bytes=int(self.fetched),
                 reduction=PassPeak(int(self.reduction), int(self.reduced)),
-                sent=SentBytes(*map(int, self.sent)),
             )
             if keeps_units
             else None,
+            sent=SentBytes(*map(int, self.sent)),
         )
 
 

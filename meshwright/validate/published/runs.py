@@ -25,6 +25,7 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
+from meshwright.simulator.layout import num_predictions
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.families import ROUTING, SWITCHES, Family
 from meshwright.validate.published.rows import (
@@ -114,11 +115,11 @@ class _ModelRow(_SourcedRow):
             )
         }
         data = {"name": self.id, "source": self.source, **sizes, **SWITCHES[self.family]}
-        return parse_model({**data, **self.routing}, origin=self.id)
+        return parse_model({**data, **self.own_parts}, origin=self.id)
 
     @property
-    def routing(self) -> dict[str, object]:
-        """Routed experts of the model, if it has any."""
+    def own_parts(self) -> dict[str, object]:
+        """What the model has beside its sizes and what its family has."""
         return {}
 
 
@@ -136,7 +137,8 @@ class PublishedRun(_ModelRow):
         dispatcher: How tokens go to experts; empty for the stack's habit.  Behind it, with a space
             between them, how that goes on beside another microbatch, if it does.
         recompute_modules: Parts of a layer that run again, with spaces between them.
-        stages: Layers of each virtual stage where stated; empty for the rule of the stack.
+        stages: Layers of each virtual stage where stated, or a layout, in which an m is a layer
+            that predicts a further token; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.  Behind
             it, with a space between them, that of Adam's moments where a recipe names it.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
@@ -189,10 +191,11 @@ class PublishedRun(_ModelRow):
         return self
 
     @property
-    def routing(self) -> dict[str, object]:
-        """Routed experts of the model, if it has any."""
+    def own_parts(self) -> dict[str, object]:
+        """Routed experts of the model and layers that predict further tokens, if it has any."""
+        predictions = {"prediction_layers": num_predictions(self.stages)}
         if not self.num_experts:
-            return {}
+            return {**predictions}
         sizes = {
             "num_experts": self.num_experts,
             "experts_per_token": self.experts_per_token,
@@ -200,7 +203,7 @@ class PublishedRun(_ModelRow):
             "shared_hidden_size": self.shared_hidden_size,
             "first_dense_layers": self.dense_layers,
         }
-        return {"experts": {**sizes, **ROUTING.get(self.family, {})}}
+        return {**predictions, "experts": {**sizes, **ROUTING.get(self.family, {})}}
 
     @property
     def job(self) -> TrainingJob:

@@ -16,7 +16,7 @@ def _option(field: PlanField) -> str:
 def _row(field: PlanField) -> tuple[str, ...]:
     declaration = field.declaration
     searched = "yes" if declaration.heading else ""
-    if field.name in PASSES:
+    if field.name in PASSES or declaration.is_asked:
         searched = "if asked"
     if declaration.is_limited:
         searched += f", to `--max-{field.option.replace('_', '-')}`"

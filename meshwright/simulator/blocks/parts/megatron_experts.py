@@ -189,23 +189,26 @@ def _opened_at_once(
 ) -> Tensor:
     """Return weighed activations, which one kernel makes of a gate and a value.
 
-    What is bounded is a copy beside the product, which keeps it.
+    What is bounded is a copy beside the product, which keeps it.  Where the products open what
+    they make, and backward what they take, nothing is read or written for it beside them.
     """
+    bits = block.lowering.eight_bits
+    is_free = bits is not None and bits.opens_experts
     if experts.activation == "clamped":
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
         joined, slopes = inner.like("bounded"), [Gradient(x, hands_on=True) for x in parts]
-        inner = block.add(parts, [joined], slopes, block.traffic(inner, inner))
+        bounding = () if is_free else (block.traffic(inner, inner),)
+        inner = block.add(parts, [joined], slopes, *bounding)
     out = last_dim(inner, "activation", dims.inner)
-    traffic = block.traffic(inner, out)
-    gradients = [
-        Gradient(inner, (inner, weights), (block.traffic(inner, inner, out),), at=inner.at)
-    ]
+    traffic = () if is_free else (block.traffic(inner, out),)
+    back = () if is_free else (block.traffic(inner, inner, out),)
+    gradients = [Gradient(inner, (inner, weights), back, at=inner.at)]
     unused: tuple[Tensor, ...] = ()
     if experts.weighs_inputs:  # the kernel makes the gradient of ones, too
         unused = (weights.like("gradient of ones"),)
     else:
         gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
-    return block.add([inner, weights], [out], gradients, traffic, scratch=((), unused))
+    return block.add([inner, weights], [out], gradients, *traffic, scratch=((), unused))
 
 
 def _opened(

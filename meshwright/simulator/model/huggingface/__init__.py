@@ -14,9 +14,9 @@ from meshwright.simulator.model.huggingface.gpt import GPT_FAMILIES
 from meshwright.simulator.model.huggingface.llama import LLAMA_FAMILIES
 from meshwright.simulator.model.huggingface.mixed import MIXED_FAMILIES
 from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES
-from meshwright.simulator.model.huggingface.reader import CHANGING_NO_SIZE, Reader
+from meshwright.simulator.model.huggingface.reader import CHANGING_NO_SIZE, PREDICTION_KEYS, Reader
 
-__all__ = ["ARCHITECTURES", "read_config"]
+__all__ = ["ARCHITECTURES", "PREDICTION_KEYS", "read_config"]
 
 ARCHITECTURES = {
     **GPT_FAMILIES,

@@ -19,11 +19,12 @@ _HARMLESS_KEYS = """
     torchscript transformers_version typical_p unk_token_id use_cache
     """
 HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
+# Layers that predict further tokens: transformers trains none, so a job has to ask for them.
+PREDICTION_KEYS = ("num_mtp_layers", "num_nextn_predict_layers")
 # Keys that change no size, but what a step does: a warning says what of it is not modelled.
 CHANGING_NO_SIZE = {
     "attn_temperature_tuning": "scales queries by their position, which is not modelled",
-    "num_mtp_layers": "predict tokens beyond the next, which is left out",
-    "num_nextn_predict_layers": "predict tokens beyond the next, which is left out",
+    **dict.fromkeys(PREDICTION_KEYS, "predict tokens beyond the next, which is left out"),
     "quantization_config": "is of released weights; training is in the precision of the job",
     "router_jitter_noise": "moves tokens before they are routed, which is not modelled",
 }

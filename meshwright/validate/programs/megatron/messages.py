@@ -98,10 +98,13 @@ class ActivationMessages:
             value = self.tp.own_tokens(value)
         self.messages.send(value.contiguous(), distance)
 
-    def receive(self, distance: int) -> Tensor:
-        """Return the next message of the rank *distance* places on."""
+    def buffer(self) -> Tensor:
+        """Return what a message is received into."""
         parts = 1 if self.tp is None else self.tp.size
         shape = (self.shape[0] // parts, *self.shape[1:])
-        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-        value = self.messages.receive(buffer, distance)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def receive(self, distance: int, buffer: Tensor | None = None) -> Tensor:
+        """Return the next message of the rank *distance* places on, in *buffer* if one is given."""
+        value = self.messages.receive(self.buffer() if buffer is None else buffer, distance)
         return value if self.tp is None else self.tp.gather_tokens(value)

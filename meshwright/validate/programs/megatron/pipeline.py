@@ -8,6 +8,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.fused import AutogradFunction, Context
+from meshwright.validate.programs.megatron.messages import ActivationMessages
+from meshwright.validate.programs.megatron.variables import ScheduleVariables
 
 
 class _Sent(AutogradFunction):
@@ -44,10 +46,9 @@ class PipelineRank:
         actions: What the rank does, in order.
         stages: Its virtual stages, in model order.
         first_and_last: For each, whether it is the model's first, and its last.
-        send: Sends a message to the next (1) or the previous (-1) rank.
-        receive: Receives one from there.
+        messages: Sends to the next (1) or the previous (-1) rank, and receives from there.
         loss: From logits and targets.
-        batch: Tokens and targets of a microbatch.
+        variables: What the schedule keeps of messages; None if nothing but what passes wait for.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class PipelineRank:
         actions: Sequence[Action],
         stages: Sequence[nn.Module],
         first_and_last: Sequence[tuple[bool, bool]],
-        send: Callable[[Tensor, int], None],
-        receive: Callable[[int], Tensor],
+        messages: ActivationMessages,
         loss: Callable[[Tensor, Tensor], Tensor],
+        variables: ScheduleVariables | None = None,
     ) -> None:
         self.actions, self.stages, self.first_and_last = actions, stages, first_and_last
-        self.send, self.receive, self.loss = send, receive, loss
+        self.send, self.receive, self.loss = messages.send, messages.receive, loss
+        self.variables = variables
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
         self.num_microbatches = len({action.microbatch for action in actions})
@@ -78,6 +80,8 @@ class PipelineRank:
             else:
                 before_backward(action.virtual_stage, action.microbatch)
                 self._backward(action)
+        if self.variables is not None:
+            self.variables.end_step()
         return [self._losses[index] for index in sorted(self._losses)]
 
     def _forward(self, action: Action, batch: Callable[[int], StageInput]) -> None:
@@ -87,7 +91,9 @@ class PipelineRank:
             assert read is not None
             inputs = read.tokens
         else:
-            inputs = self.receive(-1).requires_grad_()
+            inputs = self._received(action, -1).requires_grad_()
+        if self.variables is not None:
+            self.variables.begin_forward(action[1:], inputs)
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
             output = self.stages[action.virtual_stage](inputs)
@@ -95,15 +101,36 @@ class PipelineRank:
             assert read is not None
             loss = self.loss(output, read.targets)
             self._losses[action.microbatch] = loss.detach()
-            root = loss / self.num_microbatches
+            root, sent = loss / self.num_microbatches, None
+            del output  # the loss is made in Megatron-Core's model, where logits are a local name
         else:
-            root = _Sent.apply(output, lambda value: self.send(value, 1), lambda: self.receive(1))
+            sent = output.detach()
+            root = _Sent.apply(
+                output,
+                lambda value: self.send(value, 1),
+                lambda: self._received(action._replace(phase=Phase.BACKWARD), 1),
+            )
+        if self.variables is not None:
+            self.variables.end_forward(action[1:], sent, root)
         self._open[action.virtual_stage, action.microbatch] = (inputs, root)
 
     def _backward(self, action: Action) -> None:
         inputs, root = self._open.pop((action.virtual_stage, action.microbatch))
+        if self.variables is not None:
+            self.variables.begin_backward(action[1:], root)
         root.backward()
+        if self.variables is not None:
+            self.variables.end_backward(action[1:], inputs.grad)
         if not self.first_and_last[action.virtual_stage][0]:
             gradient = inputs.grad
             assert gradient is not None
             self.send(gradient, -1)
+
+    def _received(self, action: Action, distance: int) -> Tensor:
+        """Return the message with which a pass begins."""
+        if self.variables is None:
+            return self.receive(distance)
+        value = self.receive(distance, self.variables.take(action.phase, action[1:]))
+        if action.phase is Phase.BACKWARD:
+            self.variables.receive_gradient(value)
+        return value

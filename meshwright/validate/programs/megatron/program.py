@@ -1,6 +1,6 @@
 """The program of the Megatron stacks: a rank's virtual stages, pipeline, buffers, optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
-from meshwright.simulator.schedules import Phase
+from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import refuse_routing
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
@@ -28,6 +28,10 @@ from meshwright.validate.programs.megatron.optimizer import ShardedAdam
 from meshwright.validate.programs.megatron.parts import ExpertSetting, MegatronParts
 from meshwright.validate.programs.megatron.pipeline import PipelineRank, StageInput
 from meshwright.validate.programs.megatron.tensor_parallel import LateSink
+from meshwright.validate.programs.megatron.variables import (
+    InterleavedVariables,
+    ScheduleVariables,
+)
 from meshwright.validate.programs.megatron.weights import fill_weights, weight_parts
 from meshwright.validate.ranks import ByteKind
 
@@ -86,9 +90,9 @@ class MegatronProgram:
             actions,
             self.stages,
             [(each.has_embedding, each.has_head) for each in shares],
-            stage_messages.send,
-            stage_messages.receive,
+            stage_messages,
             lambda logits, targets: loss(logits, targets.t().contiguous()),
+            _variables(request, actions, index, stage_messages),
         )
         self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
         self._unsplit = _unsplit_weights(self.stages, request)
@@ -159,6 +163,19 @@ class MegatronProgram:
         sequences = range(first, first + size)
         tokens, targets = token_batch(request.job, step, sequences, request.device)
         return StageInput(tokens=cp.own_tokens(tokens), targets=cp.own_tokens(targets))
+
+
+def _variables(
+    request: ProgramRequest, actions: Sequence[Action], index: int, messages: ActivationMessages
+) -> ScheduleVariables | None:
+    """Return what the stack's schedules keep of messages, if they do."""
+    plan = request.plan
+    if not request.stack.holds_messages or plan.pp == 1:
+        return None
+    if plan.num_virtual_stages == 1:
+        return ScheduleVariables(messages.buffer)
+    place = (index, plan.pp)
+    return InterleavedVariables(messages.buffer, actions, place, plan.num_virtual_stages)
 
 
 def check_megatron(request: ProgramRequest) -> None:

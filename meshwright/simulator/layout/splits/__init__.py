@@ -1,0 +1,11 @@
+"""How many layers each stage gets: by a rule, or as a text tells it."""
+
+from meshwright.simulator.layout.splits.rules import split_layers
+from meshwright.simulator.layout.splits.texts import (
+    check_predictions,
+    num_predictions,
+    parse_stages,
+    read_layout,
+)
+
+__all__ = ["check_predictions", "num_predictions", "parse_stages", "read_layout", "split_layers"]

@@ -1,0 +1,98 @@
+"""Stages as a text tells them: a rule's name, layer counts, or a layout letter by letter."""
+
+import re
+
+from meshwright.hwprofiles import StageSplit, shown
+from meshwright.simulator.errors import PlanError
+
+
+def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
+    """Read the value of ``--stages``: a rule's name, layer counts such as ``3,2,2,1``, or a layout.
+
+    Raises:
+        PlanError: If it is none of them.
+
+    >>> parse_stages("3,2,1"), parse_stages("Et*3|(tt|)*2,L")
+    ((3, 2, 1), (3, 2, 2, 0))
+    """
+    if text in list(StageSplit):
+        return StageSplit(text)
+    if LAYOUT_TEXT.fullmatch(text):
+        return read_layout(text)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        rules = ", ".join(StageSplit)
+        raise PlanError(
+            f"stages={shown(text)} is neither a rule ({rules}), nor layer counts such as 3,2,2,1, "
+            "nor a layout such as Et*2|(t*3|)*2L"
+        ) from None
+
+
+# What a text begins with, and consists of, that is neither a rule nor numbers.
+LAYOUT_TEXT = re.compile(r"[E(][EtmL|()*,0-9]*")
+REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]{1,6})"), re.compile(r"([EtmL|])\*([0-9]{1,6})")
+MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
+
+
+def read_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each virtual stage of a layout, in model order.
+
+    It has a letter for the embedding (E), each layer (t), each that predicts a further token (m)
+    and the loss (L) with stages between borders (|), and repeats letters and groups, as ``t*4`` and
+    ``(t|)*4``; commas say nothing (`PipelineParallelLayerLayout` of megatron/core/transformer, core
+    0.16).  How many m there are is checked by `check_predictions`.
+
+    Raises:
+        PlanError: If it is no such text, or has an m that is not on the stage of the loss.
+
+    >>> read_layout("E|(t|)*2,t*3L")
+    (0, 1, 1, 3)
+    """
+    plain = _spelled_out(text)
+    if re.fullmatch(r"E[t|]*m[m|]*\|m*L", plain):
+        raise PlanError(
+            f"stages={shown(text)} has multi-token prediction (m) apart from the loss, which is "
+            "not modelled; allowed: m before L, on its stage"
+        )
+    if not re.fullmatch(r"Et*(\|t*)*m*L", plain):
+        raise PlanError(
+            f"stages={shown(text)} is no layout; allowed: E, layers t and stages | between them, "
+            "layers m that predict further tokens, L"
+        )
+    return tuple(part.count("t") for part in plain.split("|"))
+
+
+def check_predictions(text: str, number: int) -> None:
+    """Raise PlanError if a layout has not as many m as a model has layers that predict further.
+
+    So Megatron-Core asks it (`validate_layer_layout` of its PipelineParallelLayerLayout).
+
+    >>> check_predictions("Et*3|t*2mL", 1), check_predictions("3,2", 1)
+    (None, None)
+    """
+    found = num_predictions(text) if LAYOUT_TEXT.fullmatch(text) else number
+    if found != number:
+        raise PlanError(
+            f"stages={shown(text)} has {found} layers m; allowed: prediction_layers={number}"
+        )
+
+
+def num_predictions(text: str) -> int:
+    """Return the layers of a layout that predict further tokens; 0 of a rule or of counts.
+
+    >>> num_predictions("Et*3|t*2mL"), num_predictions("3,2")
+    (1, 0)
+    """
+    return _spelled_out(text).count("m") if LAYOUT_TEXT.fullmatch(text) else 0
+
+
+def _spelled_out(text: str) -> str:
+    """Return a layout letter by letter; raises PlanError where no model has as many."""
+    plain = text.replace(",", "")
+    for pattern in REPEATED:
+        size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
+        if size > MAX_LAYOUT:
+            raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")
+        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+    return plain

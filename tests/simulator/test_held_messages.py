@@ -1,0 +1,18 @@
+"""What Megatron-Core's schedules hold of messages, against what its own program held."""
+
+from meshwright.hwprofiles import PipelineRuntime
+from meshwright.simulator.memory import PipelinePlace, SentBytes
+from meshwright.simulator.memory.held_messages import held_messages
+from meshwright.simulator.schedules import get_schedule
+
+
+def test_interleaved_passes_find_the_messages_that_megatron_core_holds() -> None:
+    """Counted pass by pass in core 0.16.1: "megatron interleaved" of the outside plans, rank 2."""
+    schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE)
+    sent = [SentBytes(output=1, gradient=1), SentBytes(output=0, gradient=1)]
+    actions = schedule.rank_actions(1, 2, 4, 2)
+    held = zip(actions, held_messages(actions, sent, PipelinePlace(1, 2)), strict=True)
+    assert " ".join(f"{action}={number}" for action, number in held) == (
+        "F0.0=2 F0.1=2 F1.0=0 B1.0=1 F1.1=2 B1.1=3 F0.2=5 B0.0=6 "
+        "F0.3=6 B0.1=7 F1.2=3 B1.2=4 F1.3=3 B1.3=3 B0.2=4 B0.3=6"
+    )

@@ -1,0 +1,180 @@
+"""Layers that predict tokens beyond the next: their counts, their place, and what refuses them."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from meshwright.hwprofiles import (
+    ExpertOverlap,
+    Recompute,
+    RecomputeMethod,
+    StageSplit,
+    load_cluster,
+    load_stack,
+)
+from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
+from meshwright.simulator.blocks import BlockShape, BlockTable, Collective, model_flops, walk
+from meshwright.simulator.layout import Axis, head_cost_layers, resolve_stages, stack_refusal
+from meshwright.simulator.model import (
+    EMBEDDING,
+    HEAD,
+    ModelSpec,
+    count_active_parameters,
+    count_parameters,
+    load_model,
+    parameter_tensors,
+    parse_model,
+    shares_table,
+    with_layers,
+    with_predictions,
+)
+
+STACK = load_stack("megatron-core")
+DEEPSEEK, GLM = load_model("deepseek-v3"), load_model("glm4.5")
+OVERLAP = ExpertOverlap.MICROBATCHES
+PLAN = ParallelPlan(tp=2, pp=2, dp=8, ep=8, sequence_parallel=True, stages=(46, 46), zero_stage=1)
+
+
+def predicting(number: int = 1) -> TrainingJob:
+    model = with_predictions(GLM, number)
+    return TrainingJob(model=model, global_batch_size=64, seq_len=4096)
+
+
+def test_they_are_a_layer_of_the_last_kind_a_product_and_three_norms() -> None:
+    """DeepSeek's README_WEIGHTS.md: 11.5 B of its own, beside table and output matrix."""
+    assert isinstance(DEEPSEEK, ModelSpec)
+    width = DEEPSEEK.hidden_size
+    layer = count_parameters(DEEPSEEK) - count_parameters(with_layers(DEEPSEEK, 60))
+    with_one = with_predictions(DEEPSEEK, 1)
+    own = count_parameters(with_one) - count_parameters(DEEPSEEK)
+    assert own == layer + 2 * width**2 + 3 * width
+    assert own == pytest.approx(11.5e9, rel=0.01)
+    assert count_parameters(DEEPSEEK) == 671_026_419_200
+    # 2.4 B with table and output matrix.
+    passed = count_active_parameters(with_one) - count_active_parameters(DEEPSEEK)
+    assert passed + 2 * width * DEEPSEEK.vocab_size == pytest.approx(2.4e9, rel=0.06)
+
+
+def test_the_head_is_written_with_as_many_weights_as_it_has() -> None:
+    shape = BlockShape.of(predicting(2), PLAN, STACK)
+    block = walk(shape, HEAD).tape.block
+    rows = shape.local_vocab_size * shape.model.hidden_size
+    assert sum(int(each.numel) for each in block.weights) == shape.parameters[HEAD]
+    assert shape.copied_parameters == rows
+    tensors = parameter_tensors(shape.model, vocab_size=2 * shape.local_vocab_size)
+    of_head = [each for each in tensors if each.block == HEAD]
+    assert sum(prod(shape.local_shape(each)) for each in of_head) == shape.parameters[HEAD]
+
+
+def test_model_flops_count_a_product_a_layer_and_logits_more() -> None:
+    job = predicting()
+    model, tokens = job.transformer, job.tokens_per_step
+    deeper = replace(job, model=with_layers(with_predictions(model, 0), model.num_layers + 1))
+    ends = 2 * model.hidden_size * (2 * model.hidden_size + model.vocab_size)
+    assert model_flops(job) == model_flops(deeper) + 3 * tokens * ends
+
+
+def test_rules_of_stages_count_them_with_the_head() -> None:
+    job = predicting()
+    plain = with_predictions(job.model, 0)
+    assert head_cost_layers(job.transformer, 4096) > head_cost_layers(plain, 4096) + 1
+    last = [resolve_stages(each, 4096, 8, StageSplit.BALANCED)[-1] for each in (job.model, plain)]
+    assert last == [8, 10]
+
+
+def test_their_tensor_parallel_calls_are_those_of_a_layer_a_look_up_and_a_product() -> None:
+    """Gathered: what the product reads, in backward again, what it makes, and that's gradient."""
+    job = predicting()
+    shape, table = BlockShape.of(job, PLAN, STACK), BlockTable()
+    plain = BlockShape.of(replace(job, model=GLM), PLAN, STACK)
+
+    def calls(shape: BlockShape, kind: str) -> int:
+        found = table.operators(shape, kind)
+        every = (*found.forward, *found.backward)
+        return sum(isinstance(each, Collective) and each.axis is Axis.TP for each in every)
+
+    kind = job.transformer.layer_runs[-1].kind
+    around_product, logits = 5, calls(plain, HEAD)
+    layer, table_calls = calls(plain, kind), calls(plain, EMBEDDING)
+    assert calls(shape, HEAD) == 2 * logits + layer + table_calls + around_product
+
+
+def test_both_ends_of_a_pipeline_share_the_table() -> None:
+    assert shares_table(predicting().model)
+    assert not shares_table(GLM)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2", "positions='learned' does not go with prediction_layers=1; allowed: 'rotary'"),
+        ("gemma3-27b", "norm_places='both' does not go with prediction_layers=1"),
+        ("resnet50", "prediction_layers=1 does not go with resnet50; allowed: 0"),
+    ],
+)
+def test_models_that_cannot_have_them_are_refused(name: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        with_predictions(load_model(name), 1)
+
+
+def test_a_configuration_that_is_asked_for_them_warns_no_more() -> None:
+    said = "num_nextn_predict_layers=1 predict tokens beyond the next, which is left out"
+    others = "router_jitter_noise=0.1 moves tokens before they are routed, which is not modelled"
+    told = {**DEEPSEEK.model_dump(), "left_out": f"{said}; {others}"}
+    model = with_predictions(parse_model(told, origin="test"), 1)
+    assert isinstance(model, ModelSpec)
+    assert model.left_out == others
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pp": 1, "zero_stage": 3, "stages": (92,)}, "zero_stage=3 is not offered"),
+        ({"recompute": Recompute.FULL, "recompute_layers": 1}, "recompute_layers=1"),
+        (
+            {
+                "recompute": Recompute.FULL,
+                "recompute_layers": 2,
+                "recompute_method": RecomputeMethod.UNIFORM,
+            },
+            "recompute_layers=2",
+        ),
+    ],
+)
+def test_plans_that_megatron_core_has_not_with_them_are_refused(
+    changes: dict[str, object], said: str
+) -> None:
+    plan = replace(PLAN, **changes)  # type: ignore[arg-type]  # fields of a plan
+    assert said in (stack_refusal(predicting(), plan, STACK) or "")
+    assert stack_refusal(replace(predicting(), model=GLM), plan, STACK) is None
+
+
+@pytest.mark.parametrize(("number", "changes"), [(2, {}), (1, {"pp": 1, "stages": (92,)})])
+def test_one_of_them_in_a_pipeline_is_beside_another_microbatch(
+    number: int, changes: dict[str, object]
+) -> None:
+    """So Megatron-Core's TransformerConfig has it."""
+    beside = replace(PLAN, tp=1, sequence_parallel=False, expert_overlap=OVERLAP, etp=1)
+    plan = replace(beside, **changes)  # type: ignore[arg-type]  # fields of a plan
+    said = "expert_overlap=microbatches is not offered by stack megatron-core for glm4.5"
+    assert said in (stack_refusal(predicting(number), plan, STACK) or "")
+    in_pipeline = replace(
+        beside, num_virtual_stages=2, schedule="interleaved", stages=(23, 23, 23, 23)
+    )
+    job = predicting(1)
+    assert stack_refusal(job, in_pipeline, STACK) is None
+    taken = [
+        simulate(job, each, load_cluster("dgx-h100"), STACK).exposed_comm_s
+        for each in (in_pipeline, replace(in_pipeline, expert_overlap=None))
+    ]
+    assert taken[0] < taken[1]
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "fsdp", "ddp", "megatron-lm-2022"])
+def test_other_stacks_refuse_them_by_name(name: str) -> None:
+    llama = with_predictions(load_model("llama3-8b"), 1)
+    job = TrainingJob(model=llama, global_batch_size=8, seq_len=4096)
+    plan = ParallelPlan(dp=8, zero_stage=load_stack(name).zero_stage, stages=(32,))
+    said = "prediction_layers of llama3-8b is not offered"
+    assert said in (stack_refusal(job, plan, load_stack(name)) or "")

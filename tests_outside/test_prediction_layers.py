@@ -1,0 +1,113 @@
+"""Layers of Megatron-Core that predict further tokens, against the graph's: bytes, FLOPs, calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_graph import as_measured
+from block_witness import Given, Measured, count_pass
+from torch import Tensor
+from witnesses import megatron_job
+from witnesses.boundary import modules_converted, objects_shared, values_answered
+
+from meshwright.planner.reports import SavedPlan
+from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.graph import Memory
+from meshwright.simulator.model import HEAD, count_parameters, with_predictions
+from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.outside import load_outside_plans
+
+PLANS = {plan.name: plan for plan in load_outside_plans()}
+# The loss keeps of each token whether it is of another rank's rows, and its number there.
+LOSS_BYTES = 9
+# Of each further token, too: its loss in fp32 and its number of the mask, an int64.
+MASKED_BYTES = 12
+LOOKED_UP_BYTES = 1  # of each further token: whether another tensor rank looks it up
+SCALE_BYTES = 4  # of the softmax: Megatron-Core makes a tensor of it, which a GPU has on the host
+SCALAR_BYTES = 16
+# Losses, masks and labels of a token that live for a moment beside logits.
+MOMENT_BYTES = 64
+
+
+def predicting(name: str, number: int) -> SavedPlan:
+    """Return a plan whose model has so many layers that predict further tokens."""
+    saved = PLANS[name].saved()
+    return replace(saved, job=replace(saved.job, model=with_predictions(saved.job.model, number)))
+
+
+def counted_head(saved: SavedPlan) -> Measured:
+    """Return what Megatron-Core does from the last layer's tokens to the loss."""
+    job, plan = saved.job, saved.plan
+    tokens = job.seq_len // (plan.tp if plan.sequence_parallel else 1)
+    with (
+        fake_cluster(0, plan.world_size),
+        values_answered(),
+        modules_converted(),
+        objects_shared(),
+        megatron_job.answers(),
+    ):
+        rank = megatron_job.MegatronJob(saved)
+        gpt = rank._chunks[-1].module.module
+        turned = gpt.rotary_pos_emb(job.seq_len)
+        ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
+        positions = torch.arange(job.seq_len).expand_as(ids)
+
+        def run(x: Tensor) -> Tensor:
+            losses = gpt._postprocess(
+                hidden_states=gpt.decoder.final_layernorm(x),
+                input_ids=ids,
+                position_ids=positions,
+                labels=ids,
+                rotary_pos_emb=turned,
+                rotary_pos_cos=None,
+                rotary_pos_sin=None,
+                mtp_in_postprocess=gpt.mtp_process,
+            )
+            loss: Tensor = losses.float().mean()
+            return loss
+
+        given = Given((tokens, plan.microbatch_size, job.transformer.hidden_size))
+        return count_pass(run, [given], RankOracle(rank.groups))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["megatron predicting", "megatron predicting tp", "megatron predicting tp sp"]
+)
+def test_a_head_that_predicts_further_is_byte_exact(name: str, number: int) -> None:
+    saved = predicting(name, number)
+    counted = counted_head(saved)
+    shape = BlockShape.of(saved.job, saved.plan, saved.stack)
+    walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
+    found, buffer = as_measured(walked), Memory.of(walked).buffer
+    tokens = saved.plan.microbatch_size * saved.job.seq_len
+    of_further = LOSS_BYTES + MASKED_BYTES + LOOKED_UP_BYTES * (saved.plan.tp > 1)
+    kept = tokens * (LOSS_BYTES + number * of_further) + number * SCALAR_BYTES
+    lasting = buffer + kept
+    moment = counted.forward_peak_bytes - found.forward_peak_bytes - lasting
+    assert 0 <= moment < MOMENT_BYTES * tokens
+    assert found == replace(
+        counted,
+        saved_bytes=counted.saved_bytes - lasting,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=counted.backward_peak_bytes - lasting + SCALE_BYTES,
+        left_bytes=counted.left_bytes - buffer - number * SCALE_BYTES,
+        forward_calls=tuple(each for each in counted.forward_calls if each.axis == "tp"),
+        backward_calls=tuple(each for each in counted.backward_calls if each.axis == "tp"),
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_megatron_core_counts_as_many_parameters(number: int) -> None:
+    """Its vocabulary of 4,000 is padded to 4,096."""
+    saved = predicting("megatron predicting", number)
+    with (
+        fake_cluster(0, saved.plan.world_size),
+        values_answered(),
+        objects_shared(),
+        megatron_job.answers(),
+    ):
+        gpt = megatron_job.MegatronJob(saved)._chunks[0].module.module
+        counted = sum(each.numel() for each in gpt.parameters())
+    padding = 2 * 96 * saved.job.transformer.hidden_size
+    assert counted == count_parameters(saved.job.model) + padding
