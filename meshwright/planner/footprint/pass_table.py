@@ -96,28 +96,29 @@ class PassTable:
             sizes: Those of `pass_sizes`, kind by kind, one row a rank.
             num_microbatches: Of each.
         """
-        left_out = num_microbatches - self.num_microbatches
-        moving = _product(sizes, self.rows)
+        left_out, counts = num_microbatches - self.num_microbatches, self.rows
         if left_out.any() and self.growth.any():
-            moving += left_out[:, None] * _product(sizes, self.growth)
-        return np.asarray(moving.max(axis=1), np.int64)
+            counts = np.concatenate([self.rows, self.growth], axis=1)
+            sizes = np.concatenate([sizes, left_out[:, None] * sizes], axis=1)
+        is_used = counts.any(axis=0)
+        return _most(sizes[:, is_used], counts[:, is_used])
 
 
-def _product(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums of *sizes*, a row a rank, each as often as a row of *counts* says.
+def _most(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> Column:
+    """Return the largest sum of *sizes*, a row a rank, each as often as some row of *counts* says.
 
     Libraries multiply matrices of floats ten times as fast as whole numbers; below 2 ** 53 floats
     are exact.
     """
-    most = int(np.abs(sizes).max(initial=0)) * int(np.abs(counts).sum(axis=1).max())
+    most = np.abs(counts).max(axis=0) @ np.abs(sizes).max(axis=0, initial=0).astype(np.float64)
     if most >= 2**53:
-        return np.asarray(sizes @ counts.T, np.int64)
+        return np.asarray((sizes @ counts.T).max(axis=1), np.int64)
     # OpenBLAS uses one thread up to 2 ** 18 multiplications; others would wait in a loop.
-    num_rows = max(2, 2**17 // counts.size)
+    num_rows = max(2, 2**17 // max(1, counts.size))
     blocks = np.zeros((-(-len(sizes) // num_rows), num_rows, sizes.shape[1]))
     blocks.reshape(-1, sizes.shape[1])[: len(sizes)] = sizes
     product = blocks @ counts.T.astype(np.float64)
-    return product.reshape(-1, len(counts))[: len(sizes)].astype(np.int64)
+    return np.asarray(product.max(axis=2).ravel()[: len(sizes)], np.int64)
 
 
 def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:

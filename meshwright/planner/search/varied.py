@@ -15,6 +15,7 @@ from meshwright.planner.space import (
     Space,
     SpaceLimits,
     askable_values,
+    is_constant,
     is_searched,
 )
 from meshwright.simulator.layout import (
@@ -60,8 +61,9 @@ class Varied(NamedTuple):
             and known_values(each, space.job.model) != ()
             and not _is_of_others(each, space)
         ]
+        offered = np.flatnonzero(is_offered)
         codes = {
-            each.name: _values(space.column(each.name), is_offered)
+            each.name: _ends(space.column(each.name), offered)
             for each in fields
             if each.name in COLUMNS
         }
@@ -70,12 +72,14 @@ class Varied(NamedTuple):
         return cls(searched, held, tuple(_left_out(space, limits)))
 
 
-def _values(column: Column, is_offered: NDArray[np.bool_]) -> list[int]:
-    """Return the different numbers of *column* where *is_offered*, in order."""
-    numbers = column if is_offered.all() else column[is_offered]
-    is_one = len(numbers) and numbers.min() == numbers.max()
-    found: list[int] = (numbers[:1] if is_one else np.unique(numbers)).tolist()
-    return found
+def _ends(column: Column, offered: Column) -> list[int]:
+    """Return the least and the largest number of *column* where *offered*: one if all are equal."""
+    if not len(offered):
+        return []
+    if is_constant(column):
+        return [int(column[0])]
+    numbers = column[offered]
+    return [*dict.fromkeys((int(numbers.min()), int(numbers.max())))]
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:

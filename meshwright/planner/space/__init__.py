@@ -18,7 +18,13 @@ from meshwright.planner.space.space import (
     enumerate_space,
     is_searched,
 )
-from meshwright.planner.space.switches import SWITCHES, Column, askable_values, distinct
+from meshwright.planner.space.switches import (
+    SWITCHES,
+    Column,
+    askable_values,
+    distinct,
+    is_constant,
+)
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
@@ -44,6 +50,7 @@ __all__ = [
     "distinct",
     "enumerate_space",
     "fullest_moments",
+    "is_constant",
     "is_searched",
     "lacks",
     "representative_microbatches",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
-from meshwright.planner.space.switches import Column
+from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PipelinePlace, held_spans
@@ -94,9 +94,7 @@ def fullest_moments(
         counts = np.array([block_counts(pipeline.kinds, [stage]) for stage in stages], np.int64)
         own = counts[[stages.index(stage) for stage in role.stages]]
         places = np.array([stages.index(stage) for stage in role.stages])
-        walked = [_walked(pipeline, role, each, (own, places), messages) for each in numbers]
-        longest = max(map(len, walked))
-        return np.stack([np.resize(each, (longest, each.shape[1])) for each in walked])
+        return _walked(pipeline, role, numbers, (own, places), messages)
     if messages is not None:
         return _plain_moments(pipeline, role, num_microbatches, messages)
     passes = [pipeline.schedule.in_flight(role.first, pipeline.pp, each, vpp) for each in numbers]
@@ -141,7 +139,7 @@ def _plain_moments(
 def _walked(
     pipeline: Pipeline,
     role: Role,
-    num_microbatches: int,
+    num_microbatches: Sequence[int],
     stages: tuple[NDArray[np.int64], Column],
     messages: MessageColumns | None,
 ) -> NDArray[np.int64]:
@@ -150,35 +148,41 @@ def _walked(
     Args:
         pipeline: The pipeline.
         role: The rank's.
-        num_microbatches: Microbatches of a step.
+        num_microbatches: Microbatches of a step, of each order that is walked.
         stages: Of each virtual stage the blocks of each kind, and its place among those that
             differ.
         messages: How messages are counted, if any are held.
     """
     counts, places = stages
     holds = messages is not None
-    size = pipeline.schedule, role.first, pipeline.pp, num_microbatches, len(role.stages)
-    is_backward, virtual_stage, numbers = _order(*size, holds=holds)
+    rank, vpp = (role.first, pipeline.pp), len(role.stages)
+    orders = [_order(pipeline.schedule, *rank, each, vpp, holds=holds) for each in num_microbatches]
+    is_backward, virtual_stage, numbers = map(np.concatenate, zip(*orders, strict=True))
+    order = np.repeat(np.arange(len(orders)), [len(phases) for phases, _, _ in orders])
     own = counts[virtual_stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
+    # When an order is over nothing is kept, so that the next one's sums begin with none.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
     held = [] if messages is None else [numbers @ messages.of(role.stages)]
     found = np.column_stack([kept, *held, is_backward, places[virtual_stage]])
-    return _undominated(
-        _with_pairs(found, own, len({*places.tolist()}), pipeline.schedule.pairs(*size[1:]))
-    )
+    pairs = [pipeline.schedule.pairs(*rank, each, vpp) for each in num_microbatches]
+    if any(pairs):
+        begins = np.searchsorted(order, range(len(orders))).tolist()
+        made = np.array([at + each for at, of in zip(begins, pairs, strict=True) for each in of])
+        order = np.delete(order, made + 1)
+        found = _with_pairs(found, own, len({*places.tolist()}), made)
+    rows = _undominated(found[:, :-2], distinct([order, found[:, -2], found[:, -1]])[1])
+    return _by_order(found[rows], order[rows])
 
 
 def _with_pairs(
-    moments: NDArray[np.int64], own: NDArray[np.int64], num_places: int, pairs: range
+    moments: NDArray[np.int64], own: NDArray[np.int64], num_places: int, made: Column
 ) -> NDArray[np.int64]:
-    """Return *moments* with one in place of the two of each of *pairs*.
+    """Return *moments* with one in place of the two of each pair; *made* are the first of them.
 
     *own* are the blocks of each pass, *num_places* the stages that differ.
     """
-    if not pairs:
-        return moments
-    made, found = np.array(pairs), moments.copy()
+    found = moments.copy()
     found[made, : own.shape[1]] -= own[made]
     found[made, -2] = BESIDE
     found[made, -1] = num_places * moments[made, -1] + moments[made + 1, -1]
@@ -207,17 +211,25 @@ def _order(
     return phases, virtual_stages, changes.reshape(size)[:-1].cumsum(axis=0)
 
 
-def _undominated(moments: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Drop moments that another one of the same phase and stage reaches in every count."""
+def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
+    """Return the rows of *kept* that no other one of those *alike* reaches in every count."""
     # The fullest of those alike first: none that comes later reaches it.
-    order = np.lexsort((-moments[:, :-2].sum(axis=1), moments[:, -1], moments[:, -2]))
-    moments = moments[order]
+    left = np.lexsort((-kept.sum(axis=1), alike))
     found = []
-    while len(moments):
-        is_first = np.ones(len(moments), np.bool_)
-        is_first[1:] = (moments[1:, -2:] != moments[:-1, -2:]).any(axis=1)
-        fullest = moments[is_first]
+    while len(left):
+        group = alike[left]
+        is_first = np.ones(len(left), np.bool_)
+        is_first[1:] = group[1:] != group[:-1]
+        fullest = left[is_first]
         found.append(fullest)
-        is_reached = (moments <= fullest[is_first.cumsum() - 1]).all(axis=1)
-        moments = moments[~is_reached]
+        is_reached = (kept[left] <= kept[fullest[is_first.cumsum() - 1]]).all(axis=1)
+        left = left[~is_reached]
     return np.concatenate(found)
+
+
+def _by_order(moments: NDArray[np.int64], order: Column) -> NDArray[np.int64]:
+    """Return the *moments* of each order, some repeated so that all have as many."""
+    counts = np.bincount(order)
+    starts = counts.cumsum() - counts
+    places = np.arange(counts.max()) % counts[:, None] + starts[:, None]
+    return np.asarray(moments[np.argsort(order, kind="stable")[places]], np.int64)

@@ -17,6 +17,7 @@ from meshwright.planner.space.switches import (
     Setting,
     Wanted,
     distinct,
+    is_constant,
     settings,
 )
 from meshwright.simulator import TrainingJob
@@ -58,8 +59,7 @@ def with_switches(
     for fields, known, rows in (BASIC, basic, family), (SWITCHES, switches, number):
         for name, column in zip(fields, known, strict=True):
             # Most fields have one value in all layouts.
-            is_one = not len(column) or column.min() == column.max()
-            codes[COLUMNS.index(name)] = column[:1] if is_one else column[rows]
+            codes[COLUMNS.index(name)] = column[:1] if is_constant(column) else column[rows]
     return codes
 
 

@@ -46,17 +46,21 @@ class ShapeTable:
         alone = np.asarray(is_unwrapped(space.stack, space.column(DP_CP)), np.int64)
         flags = (in_pipeline.astype(np.int64), _defers_sums(space, alone), alone)
         columns = [*(space.column(name) for name in names), *flags]
-        first, member = distinct([column[chosen] for column in columns])
+        if len(chosen) < len(space):
+            columns = [column[chosen] for column in columns]
+        first, member = distinct(columns)
         index = np.full(len(space), -1)
         index[chosen] = member
         return cls(_shapes(space, chosen[first]), index, space.kinds)
 
     def of_layouts(self, indices: Column) -> "ShapeTable":
         """Return the table of *indices* alone."""
-        used, member = np.unique(self.index[indices], return_inverse=True)
+        own = self.index[indices]
+        first, member = distinct([own])
         index = np.full(len(self.index), -1)
-        index[indices] = member.reshape(-1)
-        return ShapeTable(tuple(self.shapes[each] for each in used.tolist()), index, self.kinds)
+        index[indices] = member
+        shapes = tuple(self.shapes[each] for each in own[first].tolist())
+        return ShapeTable(shapes, index, self.kinds)
 
 
 def _defers_sums(space: Space, alone: Column) -> Column:

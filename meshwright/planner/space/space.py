@@ -58,6 +58,8 @@ OF_PIPELINES = (
     "recompute_method",
     "expert_overlap",
 )
+# Fields whose values depend on the virtual stages, too.
+OF_VIRTUAL_STAGES = ("num_virtual_stages", "schedule", "microbatch_size", "stages")
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 
@@ -181,8 +183,9 @@ def enumerate_space(
             if refusal is not None:
                 raise PlanError(refusal)
     blocks = [
-        _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules)
+        _block(job, stack, limits, {**degrees, "num_virtual_stages": vpp}, schedules, choices)
         for degrees in _degrees(job, stack, num_gpus, limits)
+        for choices in [_choices(job, stack, limits, degrees)]
         for vpp, schedules in _virtual_stages(job, stack, degrees, limits)
     ]
     basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
@@ -273,33 +276,45 @@ def _divides_into(num_layers: int, num_stages: int) -> bool:
     return num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What is chosen by degrees alone: numbers of fields by name, and degrees of experts."""
+
+    numbers: dict[str, list[int]]
+    experts: list[tuple[int, int]]
+
+
+def _choices(
+    job: TrainingJob, stack: StackProfile, limits: SpaceLimits, degrees: dict[str, int]
+) -> _Choices:
+    """Return what is left to choose at *degrees*, whatever the virtual stages."""
+    experts = expert_degrees(job, stack, limits, degrees)
+    numbers = {name: [degree] for name, degree in degrees.items()}
+    for field in BASIC_FIELDS:
+        if field.divides_experts:
+            numbers[field.name] = sorted({pair[field.name == "etp"] for pair in experts})
+        elif field.name not in {*degrees, *OF_VIRTUAL_STAGES}:
+            numbers[field.name] = _switches(job, stack, limits, field, degrees)
+    return _Choices(numbers, experts)
+
+
 def _block(
     job: TrainingJob,
     stack: StackProfile,
     limits: SpaceLimits,
     fixed: dict[str, int],
-    schedules: Sequence[int],
+    schedules: list[int],
+    choices: _Choices,
 ) -> NDArray[np.int64]:
     """Return the layouts of one choice of degrees: the product of the fields that are left."""
-
-    def numbers(field: PlanField) -> list[int]:
-        if field.name in fixed:
-            return [fixed[field.name]]
-        if field.name == "schedule":
-            return list(schedules)
-        if field.name == "microbatch_size":
-            return _microbatch_sizes(job, stack, limits, fixed, schedules)
-        if field.name == "stages":
-            return _stage_rules(job, stack, limits, fixed["pp"] * fixed["num_virtual_stages"])
-        if field.divides_experts:
-            return sorted({pair[field.name == "etp"] for pair in experts})
-        return _switches(job, stack, limits, field, fixed)
-
-    experts = expert_degrees(job, stack, limits, fixed)
-    codes = combinations([numbers(field) for field in BASIC_FIELDS])
+    vpp, experts = fixed["num_virtual_stages"], choices.experts
+    sizes = _microbatch_sizes(job, stack, limits, fixed, schedules)
+    rules = _stage_rules(job, stack, limits, fixed["pp"] * vpp)
+    own = dict(zip(OF_VIRTUAL_STAGES, ([vpp], schedules, sizes, rules), strict=True))
+    codes = combinations([(choices.numbers | own)[field.name] for field in BASIC_FIELDS])
     names = "schedule", "microbatch_size", "ep", "etp"
     schedule, size, ep, etp = map(BASIC.index, names)
-    for pair in product(schedules, dict.fromkeys(codes[size].tolist())):
+    for pair in product(schedules, sizes):
         if not is_runnable(job, stack, fixed, *pair):
             codes = codes[:, (codes[schedule] != pair[0]) | (codes[size] != pair[1])]
     if len(experts) > 1:

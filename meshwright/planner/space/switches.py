@@ -348,17 +348,17 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
     >>> distinct([np.array([3, 1, 3]), np.array([0, 1, 0])])[1].tolist()
     [1, 0, 1]
     """
-    sizes = [int(column.max(initial=0)) + 1 for column in columns]
-    if prod(sizes) > MOST_KEY:
-        columns = [np.unique(column, return_inverse=True)[1].reshape(-1) for column in columns]
-        sizes = [int(column.max(initial=0)) + 1 for column in columns]
     key = np.zeros(len(columns[0]), np.int64)
+    columns = [column for column in columns if not is_constant(column)]
+    sizes = [int(column.max()) + 1 for column in columns]
+    if prod(sizes) > MOST_KEY:
+        columns = [_distinct(column)[1] for column in columns]
+        sizes = [int(column.max()) + 1 for column in columns]
     for column, size in zip(columns, sizes, strict=True):
-        if size > 1:  # most switches have one value in all layouts
-            key = key * size + column
+        key *= size
+        key += column
     if prod(sizes) > MOST_PLACES * (len(key) + 1):
-        _, first, member = np.unique(key, return_index=True, return_inverse=True)
-        return first, member.reshape(-1)
+        return _distinct(key)
     # A place for each key there could be takes less time than sorting.
     places = np.full(prod(sizes), -1)
     places[key[::-1]] = np.arange(len(key))[::-1]
@@ -366,3 +366,20 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
     first = places[found]
     places[found] = np.arange(len(found))
     return first, places[key]
+
+
+def _distinct(key: Column) -> tuple[Column, Column]:
+    """Return what `distinct` does, of numbers however large."""
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    is_first = np.ones(len(key), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    member = np.empty(len(key), np.int64)
+    member[order] = np.cumsum(is_first) - 1
+    return order[is_first], member
+
+
+def is_constant(column: Column) -> bool:
+    """Return whether all numbers of *column* are one, or it has none."""
+    # Most columns that vary do so between their ends.
+    return not len(column) or bool(column[0] == column[-1] and column.min() == column.max())

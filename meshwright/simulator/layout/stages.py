@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -208,6 +209,7 @@ def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stag
     return plan_stages(model, plan)[pp_rank :: plan.pp]
 
 
+@lru_cache
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """Return the forward FLOPs of the head, in units of one layer's forward FLOPs.
 
