@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import PipelinePlace, held_spans
+from meshwright.simulator.memory import HeldSpans, PipelinePlace, held_spans
 from meshwright.simulator.model import BlockKind
 
 # An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
@@ -200,15 +201,21 @@ def _order(
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
     phases = np.array([phase is Phase.BACKWARD for phase, _, _ in actions])
     virtual_stages = np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
-    size = len(actions) + 1, 2 * vpp
-    changes = np.zeros(size[0] * size[1], np.int64)
-    for *spans, times in held_spans(actions, PipelinePlace(pp_rank, pp)) if holds else ():
-        columns = np.array(spans, np.int64)
-        starts, ends, sources = columns[:, columns[1] > columns[0]]
-        for positions, change in ((starts, times), (ends, -times)):
-            places = positions * size[1] + sources
-            changes += change * np.bincount(places, minlength=len(changes))
-    return phases, virtual_stages, changes.reshape(size)[:-1].cumsum(axis=0)
+    held = list(held_spans(actions, PipelinePlace(pp_rank, pp))) if holds else []
+    return phases, virtual_stages, _held(held, len(actions), 2 * vpp)
+
+
+def _held(held: Sequence[HeldSpans], num_actions: int, num_sources: int) -> NDArray[np.int64]:
+    """Return how many messages of each source are held in each action."""
+    times = [np.full(len(each.starts), each.times) for each in held]
+    spans = [np.array(each[:-1], np.int64) for each in held]
+    starts, ends, sources = np.concatenate([*spans, np.empty((3, 0), np.int64)], axis=1)
+    change = np.concatenate([*times, np.empty(0, np.int64)]) * (ends > starts)
+    places = np.concatenate([starts, ends]) * num_sources + np.tile(sources, 2)
+    size = num_actions + 1, num_sources
+    # Sums of small whole numbers, which are exact as floats.
+    changes = np.bincount(places, np.concatenate([change, -change]), minlength=prod(size))
+    return changes.astype(np.int64).reshape(size)[:-1].cumsum(axis=0)
 
 
 def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:

@@ -8,6 +8,7 @@ from meshwright.simulator.memory.block_bytes import (
     stage_messages,
 )
 from meshwright.simulator.memory.held_messages import (
+    HeldSpans,
     PipelinePlace,
     held_between_steps,
     held_spans,
@@ -53,6 +54,7 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "FULLNESS",
     "BlockBytes",
+    "HeldSpans",
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",

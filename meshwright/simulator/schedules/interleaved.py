@@ -6,6 +6,7 @@ and so in the numbers of microbatches that they take.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import sub
 
 from meshwright.hwprofiles import PipelineRuntime
@@ -155,6 +156,7 @@ def interleaved(
     )
 
 
+@lru_cache(maxsize=256)
 def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
     """Return the order of forward and of backward passes, the same on every rank."""
     forward = [
