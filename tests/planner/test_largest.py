@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright import main
 from meshwright.hwprofiles import GIBI, Attention, StageSplit, load_cluster, load_stack
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
@@ -302,3 +303,11 @@ def test_experts_among_ranks_that_cut_sequences_are_looked_at() -> None:
     plan = found.plans[0].plan
     assert (plan.ep, plan.cp, plan.tp, plan.dp) == (4, 4, 1, 1)
     assert found.plans[0].hfu_fraction > found.plans[0].mfu_fraction
+
+
+def test_the_largest_value_is_a_line_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "64"]
+    for more, lines in ((["--max", "micro-batch"], ["microbatch_size=8;"]), ([], [])):
+        assert main([*words, *more]) == 0
+        said = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert [line[1] for line in said if line[:1] == ["largest"]] == lines

@@ -286,6 +286,17 @@ def test_the_slices_of_the_picture_have_the_local_shapes() -> None:
     assert sizes == [(2, 5), (2, 5), (5, 8), (5, 8), (2, 8), (2, 8)]
 
 
+def test_slices_are_named_and_lie_within_their_panel() -> None:
+    chosen = study((4, 5), (5, 8))
+    data = panels_of(chosen)[0]
+    assert [each.label for each in data.matrices] == ["S(0): 2x5 each", "R", "S(0): 2x8 each"]
+    axes = plot_matmul_split(chosen).axes[0]
+    begin, end = axes.get_xlim()
+    rectangles = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert all(begin <= each.get_x() for each in rectangles)
+    assert all(each.get_x() + each.get_width() <= end for each in rectangles)
+
+
 @pytest.mark.parametrize(
     ("shapes", "num_devices"),
     [

@@ -81,6 +81,11 @@ def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) ->
         assert (refusal is not None) == is_lacking, refusal
 
 
+def test_what_a_stack_lacks_is_said_by_its_values() -> None:
+    said = {gap.reason for gap in stack_gaps(load_stack("ddp"), JOB)}
+    assert said >= {"tp > 1", "ep > 1", "schedule=interleaved", "sequence_parallel"}
+
+
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
 def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> None:
     """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""

@@ -299,3 +299,12 @@ def test_a_mesh_plan_is_not_touched() -> None:
     result = run(DDP_LIKE, 2, model="gpt2")
     assert (result.lanes, result.asynchronous) == ((), None)
     assert result.plan == replace(result.plan, parameter_server=None)
+
+
+def test_an_update_takes_its_bytes_over_the_bandwidth() -> None:
+    once = run(MODULE, 4)
+    stack = load_stack(MODULE)
+    twice = stack.model_copy(update={"optimizer_traffic_bytes": 2 * stack.optimizer_traffic_bytes})
+    again = simulate(once.job, once.plan, once.cluster, twice)
+    of_update = [each.breakdown_ps[Category.OPTIMIZER] for each in (once, again)]
+    assert of_update[1] == pytest.approx(2 * of_update[0], abs=4)

@@ -44,7 +44,11 @@ FEW_COLLECTIVES, ENLARGED_COLLECTIVES = 60, 12
 
 
 class Band(NamedTuple):
-    """What of a rank's row a lane fills, from top to bottom; the row is 1 high around 0."""
+    """What of a rank's row a lane fills, from top to bottom; the row is 1 high around 0.
+
+    >>> f"{Band(-0.44, 0.14).centre:.2f}"
+    '-0.15'
+    """
 
     top: float
     bottom: float
