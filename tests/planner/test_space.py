@@ -79,6 +79,13 @@ TAKEN: dict[str, Callable[[int, int], tuple[tuple[int, ...], bool]]] = {
 }
 
 
+def is_laid_out(num_layers: int, pp: int, vpp: int) -> bool:
+    """Layers come out even, or do so in no number of virtual stages."""
+    numbers = range(2, num_layers // pp + 1)
+    even = {each for each in numbers for ends in (0, 2) if not (num_layers + ends) % (pp * each)}
+    return vpp in even or not even
+
+
 def by_loops(
     model: ModelSpec, batch: int, num_gpus: int, stack: str = "megatron-core"
 ) -> set[tuple[int, ...]]:
@@ -90,8 +97,7 @@ def by_loops(
             continue
         if model.num_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads):
             continue
-        layers_are_even = not all((model.num_layers + ends) % (pp * vpp) for ends in (0, 2))
-        if vpp > 1 and (pp == 1 or not layers_are_even):
+        if vpp > 1 and (pp == 1 or not is_laid_out(model.num_layers, pp, vpp)):
             continue
         for size in range(1, batch // dp + 1):
             if (batch // dp) % size:

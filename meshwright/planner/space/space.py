@@ -236,14 +236,17 @@ def _virtual_stages(
     """Yield each number of virtual stages with the schedules that can run it.
 
     More than one takes equal virtual stages, or equal ones when embedding and head count as a
-    layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).  Passes
-    beside each other need them in a pipeline: where these are asked for they may be unequal, as
-    those of DeepSeek-V3, whose 61 layers divide into none.
+    layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).  Where
+    the layers divide into none on so many ranks, as the 61 of DeepSeek-V3, they may be unequal,
+    and where passes beside each other are asked for, which need them in a pipeline.
     """
     pp, model, known = degrees["pp"], job.model, tuple(SCHEDULES)
-    divides_all = limits.asks_for("expert_overlap") and _is_offered(job, stack, degrees)
-    for vpp in range(1, model.num_layers // pp + 1):
-        is_laid_out = divides_all or _divides_into(model.num_layers, pp * vpp)
+    numbers = range(1, model.num_layers // pp + 1)
+    equal = {vpp for vpp in numbers if _divides_into(model.num_layers, pp * vpp)}
+    is_needed = equal <= {1} or limits.asks_for("expert_overlap")
+    divides_all = pp > 1 and is_needed and _is_offered(job, stack, degrees)
+    for vpp in numbers:
+        is_laid_out = divides_all or vpp in equal
         if vpp > 1 and (pp == 1 or not is_laid_out):
             continue
         if not limits.allows("num_virtual_stages", vpp):
