@@ -79,25 +79,28 @@ TAKEN: dict[str, Callable[[int, int], tuple[tuple[int, ...], bool]]] = {
 }
 
 
-def is_laid_out(num_layers: int, pp: int, vpp: int) -> bool:
-    """Layers come out even, or do so in no number of virtual stages."""
-    numbers = range(2, num_layers // pp + 1)
-    even = {each for each in numbers for ends in (0, 2) if not (num_layers + ends) % (pp * each)}
-    return vpp in even or not even
+def is_even(num_layers: int, num_stages: int) -> bool:
+    return not all((num_layers + ends) % num_stages for ends in (0, 2))
 
 
 def by_loops(
     model: ModelSpec, batch: int, num_gpus: int, stack: str = "megatron-core"
 ) -> set[tuple[int, ...]]:
-    """Walk all numbers up to the largest; layers, heads, ranks and sequences must come out even."""
+    """Walk all numbers up to the largest; layers, heads, ranks and sequences must come out even.
+
+    Layers that never do may be divided into any number of virtual stages.
+    """
     found = set()
     degrees = range(1, num_gpus + 1)
+    pipelines = (pp for pp in degrees[1:] if num_gpus % pp == 0)
+    numbers = [pp * vpp for pp in pipelines for vpp in range(2, model.num_layers // pp + 1)]
+    may_be_uneven = not any(is_even(model.num_layers, each) for each in numbers)
     for tp, pp, dp, vpp in product(degrees, degrees, degrees, range(1, model.num_layers + 1)):
         if tp * pp * dp != num_gpus or batch % dp or pp * vpp > model.num_layers:
             continue
         if model.num_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads):
             continue
-        if vpp > 1 and (pp == 1 or not is_laid_out(model.num_layers, pp, vpp)):
+        if vpp > 1 and (pp == 1 or not (may_be_uneven or is_even(model.num_layers, pp * vpp))):
             continue
         for size in range(1, batch // dp + 1):
             if (batch // dp) % size:
