@@ -173,6 +173,16 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             assert json.loads(again.read_text()) == json.loads(plan.read_text())
 
 
+def test_of_another_stack_a_plan_is_told_whose_its_numbers_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stack, is_told in (("torchtitan", False), ("torchtitan-2024-12", True)):
+        plan, out = plan_file([*LLAMA, "--stack", stack, "--gpus", "8"], tmp_path), tmp_path / "out"
+        assert main(["export", str(plan), "--to", "torchtitan", "--out", str(out)]) == 0
+        note = f"memory and times of this plan are of stack {stack}; of torchtitan: "
+        assert (note in out.read_text() + capsys.readouterr().err) == is_told
+
+
 def test_how_ranks_attend_is_not_read_where_there_is_one(tmp_path: Path) -> None:
     plan, out, again = plan_file(SMALL_CORE, tmp_path), tmp_path / "out", tmp_path / "again.json"
     assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
