@@ -10,7 +10,6 @@ from block_witness import Given, Measured, count_pass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from witnesses import megatron_job
-from witnesses.boundary import modules_converted, objects_shared, values_answered
 from witnesses.dense_layers import (
     DenseLayer,
     torchtitan_llama,
@@ -90,14 +89,7 @@ def test_a_layer_of_megatrons_local_spec_is_byte_exact(
     saved = repeating(with_facts(PLANS[name].saved(), facts), modules)
     model, plan = saved.job.transformer, saved.plan
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
-    with (
-        fake_cluster(0, plan.world_size),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        megatron_job.answers(),
-    ):
-        job = megatron_job.MegatronJob(saved)
+    with megatron_job.built(saved) as job:
         gpt = job._chunks[0].module.module
         layer, turned = gpt.decoder.layers[0], None
         if model.positions == "rotary":

@@ -8,13 +8,12 @@ from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from witnesses import megatron_job
-from witnesses.boundary import modules_converted, objects_shared, values_answered
 
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
 from meshwright.simulator.model import HEAD, count_parameters, with_predictions
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import load_outside_plans
 
 PLANS = {plan.name: plan for plan in load_outside_plans()}
@@ -39,14 +38,7 @@ def counted_head(saved: SavedPlan) -> Measured:
     """Return what Megatron-Core does from the last layer's tokens to the loss."""
     job, plan = saved.job, saved.plan
     tokens = job.seq_len // (plan.tp if plan.sequence_parallel else 1)
-    with (
-        fake_cluster(0, plan.world_size),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        megatron_job.answers(),
-    ):
-        rank = megatron_job.MegatronJob(saved)
+    with megatron_job.built(saved) as rank:
         gpt = rank._chunks[-1].module.module
         turned = gpt.rotary_pos_emb(job.seq_len)
         ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
@@ -101,13 +93,8 @@ def test_a_head_that_predicts_further_is_byte_exact(name: str, number: int) -> N
 def test_megatron_core_counts_as_many_parameters(number: int) -> None:
     """Its vocabulary of 4,000 is padded to 4,096."""
     saved = predicting("megatron predicting", number)
-    with (
-        fake_cluster(0, saved.plan.world_size),
-        values_answered(),
-        objects_shared(),
-        megatron_job.answers(),
-    ):
-        gpt = megatron_job.MegatronJob(saved)._chunks[0].module.module
+    with megatron_job.built(saved) as job:
+        gpt = job._chunks[0].module.module
         counted = sum(each.numel() for each in gpt.parameters())
     padding = 2 * 96 * saved.job.transformer.hidden_size
     assert counted == count_parameters(saved.job.model) + padding

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from block_witness import Given, Measured, count_pass
 from witnesses import megatron_job
-from witnesses.boundary import modules_converted, objects_shared, values_answered
 
 from meshwright.hwprofiles import Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
@@ -13,7 +12,7 @@ from meshwright.simulator.account.counts import counted_flops
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.memory import block_bytes, virtual_stage_memory
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import load_outside_plans
 
 PLANS = {plan.name: plan for plan in load_outside_plans()}
@@ -42,14 +41,7 @@ def counted(saved: SavedPlan) -> Measured:
     """Return what the layers of the first rank's last virtual stage do."""
     model, plan = saved.job.transformer, saved.plan
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
-    with (
-        fake_cluster(0, plan.world_size),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        megatron_job.answers(),
-    ):
-        job = megatron_job.MegatronJob(saved)
+    with megatron_job.built(saved) as job:
         gpt = job._chunks[-1].module.module
         gpt.decoder.final_layernorm, turned = None, None
         if model.positions == "rotary":

@@ -16,9 +16,10 @@ from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import ModelSpec, padded_vocab_size
+from meshwright.validate.counting import fake_cluster
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
-from witnesses.boundary import gpu_answers
+from witnesses.boundary import gpu_answers, modules_converted, objects_shared, values_answered
 from witnesses.groups import groups_of
 
 apex.install()  # before Megatron-Core, which looks for it
@@ -344,3 +345,16 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
         deallocate_pipeline_outputs=True,
         **recompute_settings(plan),
     )
+
+
+@contextmanager
+def built(saved: SavedPlan) -> Iterator[MegatronJob]:
+    """Have the job of the first rank on a fake cluster for a while, for what runs without it."""
+    with (
+        fake_cluster(0, saved.plan.world_size),
+        values_answered(),
+        modules_converted(),
+        objects_shared(),
+        answers(),
+    ):
+        yield MegatronJob(saved)
