@@ -24,7 +24,6 @@ from meshwright.planner.largest.quantity import (
 )
 from meshwright.planner.search import Progress, SearchResult, search, with_kernels
 from meshwright.planner.space import (
-    COLUMNS,
     Column,
     ShapeTable,
     Space,
@@ -157,9 +156,8 @@ def _more_at_once(ground: Ground) -> Growth:
         return replace(ground.job, global_batch_size=value)
 
     def at(layouts: Space, value: int) -> Space:
-        codes = layouts.codes.copy()
-        codes[COLUMNS.index(name)] = value // layouts.column(Axis.DP)
-        return replace(layouts, job=job(value), codes=codes)
+        columns = {**layouts.columns, name: value // layouts.column(Axis.DP)}
+        return replace(layouts, job=job(value), columns=columns)
 
     def layouts(dp: int, size: int) -> Space:
         return ground.space(job(dp * size), limits.pinned(dp=(dp,), microbatch_size=(size,)))
