@@ -143,7 +143,7 @@ class Space:
         plans = [self.plan(index) for index in self._pipeline_columns[0].tolist()]
         runtime, kinds = self.stack.pipeline_runtime, self.kinds
         return [
-            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds, plan.microbatch_group_size)
+            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds)
             for plan, stages in zip(plans, self._stages, strict=True)
         ]
 
