@@ -81,11 +81,7 @@ class Space:
         """Return the number of layouts."""
         return len(next(iter(self.columns.values())))
 
-    def chosen(self, mask: NDArray[np.bool_]) -> Self:
-        """Return the space of the layouts that *mask* has."""
-        return self.in_rows(np.flatnonzero(mask))
-
-    def in_rows(self, rows: Column) -> Self:
+    def chosen(self, rows: Column) -> Self:
         """Return the space of the layouts in *rows*, some of them as often as asked for."""
         columns = {name: chosen_rows(column, rows) for name, column in self.columns.items()}
         return replace(self, columns=columns)
@@ -197,7 +193,7 @@ def enumerate_space(
     columns = with_switches(job, stack, limits, basic)
     space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=columns)
     kept = slices_shards(space.column)
-    return space if kept.all() else space.chosen(kept)
+    return space if kept.all() else space.chosen(np.flatnonzero(kept))
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
