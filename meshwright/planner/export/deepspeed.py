@@ -196,21 +196,7 @@ def _format(field: str, key: str) -> Row:
 
 def offload_row(words: Words, offloads: Mapping[object, Keys]) -> Row:
     """Return the row of what lives on the host; ``none`` is as good as no key."""
-    keys = tuple(offloads[Offload.PARAMETERS])
-
-    def read(found: Keys, _: Facts) -> Keys:
-        theirs = {key: found[key] for key in keys if found.get(key) not in (None, "none")}
-        for ours, each in offloads.items():
-            if each == theirs:
-                return {"offload": ours}
-        raise words.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), offloads)
-
-    return Row(
-        fields=("offload",),
-        keys=keys,
-        write=lambda facts: dict(offloads[words.known("offload", facts, offloads)]),
-        read=read,
-    )
+    return words.together("offload", offloads, absent=(None, "none"))
 
 
 def _read(text: str) -> Keys:

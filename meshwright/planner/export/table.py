@@ -232,6 +232,32 @@ class Words(FileWords):
 
         return Row(fields=(field,), keys=(key,), write=write, read=read)
 
+    def together(
+        self, field: str, choices: Mapping[object, Keys], *, absent: tuple[object, ...] = ()
+    ) -> Row:
+        """Return the row of a value that several keys tell together.
+
+        Args:
+            field: Of the plan.
+            choices: The framework's keys by the plan's value.
+            absent: Values of a file's keys that say as little as no key.
+        """
+        names = tuple(dict.fromkeys(key for each in choices.values() for key in each))
+
+        def read(keys: Keys, _: Facts) -> Keys:
+            theirs = {key: keys[key] for key in names if key in keys and keys[key] not in absent}
+            for ours, each in choices.items():
+                if each == theirs:
+                    return {field: ours}
+            raise self.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), choices)
+
+        return Row(
+            fields=(field,),
+            keys=names,
+            write=lambda facts: dict(choices[self.known(field, facts, choices)]),
+            read=read,
+        )
+
     def rule(self, field: str, value: Callable[[Facts], object]) -> Row:
         """Return the row of what the framework does in any case, as *value* says.
 
@@ -263,14 +289,7 @@ class Words(FileWords):
             field: Of the plan.
             lines: What the script has to say for a value; None where there is nothing to say.
         """
-
-        def write(facts: Facts) -> Keys:
-            line = lines[self.known(field, facts, lines)]
-            if line is not None:
-                facts.notes.append(f"your script: {line}")
-            return {}
-
-        return Row(fields=(field,), keys=(), write=write, read=lambda *_: {})
+        return self.told((field,), lambda facts: lines[self.known(field, facts, lines)])
 
     def told(self, fields: tuple[str, ...], line: Callable[[Facts], str | None]) -> Row:
         """Return the row of what the user's own script says; *line* is how, None for nothing."""
