@@ -70,7 +70,7 @@ def shared_rows(words: Words) -> tuple[Row, ...]:
     return (
         words.only("sequence_parallel", False),  # noqa: FBT003  (the value that goes)
         attention_row(words),
-        words.script("recompute", CHECKPOINTS),
+        checkpoints_row(words),
         words.told(("seq_len", "model"), sample),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
         words.rule("reshard_after_forward", _reshards),
@@ -89,6 +89,13 @@ def attention_row(words: Words) -> Row:
         return f'attn_implementation="{kernel}" for a model of transformers'
 
     return words.told(("attention",), line)
+
+
+def checkpoints_row(words: Words) -> Row:
+    """Return the row of recomputation, which a script asks a model of transformers for."""
+    return words.told(
+        ("recompute",), lambda facts: CHECKPOINTS[words.known("recompute", facts, CHECKPOINTS)]
+    )
 
 
 def sample(facts: Facts) -> str:

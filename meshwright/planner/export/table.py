@@ -96,14 +96,13 @@ def check_model(model: ModelSpec, framework: str, told: Iterable[str]) -> None:
     Raises:
         PlanError: Naming the first such fact.
     """
-    known = _LABELS | {*told}
-    facts = {"head_dim": model.hidden_size // model.num_heads, "positions": model.positions}
-    facts |= {
-        name: each.default for name, each in type(model).model_fields.items() if name not in known
-    }
+    known = {"positions", *told}
+    facts: dict[str, object] = {}
+    if "head_dim" not in known:
+        facts["head_dim"] = model.hidden_size // model.num_heads
     facts["positions"] = "rotary" if model.positions == "rotary" else "learned"
-    if "head_dim" in {*told}:
-        del facts["head_dim"]
+    declared = type(model).model_fields.items()
+    facts |= {name: each.default for name, each in declared if name not in _LABELS | known}
     for name, usual in facts.items():
         value = getattr(model, name)
         if value != usual:
@@ -235,12 +234,9 @@ class Words(FileWords):
     def together(
         self, field: str, choices: Mapping[object, Keys], *, absent: tuple[object, ...] = ()
     ) -> Row:
-        """Return the row of a value that several keys tell together.
+        """Return the row of a value that several keys tell together, as *choices* say.
 
-        Args:
-            field: Of the plan.
-            choices: The framework's keys by the plan's value.
-            absent: Values of a file's keys that say as little as no key.
+        Values of *absent* say as little in a file as no key.
         """
         names = tuple(dict.fromkeys(key for each in choices.values() for key in each))
 
@@ -281,15 +277,6 @@ class Words(FileWords):
             return {}
 
         return Row(fields=(field,), keys=(), write=write, read=lambda *_: {field: values[0]})
-
-    def script(self, field: str, lines: Mapping[object, str | None]) -> Row:
-        """Return the row of what the user's own script does: a line for each value, noted.
-
-        Args:
-            field: Of the plan.
-            lines: What the script has to say for a value; None where there is nothing to say.
-        """
-        return self.told((field,), lambda facts: lines[self.known(field, facts, lines)])
 
     def told(self, fields: tuple[str, ...], line: Callable[[Facts], str | None]) -> Row:
         """Return the row of what the user's own script says; *line* is how, None for nothing."""
