@@ -315,17 +315,7 @@ def _run(
 
     memory = DeviceMemory(device)
     with fake_ranks(rank, saved.plan.world_size):
-        program = build_program(
-            ProgramRequest(
-                job=saved.job,
-                plan=saved.plan,
-                stack=saved.stack,
-                rank=rank,
-                device=device,
-                initialise=True,
-                num_microbatches=saved.plan.num_microbatches(saved.job),
-            )
-        )
+        program = build_program(ProgramRequest.of(saved, rank, device, initialise=True))
         with stages_seen() as stages:
             program.run_step(0)
         memory.forget_peaks()
