@@ -18,14 +18,7 @@ from meshwright.planner.export.megatron_core import (
     shared_rows,
     stages_row,
 )
-from meshwright.planner.export.table import (
-    Facts,
-    Keys,
-    Row,
-    Words,
-    check_model,
-    not_offered,
-)
+from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model, not_offered
 from meshwright.planner.export.texts import command_words, flags, layer_numbers, read_flags
 from meshwright.simulator import ModelSpec, PlanError
 

@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import shown
 from meshwright.planner.compare import Comparison, comparison_document, term_rows
-from meshwright.planner.reports import (
-    plan_rows,
-    search_breakdown,
-    search_document,
-    step_document,
-)
+from meshwright.planner.reports import plan_rows, search_breakdown, search_document, step_document
 from meshwright.planner.search import SearchResult
 from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.account import Presenter
@@ -23,11 +18,7 @@ if TYPE_CHECKING:
 def _pictures_of_steps() -> "Mapping[str, Callable[[StepResult], Figure]]":
     """Return the pictures that there are of a step, by name."""
     # matplotlib is slow to import
-    from meshwright.planner.plots import (  # noqa: PLC0415
-        plot_breakdown,
-        plot_stage_memory,
-        plot_timeline,
-    )
+    from meshwright.planner.plots import plot_breakdown, plot_stage_memory, plot_timeline  # noqa: PLC0415
 
     return {
         "timeline": plot_timeline,

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import (
-    COMMUNICATION,
-    CostModel,
-    PlanError,
-    build_step,
-    simulate,
-)
+from meshwright.simulator import COMMUNICATION, CostModel, PlanError, build_step, simulate
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import HEAD, parameters_by_kind

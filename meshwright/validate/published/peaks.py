@@ -24,13 +24,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner.reports import named
-from meshwright.simulator import (
-    ModelSpec,
-    ParallelPlan,
-    TrainingJob,
-    resolve_stages,
-    simulate,
-)
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, resolve_stages, simulate
 from meshwright.simulator.memory import workspace_bytes
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.rows import (

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, Strategy
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import (
-    AsyncRun,
-    ParameterServer,
-    PlanError,
-    StepResult,
-    simulate,
-)
+from meshwright.simulator import AsyncRun, ParameterServer, PlanError, StepResult, simulate
 from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.ledger import NORM_BYTES
