@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, product
 from math import prod
 from typing import Self
@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import SpaceLimits
-from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable, stage_layers
+from meshwright.planner.space.pipelines import (
+    Pipeline,
+    are_equal,
+    block_kinds,
+    is_runnable,
+    lays_out_unequal,
+    stage_layers,
+)
 from meshwright.planner.space.settings import product_of, with_switches
 from meshwright.planner.space.switches import (
     BASIC,
@@ -239,15 +246,13 @@ def _virtual_stages(
     More than one takes equal virtual stages, or equal ones when embedding and head count as a
     layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).  Where
     the layers divide into none whatever the ranks of a pipeline, as the 61 of DeepSeek-V3 on powers
-    of two, they may be unequal, and where passes beside each other are asked for, which need them.
+    of two, they may be unequal, and where they are asked for: `lays_out_unequal`.
     """
     pp, model, known = degrees["pp"], job.model, tuple(SCHEDULES)
-    is_needed = limits.asks_for("expert_overlap") or not _divides(
-        model.num_layers, prod(degrees.values())
-    )
+    is_needed = lays_out_unequal(model.num_layers, prod(degrees.values()), limits)
     divides_all = pp > 1 and is_needed and _is_offered(job, stack, degrees)
     for vpp in range(1, model.num_layers // pp + 1):
-        is_laid_out = divides_all or _divides_into(model.num_layers, pp * vpp)
+        is_laid_out = divides_all or are_equal(model.num_layers, pp * vpp)
         if vpp > 1 and (pp == 1 or not is_laid_out):
             continue
         if not limits.allows("num_virtual_stages", vpp):
@@ -274,18 +279,6 @@ def _is_offered(job: TrainingJob, stack: StackProfile, degrees: dict[str, int]) 
         if {condition.field for condition in gap.conditions} <= degrees.keys()
     )
     return not any(gap.lacks(degrees.__getitem__) for gap in known)
-
-
-@lru_cache(maxsize=64)
-def _divides(num_layers: int, num_gpus: int) -> bool:
-    """Return whether layers divide into equal virtual stages of some pipeline of *num_gpus*."""
-    pipelines = (pp for pp in divisors(num_gpus) if 1 < pp <= num_layers)
-    numbers = (pp * vpp for pp in pipelines for vpp in range(2, num_layers // pp + 1))
-    return any(_divides_into(num_layers, each) for each in numbers)
-
-
-def _divides_into(num_layers: int, num_stages: int) -> bool:
-    return num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0
 
 
 @dataclass(frozen=True, slots=True)
