@@ -83,6 +83,7 @@ INTERLEAVED: dict[str, Any] = {
     "stages": (1, 1, 1, 1),
     "schedule": "interleaved",
 }
+UNEVEN = INTERLEAVED | {"stages": (1, 0, 2, 1)}
 SP: dict[str, Any] = {"sequence_parallel": True}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
@@ -100,8 +101,8 @@ CASES = {
     "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
-    "1f1b of 4": saved(LLAMA, "megatron-core", pp=4),
-    "interleaved zero 1": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **INTERLEAVED),
+    "1f1b of 4, one empty": saved(LLAMA, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
+    "uneven interleaved": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
@@ -114,7 +115,7 @@ ALSO_FAKE = (
     "ddp accumulates, full",
     "hsdp",
     "titan hybrid",
-    "interleaved zero 1",
+    "uneven interleaved",
     "tp sp selective",
 )
 

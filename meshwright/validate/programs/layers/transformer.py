@@ -287,6 +287,8 @@ class VirtualStage(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is."""
         hidden = inputs if self.embedding is None else self.embedding(inputs)
+        if not self.layers and self.embedding is self.head is None:
+            return hidden.clone()  # what a stage sends is another tensor than what it received
         for layer in self.layers.values():
             if self.recomputes and self.training:
                 hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)

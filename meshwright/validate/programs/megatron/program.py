@@ -71,7 +71,9 @@ class MegatronProgram:
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.buffers, self.of_experts = _virtual_stages(request, self._groups)
         self.adam = ShardedAdam(
-            [each for each in (self.buffers, self.of_experts) if each], self._groups.norm
+            [each for each in (self.buffers, self.of_experts) if each],
+            self._groups.norm,
+            request.device,
         )
         index = self._groups.pipeline.index
         actions = plan.schedule_of(stack.pipeline_runtime).rank_actions(
@@ -84,7 +86,7 @@ class MegatronProgram:
         }
         shares = rank_stages(job.model, plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
-        stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
+        stage_messages = _stage_messages(request, self._groups, self.messages)
         loss = partial(vocabulary_loss, tp=self._groups.tp, kernel=stack.loss)
         self.pipeline = PipelineRank(
             actions,
@@ -329,12 +331,12 @@ def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
 
 
 def _stage_messages(
-    request: ProgramRequest, groups: MegatronGroups, messages: PipelineMessages, stage: nn.Module
+    request: ProgramRequest, groups: MegatronGroups, messages: PipelineMessages
 ) -> ActivationMessages:
     plan, job = request.plan, request.job
     splits = groups.tp.splits_tokens
     tokens = job.seq_len // plan.cp // (plan.tp if splits else 1)
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
-    like = next(iter(stage.parameters()))
+    like = torch.empty(0, dtype=DTYPES[job.precision], device=request.device)
     shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)
     return ActivationMessages(messages, shape, like, groups.tp if in_parts else None)
