@@ -401,7 +401,7 @@ def test_a_plan_larger_than_its_cluster_is_refused() -> None:
     ("fields", "message"),
     [
         ({"tp": 0}, "tp must be >= 1, got 0"),
-        ({"pp": 2}, "stages lists 1 stages; the plan has pp=2 x vpp=1 = 2"),
+        ({"pp": 2}, "stages lists 1 stage; the plan has pp=2 x vpp=1 = 2"),
         ({"stages": (0,)}, "stages=0 are no layers; allowed: 0 or more on each, 1 or more in all"),
         (
             {"pp": 2, "stages": (-1, 13)},

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod, RecomputeModule
+from meshwright.hwprofiles import (
+    ContextParallel,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+    counted,
+)
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
@@ -244,7 +250,7 @@ def check_stages(stages: tuple[int, ...], pp: int, num_virtual_stages: int) -> N
     """
     if stages and len(stages) != pp * num_virtual_stages:
         raise PlanError(
-            f"stages lists {len(stages)} stages; the plan has "
+            f"stages lists {counted(len(stages), 'stage')}; the plan has "
             f"pp={pp} x vpp={num_virtual_stages} = {pp * num_virtual_stages}"
         )
     if stages and (min(stages) < 0 or not any(stages)):
