@@ -56,6 +56,7 @@ LLAMA = ModelSpec(
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
 MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -105,6 +106,7 @@ CASES = {
     "uneven interleaved": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "titan experts": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
     "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),

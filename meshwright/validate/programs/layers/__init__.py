@@ -1,12 +1,12 @@
 """The layers of a transformer, made of the parts of a stack."""
 
+from meshwright.validate.programs.layers.stage import VirtualStage
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
     LayerOptions,
     Mlp,
     ResidualAdd,
     TransformerLayer,
-    VirtualStage,
 )
 
 __all__ = [

@@ -57,8 +57,17 @@ class Parts(Protocol):
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
 
-    def head(self, model: ModelSpec) -> nn.Module:
-        """Return the module from activations to logits, final norm included."""
+    def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
+        """Return the module from activations to logits, final norm included.
+
+        *predictions* run between that and the output matrix.
+        """
+
+    def gathered_columns(self, values: Tensor) -> Tensor:
+        """Return all outputs of a `column_linear`, of the tokens of a rank."""
+
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
+        """Return the mean loss of the first tokens of each sequence."""
 
 
 ResidualAdd = Callable[[Tensor, Tensor], Tensor]
@@ -72,11 +81,13 @@ class LayerOptions:
         attention: Kernel of the attention core.
         recompute: What backward computes again.
         dropout: Probability of hidden and attention dropout.
+        num_microbatches: Of a step; its loss is the mean of theirs.
     """
 
     attention: Attention
     recompute: Recompute
     dropout: float
+    num_microbatches: int = 1
 
 
 class AttentionCore(nn.Module):
@@ -244,54 +255,3 @@ class TransformerLayer(nn.Module):
     def _run(self, inputs: Tensor) -> Tensor:
         middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
         return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
-
-
-def _has_experts(model: ModelSpec, layer: int) -> bool:
-    return model.experts is not None and model.experts.has_layer(layer)
-
-
-class VirtualStage(nn.Module):
-    """Consecutive layers, with the embedding before the first and the head after the last.
-
-    Args:
-        model: Whose layers.
-        layers: Which, counted from 0 in the whole model.
-        options: Switches of every layer.
-        parts: What the stack makes layers of.
-    """
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        layers: range,
-        options: LayerOptions,
-        parts: Parts,
-        *,
-        has_embedding: bool,
-        has_head: bool,
-    ) -> None:
-        super().__init__()
-        self.embedding = parts.embedding(model) if has_embedding else None
-        self.layers = nn.ModuleDict(
-            {
-                str(index): TransformerLayer(
-                    model, options, parts, has_experts=_has_experts(model, index)
-                )
-                for index in layers
-            }
-        )
-        self.head = parts.head(model) if has_head else None
-        self.recomputes = options.recompute is Recompute.FULL
-        self.is_reentrant = parts.is_reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return activations of token ids or activations; logits where the head is."""
-        hidden = inputs if self.embedding is None else self.embedding(inputs)
-        if not self.layers and self.embedding is self.head is None:
-            return hidden.clone()  # what a stage sends is another tensor than what it received
-        for layer in self.layers.values():
-            if self.recomputes and self.training:
-                hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)
-            else:
-                hidden = layer(hidden)
-        return hidden if self.head is None else self.head(hidden)
