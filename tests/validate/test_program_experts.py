@@ -113,7 +113,7 @@ def test_unequal_rows_go_to_their_experts_and_back_in_order() -> None:
 
 CHANGED = {
     "routing_bias=true of experts": {"routing_bias": True},
-    "num_groups=2 of experts": {"num_groups": 2},
+    "num_groups=2 of experts with scores=softmax": {"num_groups": 2},
     "experts.bias of small-mixtral": {"bias": True},
 }
 

@@ -6,6 +6,7 @@ from meshwright.validate.programs.layers.transformer import (
     LayerOptions,
     Mlp,
     ResidualAdd,
+    SquaredRelu,
     TransformerLayer,
 )
 
@@ -14,6 +15,7 @@ __all__ = [
     "LayerOptions",
     "Mlp",
     "ResidualAdd",
+    "SquaredRelu",
     "TransformerLayer",
     "VirtualStage",
 ]

@@ -133,6 +133,14 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
 
 
+class SquaredRelu(nn.Module):
+    """The square of ReLU; keeps what ReLU made."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the activated values."""
+        return torch.relu(values).square()
+
+
 class SelfAttention(nn.Module):
     """Projections around the attention core; local heads follow from the width that arrives."""
 
@@ -143,7 +151,7 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.positions == "rotary"
-        self.place = parts.seq_dim, ROTARY_BASE, parts.starts
+        self.place = parts.seq_dim, ROTARY_BASE, parts.starts, model.rotary_dim
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
         if self.fused:

@@ -18,7 +18,13 @@ from meshwright.validate.programs.fused import (
     RmsNorm,
     positions,
 )
-from meshwright.validate.programs.layers import AttentionCore, LayerOptions, Mlp, ResidualAdd
+from meshwright.validate.programs.layers import (
+    AttentionCore,
+    LayerOptions,
+    Mlp,
+    ResidualAdd,
+    SquaredRelu,
+)
 from meshwright.validate.programs.megatron.experts import MegatronExperts
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.tensor_parallel import (
@@ -227,6 +233,8 @@ class MegatronParts:
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
+        if model.activation == "squared relu":
+            return SquaredRelu()
         return GatedSilu() if model.gated_mlp else Gelu()
 
     def experts(self, model: ModelSpec) -> nn.Module:

@@ -16,6 +16,7 @@ from meshwright.validate.programs.layers import (
     LayerOptions,
     Mlp,
     ResidualAdd,
+    SquaredRelu,
     VirtualStage,
 )
 from meshwright.validate.programs.pytorch.context import RotatedCore
@@ -154,6 +155,8 @@ class PlainParts:
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the exact GELU; a gated MLP has its activation in the gate."""
+        if model.activation == "squared relu":
+            return SquaredRelu()
         return nn.Identity() if model.gated_mlp else nn.GELU()
 
     def experts(self, model: ModelSpec) -> nn.Module:
