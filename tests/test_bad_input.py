@@ -15,6 +15,7 @@ from meshwright import main
 JOB = ["gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "16"]
 STEP = ["simulate", *JOB]
 SEARCH = ["search", *JOB]
+BESIDE = ["--expert-overlap", "microbatches"]
 V100 = ["simulate", "gpt2", "--cluster", "dgx-1v", "--gpus", "8", "--global-batch", "8"]
 
 
@@ -55,6 +56,10 @@ MISTAKES = {
     "schedule of a search": ([*SEARCH, "--schedule", "1f2b"], ["'1f2b'", "1f1b"]),
     "no switch": ([*SEARCH, "--also", "cp_typ"], ["--also 'cp-typ'", "nearest: cp-type"]),
     "switch of experts": ([*SEARCH, "--also", "dispatcher"], ["gpt2", "allowed: cp-type"]),
+    "overlap in a plain pipeline": (
+        ["search", "mixtral-8x7b", *JOB[1:], "--pp", "2", "--vpp", "1", *BESIDE],
+        ["at pp=2 need virtual stages", "vpp of 2 or more, or pp=1"],
+    ),
     "switch that is pinned": (
         [*SEARCH, "--also", "moment-precision,cp-type", "--moment-precision", "bf16"],
         ["--also moment-precision and --moment-precision contradict"],

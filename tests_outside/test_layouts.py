@@ -63,7 +63,7 @@ def test_a_layout_has_as_many_of_them_as_the_model(number: int) -> None:
     text = "Et*4|(t*4|)*14tmL"
     with pytest.raises(AssertionError):
         PipelineParallelLayerLayout(text, 16).validate_layer_layout(61, number)
-    with pytest.raises(PlanError, match=f"has 1 layers m; allowed: prediction_layers={number}"):
+    with pytest.raises(PlanError, match=f"has 1 layer m; allowed: prediction_layers={number}"):
         check_predictions(text, number)
 
 

@@ -1,7 +1,7 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.complaints import one_line, shown, shown_path, suggestion
+from meshwright.hwprofiles.complaints import counted, one_line, shown, shown_path, suggestion
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.facts import (
     ChangedFact,
@@ -127,6 +127,7 @@ __all__ = [
     "Units",
     "WeightCast",
     "changed_facts",
+    "counted",
     "fact_keys",
     "format_bandwidth",
     "format_bytes",

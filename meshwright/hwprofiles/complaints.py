@@ -100,6 +100,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(candidates) or 'none'}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a *number* of things; the *noun* is that of one.
+
+    >>> counted(1, "microbatch"), counted(1_024, "microbatch"), counted(0, "GPU")
+    ('1 microbatch', '1,024 microbatches', '0 GPUs')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def shown(value: object) -> str:
     r"""Return *value* as one short line for an error message.
 

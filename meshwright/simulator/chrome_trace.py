@@ -220,9 +220,8 @@ class _RankEvents:
             place = virtual_stage * setting.plan.pp + self.pp_rank
             layer = sum(stage.num_layers for stage in setting.stages[:place])
             blocks = []
-            for kind, number in (
-                setting.stages[place].part(0, setting.stages[place].num_blocks).passes
-            ):
+            stage = setting.stages[place]
+            for kind, number in stage.part(0, stage.num_blocks).passes or stage.passes:
                 cost = self.costs.block_cost(setting.shape, kind)
                 spent = cost.forward if phase is Phase.FORWARD else cost.backward
                 args = EventArguments(phase=PASS_NAMES[phase].value, category_us=spent_us(spent))

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from meshwright.hwprofiles import Offload, suggestion
+from meshwright.hwprofiles import Offload, counted, suggestion
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
@@ -220,6 +220,7 @@ def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:
         "reduced in the last microbatch": plan.sync_each_microbatch is False,
         f"gradients in {plan.gradient_precision}": plan.gradient_precision is not None,
         f"reduced in {plan.reduce_precision}": plan.reduce_precision is not None,
+        counted(job.prediction_layers, "prediction layer"): job.prediction_layers > 0,
         f"{min(plan.stages)} to {max(plan.stages)} layers": len(set(plan.stages)) > 1,
     }
     return (

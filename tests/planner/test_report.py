@@ -85,9 +85,10 @@ def test_step_report_of_long_stage_lists_stays_within_its_width() -> None:
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ((12,), "12"),
-        ((3, 3, 2), "3 3 2"),
-        ((1,) * 31 + (2,) * 32 + (1,), "31 x 1, 32 x 2, 1 x 1"),
+        ((12,), "12 layers"),
+        ((1,), "1 layer"),
+        ((3, 3, 2), "3 3 2 layers"),
+        ((1,) * 31 + (2,) * 32 + (1,), "31 x 1, 32 x 2, 1 x 1 layers"),
     ],
 )
 def test_stages_are_grouped_in_order(stages: tuple[int, ...], expected: str) -> None:

@@ -50,12 +50,6 @@ CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
 GPT2 = load_model("gpt2")
 
 
-NEEDS_A_LAYER = (
-    "every stage needs at least one layer, but for the first and the last one, which hold the "
-    "embedding and the head"
-)
-
-
 def make_plan(model: ModelSpec = GPT2, **fields: object) -> ParallelPlan:
     """Return a plan with even stages and the attention that every stack knows."""
     pp, vpp = (int(str(fields.pop(name, 1))) for name in ("pp", "num_virtual_stages"))
@@ -360,6 +354,14 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
             CORE,
             "zero_stage=2 is not offered by stack megatron-core; allowed: 0, 1, 3",
         ),
+        (
+            {"pp": 3, "stages": (6, 0, 6)},
+            OLD,
+            (
+                "a stage without layers between the first and the last one is not offered by stack "
+                "megatron-lm-2021; allowed: 1 layer or more"
+            ),
+        ),
     ],
 )
 def test_a_plan_that_can_never_run_is_refused_with_the_field_and_what_is_allowed(
@@ -374,6 +376,20 @@ def test_a_plan_that_can_never_run_is_refused_with_the_field_and_what_is_allowed
     assert str(caught.value) == message
 
 
+def test_a_stage_without_layers_copies_what_it_hands_on() -> None:
+    """Two passes of 4 and 6 layers, and of none: 8 bytes a bf16 number are read and written."""
+    plan = make_plan(pp=2, num_virtual_stages=2, schedule="interleaved", attention=Attention.FLASH)
+    built = build_step(make_job(), replace(plan, stages=(4, 0, 6, 2)), CostModel(CLUSTER, CORE, 2))
+    copy, layers = built.virtual_stage_costs[1]
+    elements = 1024 * GPT2.hidden_size
+    moved_ps = 2 * 2 * elements / CLUSTER.device.memory_bandwidth_bytes_per_s * 1e12
+    assert moved_ps < copy.forward.time_ps < layers.forward.time_ps / 10
+    assert copy.backward.time_ps == 0
+    kept, message = built.memory[1].virtual_stages[0], 2 * elements
+    assert (kept.saved_bytes, kept.sent) == (message, (message, message))
+    assert not built.setting.parts[built.setting.stages[1]]
+
+
 def test_a_plan_larger_than_its_cluster_is_refused() -> None:
     small = CLUSTER.model_copy(update={"num_nodes": 1})
     check_plan(make_job(), make_plan(dp=8), small, CORE)
@@ -385,10 +401,12 @@ def test_a_plan_larger_than_its_cluster_is_refused() -> None:
     ("fields", "message"),
     [
         ({"tp": 0}, "tp must be >= 1, got 0"),
-        ({"pp": 2}, "stages lists 1 stages; the plan has pp=2 x vpp=1 = 2"),
-        ({"stages": (0,)}, f"{NEEDS_A_LAYER}; got 0"),
-        ({"pp": 3, "stages": (6, 0, 6)}, f"{NEEDS_A_LAYER}; got 0"),
-        ({"pp": 2, "stages": (-1, 13)}, f"{NEEDS_A_LAYER}; got -1"),
+        ({"pp": 2}, "stages lists 1 stage; the plan has pp=2 x vpp=1 = 2"),
+        ({"stages": (0,)}, "stages=0 are no layers; allowed: 0 or more on each, 1 or more in all"),
+        (
+            {"pp": 2, "stages": (-1, 13)},
+            "stages=-1,13 are no layers; allowed: 0 or more on each, 1 or more in all",
+        ),
     ],
 )
 def test_a_plan_that_contradicts_itself_cannot_be_made(

@@ -281,7 +281,9 @@ MODULES: dict[str, ModuleCase] = {
     "a product cut into views": ModuleCase(make=lambda: lambda x: of_quarters(x.chunk(4, -1))),
     "a product cut by slices": ModuleCase(make=lambda: lambda x: of_quarters(sliced(x))),
     # Turning back takes the angles alone, which come from the place of a token.
-    "rotary": ModuleCase(make=lambda: lambda x: Rotary.apply(x, 1, 1e4, (0,)), given=(SPLIT,)),
+    "rotary": ModuleCase(
+        make=lambda: lambda x: Rotary.apply(x, 1, 1e4, (0,), x.shape[-1]), given=(SPLIT,)
+    ),
     "flash": ModuleCase(
         make=lambda: fused_attention,
         given=(SPLIT, SPLIT, SPLIT),

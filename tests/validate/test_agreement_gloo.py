@@ -56,6 +56,13 @@ LLAMA = ModelSpec(
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
 MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+GROUPS: dict[str, Any] = {"num_groups": 4, "groups_per_token": 2, "scores": "sigmoid"}
+GROUPED = LLAMA.model_copy(
+    update={"experts": EXPERTS.model_copy(update=GROUPS | {"experts_per_token": 4})}
+)
+SQUARED = GPT.model_copy(update={"activation": "squared relu"})
+PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
+PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -83,6 +90,7 @@ INTERLEAVED: dict[str, Any] = {
     "stages": (1, 1, 1, 1),
     "schedule": "interleaved",
 }
+UNEVEN = INTERLEAVED | {"stages": (1, 0, 2, 1)}
 SP: dict[str, Any] = {"sequence_parallel": True}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
@@ -100,13 +108,14 @@ CASES = {
     "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
-    "1f1b of 4": saved(LLAMA, "megatron-core", pp=4),
-    "interleaved zero 1": saved(LLAMA, "megatron-core", dp=2, zero_stage=1, **INTERLEAVED),
+    "1f1b of 4, one empty": saved(LLAMA, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
+    "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
-    "titan experts": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
-    "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
+    "titan experts": saved(GROUPED, "torchtitan", dp=4, ep=2),
+    "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and
 # test_offload.py those that offload.
@@ -114,7 +123,7 @@ ALSO_FAKE = (
     "ddp accumulates, full",
     "hsdp",
     "titan hybrid",
-    "interleaved zero 1",
+    "uneven interleaved",
     "tp sp selective",
 )
 

@@ -119,7 +119,7 @@ def test_rotary_turns_pairs_by_position_times_frequency(seq_dim: int) -> None:
     turn = turn.view((TOKENS, 1, 1, half) if seq_dim == 0 else (1, TOKENS, 1, half))
     turned = torch.complex(values[..., :half], values[..., half:]) * turn
     wanted = torch.cat([turned.real, turned.imag], -1)
-    assert_alike(Rotary.apply(values, seq_dim, 100.0, (0,)), wanted, [values])
+    assert_alike(Rotary.apply(values, seq_dim, 100.0, (0,), values.shape[-1]), wanted, [values])
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -165,7 +165,7 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         "flash": lambda: FusedAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
         "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, CAUSAL),
         "rms": lambda: RmsNorm.apply(new(TOKENS, BATCH, 64), new(64), 1e-5),
-        "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4, (0,)),
+        "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4, (0,), shape[-1]),
         "swiglu": lambda: Swiglu.apply(new(TOKENS, 64), new(TOKENS, 64)),
         "packed": lambda: PackedSwiglu.apply(new(TOKENS, 64)),
         "added": lambda: BiasDropoutAdd.apply(new(2, 3, 64), new(64), new(2, 3, 64), 0.1),

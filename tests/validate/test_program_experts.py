@@ -113,7 +113,7 @@ def test_unequal_rows_go_to_their_experts_and_back_in_order() -> None:
 
 CHANGED = {
     "routing_bias=true of experts": {"routing_bias": True},
-    "num_groups=2 of experts": {"num_groups": 2},
+    "num_groups=2 of experts with scores=softmax": {"num_groups": 2},
     "experts.bias of small-mixtral": {"bias": True},
 }
 
@@ -143,6 +143,8 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     refuses(saved(MIXTRAL, "torchtitan", cp=2, ep=2), "experts and cp=2; allowed: 1")
     split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan", **SPLIT)
     refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
+    predicting = MIXTRAL.model_copy(update={"prediction_layers": 1})
+    refuses(saved(predicting, cp=2), "cp=2 with prediction_layers has no PyTorch program")
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
 
 

@@ -21,7 +21,7 @@ from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompu
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
-from meshwright.validate.programs.layers.transformer import LayerOptions, VirtualStage  # noqa: E402
+from meshwright.validate.programs.layers import LayerOptions, VirtualStage  # noqa: E402
 from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
     initialise_whole,
     plain_parts,

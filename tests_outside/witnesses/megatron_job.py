@@ -35,6 +35,7 @@ from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
@@ -199,6 +200,8 @@ class MegatronJob:
                 if buffer.param_data is not None:
                     yield buffer.param_data, ByteKind.PARAMETERS
         for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            if part.optimizer is None:  # of a rank without weights
+                continue
             masters = (each for group in part.optimizer.param_groups for each in group["params"])
             for master in masters:
                 states = part.optimizer.state.get(master, {}).values()
@@ -223,7 +226,7 @@ class MegatronJob:
             position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
             rotary_percent=model.rotary_fraction,
             vp_stage=stage,
-            mtp_block_spec=prediction_spec(self._config, layers, stage),
+            mtp_block_spec=prediction_spec(self._config, stage),
         )
         if job.precision is Precision.BF16:
             gpt = Float16Module(self._config, gpt)
@@ -260,15 +263,17 @@ def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlock
     return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
 
 
-def prediction_spec(
-    config: TransformerConfig, layers: TransformerBlockSubmodules, stage: int | None
-) -> ModuleSpec | None:
-    """Return what Megatron-Core builds layers of that predict further tokens, where it has some."""
+def prediction_spec(config: TransformerConfig, stage: int | None) -> ModuleSpec | None:
+    """Return what Megatron-Core builds layers of that predict further tokens, where it has some.
+
+    They are as the model's last layer, which may be on another stage.
+    """
     if not config.mtp_num_layers:
         return None
-    return get_gpt_mtp_block_spec(
-        config, layers.layer_specs[-1], use_transformer_engine=False, vp_stage=stage
+    layers = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=False, normalization=config.normalization
     )
+    return get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False, vp_stage=stage)
 
 
 def recompute_settings(plan: ParallelPlan) -> dict[str, object]:

@@ -19,6 +19,7 @@ from meshwright.simulator import (
 from meshwright.simulator.costs import peak_flops_per_s
 from meshwright.simulator.layout import (
     AXES,
+    PLAN_FIELDS,
     SEARCHED_FIELDS,
     SHARDS,
     Axis,
@@ -114,6 +115,7 @@ def check_pins(setting: Setting, given: Given) -> None:
             raise PlanError(f"{names} contradict each other")
     _check_degrees(setting, given)
     _check_division(setting.job, given)
+    _check_pairs(given)
     peak_flops_per_s(setting.cluster.device, setting.job.precision)
     refusal = stack_refusal(setting.job, _probe(given, setting), setting.stack)
     if refusal is not None:
@@ -168,6 +170,20 @@ def _check_division(job: TrainingJob, given: Given) -> None:
                 f"--vpp {given['num_virtual_stages']} and --schedule {schedule.name} contradict "
                 "each other"
             )
+
+
+def _check_pairs(given: Given) -> None:
+    """Raise PlanError where passes of two microbatches are wanted beside each other and cannot be.
+
+    That is a pipeline of pinned ranks which may have no virtual stages.
+    """
+    vpp = PLAN_FIELDS["num_virtual_stages"]
+    most, name = given.get(vpp.name, given.get(vpp.limit)), cast("str", given.get("schedule", ""))
+    is_plain = most == 1 or (name != "" and not get_schedule(name).interleaves)
+    if "expert_overlap" in given and is_plain:
+        refusal = get_schedule("1f1b", beside=True).refusal(_number(given, "pp"), 1, 1)
+        if refusal is not None:
+            raise PlanError(refusal)
 
 
 def _probe(given: Given, setting: Setting) -> ParallelPlan:

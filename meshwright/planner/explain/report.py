@@ -6,7 +6,7 @@ from typing import cast
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.hwprofiles import GIBI, PS_PER_S, format_bytes, format_time
+from meshwright.hwprofiles import GIBI, PS_PER_S, counted, format_bytes, format_time
 from meshwright.planner.compare import time_terms
 from meshwright.planner.explain.explanation import Explanation, Gain, Neighbour
 from meshwright.planner.reports import (
@@ -69,7 +69,7 @@ def _neighbour_fields(neighbour: Neighbour) -> dict[str, Json]:
 def explanation_report(explanation: Explanation) -> RenderableType:
     """Return the report of an explanation."""
     step = explanation.step
-    place = f"{step.plan.world_size:,} GPUs of {step.cluster.name}"
+    place = f"{counted(step.plan.world_size, 'GPU')} of {step.cluster.name}"
     memory = step.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
@@ -132,8 +132,9 @@ def _path_lines(explanation: Explanation) -> Iterator[Text]:
     longest = max(path.by_rank_ps, key=lambda rank: path.by_rank_ps[rank])
     share = path.by_rank_ps[longest] / explanation.step.step_ps
     yield Text(
-        f"the critical path goes through {path.num_passes:,} passes of {len(path.by_rank_ps)} "
-        f"pipeline ranks, {share:.0%} of the step on pipeline rank {longest}"
+        f"the critical path goes through {counted(path.num_passes, 'pass')} of "
+        f"{counted(len(path.by_rank_ps), 'pipeline rank')}, {share:.0%} of the step on "
+        f"pipeline rank {longest}"
     )
 
 

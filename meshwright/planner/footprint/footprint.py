@@ -6,7 +6,7 @@ from dataclasses import astuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Cluster
+from meshwright.hwprofiles import Cluster, counted
 from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
@@ -80,7 +80,7 @@ class Footprint:
 
         def tell(done: int, total: int) -> None:
             if progress is not None:
-                progress(f"sizing the memory of {len(indices):,} layouts", done, total)
+                progress(f"sizing the memory of {counted(len(indices), 'layout')}", done, total)
 
         if self._units is not None:
             self._units.add_to(peaks, indices, most_bytes, tell)

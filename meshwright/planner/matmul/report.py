@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from meshwright.hwprofiles import PS_PER_S, Source, format_time
+from meshwright.hwprofiles import PS_PER_S, Source, counted, format_time
 from meshwright.planner.matmul.study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent, product_text
 from meshwright.planner.reports import (
@@ -57,7 +57,7 @@ class Rows:
 def matmul_report(study: MatmulStudy) -> RenderableType:
     """Return the report of a product of matrices: signatures, or chains and the pipeline."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
-    place = f"{study.num_devices:,} devices of {study.cluster.name}"
+    place = f"{counted(study.num_devices, 'device')} of {study.cluster.name}"
     parts: list[RenderableType] = [
         Text(f"{matrices} on {place}, {study.precision}", style="bold"),
         Text(),
@@ -125,7 +125,7 @@ def _chain_table(study: MatmulStudy) -> Rows:
 
 def _pipeline_cells(pipeline: Pipeline) -> list[str]:
     return [
-        f"pipeline: products on {len(pipeline.stages)} devices",
+        f"pipeline: products on {counted(len(pipeline.stages), 'device')}",
         f"{len(pipeline.messages)} x p2p",
         format_count(max(sum(run.flops for run in stage) for stage in pipeline.stages)),
         _time(pipeline.compute_ps),

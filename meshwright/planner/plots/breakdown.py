@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from meshwright.hwprofiles import PS_PER_S, format_time
+from meshwright.hwprofiles import PS_PER_S, counted, format_time
 from meshwright.planner.plots import canvas
 from meshwright.simulator import Category, StepResult
 
@@ -158,9 +158,8 @@ def _name_bars(steps: tuple[StepResult, ...], names: Sequence[str]) -> tuple[lis
         details.append(f"{tasks[0]}, {stacks[0]}" if one_stack else tasks[0])
     for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
         if len(set(tasks)) > 1:
-            label.append(
-                f"{step.job.model.name}, {step.plan.world_size:,} GPUs, {step.cluster.name}"
-            )
+            gpus = counted(step.plan.world_size, "GPU")
+            label.append(f"{step.job.model.name}, {gpus}, {step.cluster.name}")
         if len(set(stacks)) > 1 and stacks[index] not in label:
             label.append(stacks[index])
         own = [each for each in options[index] if each not in common]

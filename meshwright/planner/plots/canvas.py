@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
-from meshwright.hwprofiles import Cluster, Offload, StackProfile
+from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
@@ -127,7 +127,7 @@ def describe_job(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gp
 
 def describe_task(job: TrainingJob, cluster: Cluster, num_gpus: int) -> str:
     """Return model, cluster, GPUs and batch in one line."""
-    gpus = f"{num_gpus:,} GPUs"
+    gpus = counted(num_gpus, "GPU")
     return f"{job.model.title} on {cluster.name}, {gpus}, global batch {job.batch_text}"
 
 

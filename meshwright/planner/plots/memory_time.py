@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from meshwright.hwprofiles import GIBI, PS_PER_S, Recompute, format_time
+from meshwright.hwprofiles import GIBI, PS_PER_S, Recompute, counted, format_time
 from meshwright.planner.plots import canvas
 from meshwright.planner.search import Density, FrontierPoint, SearchResult, SimulatedPlan
 
@@ -53,7 +53,7 @@ def plot_memory_time(result: SearchResult) -> Figure:
     canvas.style_axes(axes, "Memory of the fullest device (GiB)", "")
     canvas.write_titles(
         axes,
-        f"Step time against memory of {result.feasible:,} layouts that fit"
+        f"Step time against memory of {counted(result.feasible, 'layout')} that fit"
         if result.plans
         else "Step time against memory of the simulated layouts",
         canvas.describe_job(result.job, result.cluster, result.stack, result.num_gpus),
@@ -98,7 +98,7 @@ def _filled_cells(density: Density) -> list[Point]:
 
 def _proof(result: SearchResult) -> str:
     """Return in words how much of the space the picture shows and what is proven."""
-    counts = f"{result.simulated:,} simulated of {result.space_size:,} layouts"
+    counts = f"{result.simulated:,} simulated of {counted(result.space_size, 'layout')}"
     if result.density is not None and result.density.num_slower:
         slowest_s = result.density.time_edges_ps[-1] / PS_PER_S
         counts += f", {result.density.num_slower:,} beyond {slowest_s:.3g} s not shown"

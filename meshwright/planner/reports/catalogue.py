@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 from rich.console import RenderableType
 
-from meshwright.hwprofiles import GIBI, list_clusters, list_stacks, load_cluster, load_stack
+from meshwright.hwprofiles import (
+    GIBI,
+    counted,
+    list_clusters,
+    list_stacks,
+    load_cluster,
+    load_stack,
+)
 from meshwright.planner.reports.facts import fact_text
 from meshwright.planner.reports.step import facts_table, format_count
 from meshwright.simulator import (
@@ -79,7 +86,7 @@ def _schedule_facts(schedule: Schedule) -> Facts:
     for pp, num_microbatches in ((4, 16), (8, 64)):
         vpp = 2 if schedule.interleaves else 1
         fraction = schedule.bubble_fraction(pp, num_microbatches, vpp)
-        case = f"pp={pp}, {num_microbatches} microbatches, vpp={vpp}"
+        case = f"pp={pp}, {counted(num_microbatches, 'microbatch')}, vpp={vpp}"
         yield "bubble", f"{fraction:.1%} at {case}"
     yield "source", schedule.source
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, format_bytes
+from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, counted, format_bytes
 from meshwright.planner.largest import Largest
 from meshwright.planner.reports.columns import Column, ColumnTable
 from meshwright.planner.reports.facts import changed_lines
@@ -45,7 +45,7 @@ def search_report(
         budget: Adds days and cost of a number of tokens to each plan.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{result.num_gpus:,} GPUs of {result.cluster.name}"
+    place = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
     parts: list[RenderableType] = [
         Text(headline(result.job, place, result.stack.name), style="bold"),
         facts_table([("job", job_text(result.job)), *changed_lines(result.cluster, result.stack)]),
@@ -70,7 +70,7 @@ def proof_text(result: SearchResult) -> str:
     """Return what the search proves about its first plan."""
     if not result.plans:
         return f"none of {result.space_size:,} layouts fits"
-    over = f"{result.space_size:,} layouts"
+    over = counted(result.space_size, "layout")
     if result.optimal:
         return f"proven optimal over {over}"
     return f"within {result.bound_gap_fraction:.1%} of the optimum over {over}"
@@ -93,7 +93,7 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "held", f"{names} ({reason})"
     for reason, names in _texts(result.varied.left_out):
         yield "left out", f"{names} ({reason})"
-    counts = f"{result.space_size:,} layouts, {result.feasible:,} feasible, "
+    counts = f"{counted(result.space_size, 'layout')}, {result.feasible:,} feasible, "
     yield "space", f"{counts}{result.simulated:,} simulated"
     for reason in sorted(result.rejections, key=lambda name: (-result.rejections[name], name)):
         yield "rejected", f"{result.rejections[reason]:,} {reason}"
@@ -101,7 +101,7 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield from _fastest_facts(result)
         best = _first(result).plan
         kernel = f"attention={best.attention}, " if isinstance(result.job.model, ModelSpec) else ""
-        yield "best", f"{kernel}stages of {format_stages(best.stages)} layers"
+        yield "best", f"{kernel}stages of {format_stages(best.stages)}"
     if result.nearest is not None:
         yield "nearest", layout_text(result.nearest.plan, result.job)
         yield "lacks", format_bytes(result.nearest.lacks_bytes)

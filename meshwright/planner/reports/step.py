@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     TERA,
     Offload,
     Source,
+    counted,
     format_bytes,
     format_flops_per_s,
     format_time,
@@ -63,7 +64,7 @@ def step_report(
         changes: Of a plan that does not fit: what makes it fit.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{result.plan.world_size:,} GPUs of {result.cluster.name}"
+    place = f"{counted(result.plan.world_size, 'GPU')} of {result.cluster.name}"
     parts: list[RenderableType] = [
         Text(headline(result.job, place, result.stack.name), style="bold"),
         facts_table([*_plan_facts(result), ("", ""), *_speed_facts(result, budget)]),
@@ -120,12 +121,15 @@ def format_count(count: float) -> str:
 def format_stages(stages: tuple[int, ...]) -> str:
     """Return the layers of each virtual stage, equal neighbours together.
 
-    >>> format_stages((2, 2, 1)), format_stages((2,) * 32 + (1,) * 32)
-    ('2 2 1', '32 x 2, 32 x 1')
+    >>> format_stages((1,)), format_stages((2, 2, 1)), format_stages((2,) * 32 + (1,) * 32)
+    ('1 layer', '2 2 1 layers', '32 x 2, 32 x 1 layers')
     """
+    if len(stages) == 1:
+        return counted(stages[0], "layer")
     if len(stages) <= MAX_STAGES_LISTED:
-        return " ".join(str(count) for count in stages)
-    return ", ".join(f"{len(list(group))} x {count}" for count, group in groupby(stages))
+        return f"{' '.join(map(str, stages))} layers"
+    runs = (f"{len(list(group))} x {count}" for count, group in groupby(stages))
+    return f"{', '.join(runs)} layers"
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
@@ -156,18 +160,20 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     plan = result.plan
-    batches = f"{result.num_microbatches:,} microbatches, microbatch_size={plan.microbatch_size}"
+    microbatches = counted(result.num_microbatches, "microbatch")
+    batches = f"{microbatches}, microbatch_size={plan.microbatch_size}"
     facts = [
         ("job", job_text(result.job)),
         ("layout", f"{degrees_text(plan)}, {batches}"),
         ("pipeline", f"schedule={plan.schedule} vpp={plan.num_virtual_stages}"),
-        ("stages", f"{format_stages(plan.stages)} layers"),
+        ("stages", format_stages(plan.stages)),
         ("switches", switches_text(plan, result.job)),
     ]
     facts += changed_lines(result.cluster, result.stack)
     if plan.dp_shard is not None:
         sets = plan.dp // plan.dp_shard
-        facts.append(("shards", f"{sets} replicas of {plan.dp_shard} shards (dp_shard)"))
+        shards = f"{counted(sets, 'replica')} of {counted(plan.dp_shard, 'shard')}"
+        facts.append(("shards", f"{shards} (dp_shard)"))
     if plan.reshard_after_forward is not None:
         frees = plan.reshard_after_forward
         what = "freed after forward" if frees else "kept from forward to backward"

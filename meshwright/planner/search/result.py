@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.hwprofiles import Cluster, StackProfile
+from meshwright.hwprofiles import Cluster, StackProfile, counted
 from meshwright.planner.changes import Change
 from meshwright.planner.search.density import Density
 from meshwright.planner.search.varied import Varied
@@ -117,4 +117,4 @@ class SearchResult(Shown):
         """Return the search in a line: of what, how much of it is proven, and its best step."""
         proof = "proven optimal" if self.optimal else f"within {self.bound_gap_fraction:.1%}"
         best = f"{proof}, {self.plans[0]!r}" if self.plans else "nothing fits"
-        return f"<SearchResult of {self.space_size:,} layouts: {best}>"
+        return f"<SearchResult of {counted(self.space_size, 'layout')}: {best}>"

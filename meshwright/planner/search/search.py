@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meshwright.hwprofiles import Attention, Cluster, StackProfile, Strategy
+from meshwright.hwprofiles import Attention, Cluster, StackProfile, Strategy, counted
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
@@ -69,7 +69,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     field = _field(job, cluster, stack, num_gpus, limits, limit_bytes=limit_bytes, tell=tell)
     runs = field.runs
     candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
-    tell(f"bounding the time of {len(runs.space):,} layouts", 0, 0)
+    tell(f"bounding the time of {counted(len(runs.space), 'layout')}", 0, 0)
     finalists, rejections = _finalists(field, candidates)
     density = finalists.density  # of the bounds before any is sharpened
     proof, ranking = _rank(finalists, top, tell)
@@ -140,7 +140,7 @@ def _field(  # noqa: PLR0913 -- what a search is of
     if stack.strategy is not Strategy.MESH:
         return strategy_field(job, cluster, stack, num_gpus, limits)
     space = enumerate_space(job, stack, num_gpus, limits)
-    tell(f"sizing the memory of {len(space):,} layouts", 0, 0)
+    tell(f"sizing the memory of {counted(len(space), 'layout')}", 0, 0)
     offered = np.flatnonzero(~lacks(space))
     table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, num_gpus)
     peaks = np.zeros(len(space), np.int64)

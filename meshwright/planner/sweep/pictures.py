@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from meshwright.hwprofiles import GIBI, KILO
+from meshwright.hwprofiles import GIBI, KILO, counted
 from meshwright.planner.plots import (
     BLUE,
     DARK_GREY,
@@ -218,7 +218,7 @@ def _setting_text(result: SweepResult) -> str:
     fixed = [f"{each.name} {each.values[0].text}" for each in result.varied if _is_fixed(each)]
     first = result.cells[0].setting
     if result.is_weak and not any(each.column == BATCH for each in result.varied):
-        fixed.append(f"{first[BATCH]:,} sequences on {first[GPUS]:,} GPUs")
+        fixed.append(f"{counted(first[BATCH], 'sequence')} on {counted(first[GPUS], 'GPU')}")
     return ", ".join(shared + fixed)
 
 

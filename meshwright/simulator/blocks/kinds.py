@@ -15,6 +15,7 @@ from meshwright.simulator.graph import (
     Block,
     Dim,
     EightBits,
+    Gradient,
     Kind,
     Lowering,
     Operator,
@@ -27,6 +28,7 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import (
+    COPY,
     EMBEDDING,
     ENDS,
     EXPERT_LAYER,
@@ -89,6 +91,18 @@ def _head(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return x
 
 
+def _copy(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Write what a stage without layers does; its backward hands the gradient on.
+
+    Megatron-Core keeps the inputs of passes in flight, whatever reads them (``input_tensors`` of
+    pipeline_parallel/schedules.py, core 0.16).
+    """
+    x = dims.stream(block, shape)
+    made = x.like("copied input")
+    block.add([x], [made], [Gradient(x, (x,), hands_on=True)], block.traffic(x, made))
+    return x
+
+
 def _output(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Write the head without its loss, which another device makes."""
     x = dims.stream(block, shape)
@@ -105,6 +119,7 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     EXPERT_LAYER: partial(_layer, kind=EXPERT_LAYER),
     WINDOWED_EXPERT_LAYER: partial(_layer, kind=WINDOWED_EXPERT_LAYER),
     HEAD: _head,
+    COPY: _copy,
     OUTPUT: _output,
 }
 

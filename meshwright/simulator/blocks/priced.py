@@ -38,10 +38,10 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis, ExpertAxis
-from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
+from meshwright.simulator.model import COPY, EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
-# Kernels of an embedding: index, add, dropout.
-EMBEDDING_KERNELS = 3
+# Kernels forward and backward: of an embedding index, add, dropout; of a copy that alone.
+KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0)}
 # Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
 # corrections of its output and its numbers; sums of the gradients of queries, keys and values.
 # PyTorch's: attention, two casts, five kernels for the output, three for its numbers and the copy
@@ -130,8 +130,8 @@ class PricedBlock(NamedTuple):
     ) -> tuple[Operator, ...]:
         """Return casts for fp8, starts of kernels and host time of a phase."""
         stack = self.shape.stack
-        if self.kind == EMBEDDING:
-            return (KernelLaunches("embedding", EMBEDDING_KERNELS),)
+        if self.kind in KERNELS:
+            return (KernelLaunches(self.kind, KERNELS[self.kind][backward]),)
         layers, ends = _num_layers(self), _end_launches(self)
         if not layers:
             return ends

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod, RecomputeModule
+from meshwright.hwprofiles import (
+    ContextParallel,
+    Recompute,
+    RecomputeMethod,
+    RecomputeModule,
+    counted,
+)
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.model import ModelSpec
@@ -237,18 +243,18 @@ def repeated_modules(
 
 
 def check_stages(stages: tuple[int, ...], pp: int, num_virtual_stages: int) -> None:
-    """Refuse layers of other stages than a plan has, and empty ones but for the first and the last.
+    """Refuse layers of other stages than a plan has, and a model without any.
 
     Raises:
         PlanError: Naming the numbers.
     """
     if stages and len(stages) != pp * num_virtual_stages:
         raise PlanError(
-            f"stages lists {len(stages)} stages; the plan has "
+            f"stages lists {counted(len(stages), 'stage')}; the plan has "
             f"pp={pp} x vpp={num_virtual_stages} = {pp * num_virtual_stages}"
         )
-    if stages and (min(stages) < 0 or 0 in stages[1:-1] or stages == (0,)):
+    if stages and (min(stages) < 0 or not any(stages)):
         raise PlanError(
-            "every stage needs at least one layer, but for the first and the last one, which "
-            f"hold the embedding and the head; got {min(stages)}"
+            f"stages={','.join(map(str, stages))} are no layers; allowed: 0 or more on each, 1 or "
+            "more in all"
         )

@@ -16,6 +16,7 @@ from meshwright.hwprofiles import (
     Recompute,
     StackProfile,
     Strategy,
+    counted,
 )
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Axis
@@ -239,7 +240,7 @@ def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
         )
     if sum(plan.stages) != job.model.num_layers:
         raise PlanError(
-            f"stages hold {sum(plan.stages)} layers in all; {job.model.name} has "
+            f"stages hold {counted(sum(plan.stages), 'layer')} in all; {job.model.name} has "
             f"{job.model.num_layers}"
         )
 

@@ -6,11 +6,12 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit
+from meshwright.hwprofiles import PipelineRuntime, RecomputeMethod, StackProfile, StageSplit
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
 from meshwright.simulator.layout.splits import split_layers
 from meshwright.simulator.model import (
+    COPY,
     EMBEDDING,
     HEAD,
     AnyModel,
@@ -100,12 +101,17 @@ ALL_ALONE = Checkpoints()
 
 
 class Stage(NamedTuple):
-    """Layers of one virtual stage by kind, and whether it holds an end of the model."""
+    """Layers of one virtual stage by kind, and whether it holds an end of the model.
+
+    One that holds nothing ``copies`` its input: Megatron-Core sends another tensor than it has
+    received (`TransformerBlock.forward` of transformer_block.py, core 0.16).
+    """
 
     layers: tuple[BlockRun, ...]
     has_embedding: bool
     has_head: bool
     checkpoints: Checkpoints = ALL_ALONE
+    copies: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -118,8 +124,15 @@ class Stage(NamedTuple):
         return self._between_ends(self.layers)
 
     @property
+    def contents(self) -> tuple[BlockRun, ...]:
+        """The same, or the copy of a stage without any."""
+        return self.blocks or self.passes
+
+    @property
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
+        if self.copies:
+            return (BlockRun(COPY, 1),)
         return self._between_ends(self.checkpoints.passes(self.layers))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
@@ -185,7 +198,12 @@ def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
     """
     last = len(layers) - 1
     return tuple(
-        Stage(cut_runs(model.layer_runs, end - count, end), index == 0, index == last)
+        Stage(
+            cut_runs(model.layer_runs, end - count, end),
+            has_embedding=index == 0,
+            has_head=index == last,
+            copies=count == 0 and 0 < index < last,
+        )
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
     )
 
@@ -257,3 +275,18 @@ def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> St
     )
     rule = next(rules, own)
     return None if rule is own else rule
+
+
+def empty_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why a stage between the first and the last one cannot be empty, or None if it can."""
+    if 0 not in plan.stages[1:-1]:
+        return None
+    lacking = "a stage without layers between the first and the last one"
+    if not isinstance(job.model, ModelSpec):
+        return f"{job.model.name} does not go with {lacking}; allowed: 1 layer or more"
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        return f"{lacking} is not offered by stack {stack.name}; allowed: 1 layer or more"
+    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+        said = f"expert_overlap={plan.expert_overlap} does not go with {lacking}"
+        return f"{said}; allowed: 1 layer or more"
+    return None

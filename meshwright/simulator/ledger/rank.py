@@ -62,7 +62,8 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
     """
     shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
     spans = {axis: mesh.span(axis) for axis in (*IN_STEP, *ContextAxis, *ExpertAxis)}
-    sizes = block_bytes(blocks, shape)
+    kinds = (kind for stage in setting.stages for kind, _ in stage.contents)
+    sizes = block_bytes(blocks, shape, others=kinds)
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
         part = StagePart(stage, ())
@@ -127,7 +128,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
         Moment.UPDATED: [],
     }
-    if not setting.parts[stages[0]]:
+    if not any(setting.parts[stage] for stage in stages):
         closing[Moment.PASSES_DONE] += held_exchanges(gradient_reductions, held, wire, replication)
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.

@@ -52,6 +52,7 @@ def held_exchanges(
     return [
         each
         for count, holders in held.by_holders(replication)
+        if count  # a rank without layers holds nothing
         for each in exchange(count, wire, holders)
     ]
 

@@ -105,8 +105,8 @@ def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
 def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) -> SentBytes:
     """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
     return SentBytes(
-        output=0 if stage.has_head else blocks[stage.blocks[-1].kind].sent,
-        gradient=0 if stage.has_embedding else blocks[stage.blocks[0].kind].received,
+        output=0 if stage.has_head else blocks[stage.contents[-1].kind].sent,
+        gradient=0 if stage.has_embedding else blocks[stage.contents[0].kind].received,
     )
 
 
@@ -143,12 +143,10 @@ def pass_workspace_bytes(
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
-    runs = stage.blocks
-    last = runs[-1]
+    passes, last = stage.passes, stage.contents[-1]
     nothing = blocks[last.kind].saved * 0
     holds_gradient &= not stage.has_head
     forward = backward = kept_behind = waiting = cached = nothing
-    passes = stage.passes
     for kind, count in passes:
         cached = cached + blocks[kind].cached * count
     for run in reversed(passes):

@@ -231,7 +231,7 @@ def virtual_stage_memory(
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
         sent=sent,
-        buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.blocks),
+        buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.contents),
     )
 
 

@@ -5,6 +5,7 @@ from meshwright.simulator.model.chain import ChainModel, LinearLayer
 from meshwright.simulator.model.described import MAX_LAYERS, ParameterTensor
 from meshwright.simulator.model.images import Bottleneck, BottleneckRun, ImageModel
 from meshwright.simulator.model.kinds import (
+    COPY,
     EMBEDDING,
     ENDS,
     EXPERT_LAYER,
@@ -50,6 +51,7 @@ from meshwright.simulator.model.spec import (
 )
 
 __all__ = [
+    "COPY",
     "EMBEDDING",
     "ENDS",
     "EXPERT_LAYER",

@@ -10,6 +10,7 @@ BlockKind = str
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 ENDS = (EMBEDDING, HEAD)
+COPY: BlockKind = "copy"  # of what a stage without layers hands on
 TRANSFORMER_LAYER: BlockKind = "layer"
 WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others
 EXPERT_LAYER: BlockKind = "expert layer"  # routed experts in the place of the MLP

@@ -233,7 +233,7 @@ def _memory_of_stages(
     memory = with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
-    if context.setting.parts[stages[0]]:
+    if any(context.setting.parts[stage] for stage in stages):
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
     # takes the place of what the update needs, not of what a pass does.

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.hwprofiles import Offload, format_time
+from meshwright.hwprofiles import Offload, counted, format_time
 from meshwright.planner.reports import (
     Json,
     job_fields,
@@ -64,7 +64,7 @@ def head_lines(validation: Validation) -> list[str]:
         many = f"{few} of {whole} microbatches were run; the counts scale exactly with their number"
     servers = num_processes(plan, saved.stack) - plan.world_size
     beside = f" and {servers:,} server{'s' if servers > 1 else ''}" if servers > 0 else ""
-    size = f"{plan.world_size:,} GPUs{beside} of {saved.cluster.name}"
+    size = f"{counted(plan.world_size, 'GPU')}{beside} of {saved.cluster.name}"
     degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
     way = f" cp_type={plan.cp_type}" if plan.cp_type else ""
     way += f" ep={plan.ep} etp={plan.expert_tp}" if plan.ep > 1 else ""

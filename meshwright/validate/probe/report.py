@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.hwprofiles import GIBI
+from meshwright.hwprofiles import GIBI, counted
 from meshwright.planner.reports import (
     Json,
     SavedPlan,
@@ -140,10 +140,11 @@ def write_probe(result: ProbeResult, folder: Path) -> None:
 def _head(result: ProbeResult) -> Iterator[str]:
     saved, found = result.saved, result.probe.measured
     plan, whole = saved.plan, saved.plan.num_microbatches(saved.job)
-    size = f"{plan.world_size:,} GPUs of {saved.cluster.name}"
+    size = f"{counted(plan.world_size, 'GPU')} of {saved.cluster.name}"
     yield f"{saved.job.model.name}, plan for {size}, stack {saved.stack.name}"
     yield "backend  probe: one rank computes, what others would send is random"
-    yield f"batch    {found.num_microbatches} of {whole} microbatches, {found.num_steps} steps"
+    steps = counted(found.num_steps, "step")
+    yield f"batch    {found.num_microbatches} of {counted(whole, 'microbatch')}, {steps}"
 
 
 def _end(result: ProbeResult) -> Iterator[str]:

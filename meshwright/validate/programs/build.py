@@ -28,7 +28,12 @@ WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "megatron-core": QWEN,
+    "megatron-core": (
+        *QWEN,
+        LayerFact.PREDICTION_LAYERS,
+        LayerFact.ACTIVATION,
+        LayerFact.ROTARY_FRACTION,
+    ),
     "megatron-core-2024": QWEN,
     "torchtitan": QWEN,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from meshwright.hwprofiles import counted
 from meshwright.simulator import PlanError
 from meshwright.validate.counting import (
     RankOracle,
@@ -81,7 +82,7 @@ class ScriptFailedError(Exception):
     """
 
     def __init__(self, num_steps: int) -> None:
-        super().__init__(f"the script failed after {num_steps} steps")
+        super().__init__(f"the script failed after {counted(num_steps, 'step')}")
 
 
 class ScriptOracle(RankOracle):
@@ -170,8 +171,8 @@ def _count(
     if tensors.refused is not None:
         raise tensors.refused
     raise PlanError(
-        f"the script ended after {steps.num_done} of {run.num_steps} steps of an optimizer; "
-        "allowed: a script that trains, or fewer --steps"
+        f"the script ended after {steps.num_done} of {counted(run.num_steps, 'step')} of an "
+        "optimizer; allowed: a script that trains, or fewer --steps"
     )
 
 

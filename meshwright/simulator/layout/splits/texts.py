@@ -2,7 +2,7 @@
 
 import re
 
-from meshwright.hwprofiles import StageSplit, shown
+from meshwright.hwprofiles import StageSplit, counted, shown
 from meshwright.simulator.errors import PlanError
 
 
@@ -73,9 +73,8 @@ def check_predictions(text: str, number: int) -> None:
     """
     found = num_predictions(text) if LAYOUT_TEXT.fullmatch(text) else number
     if found != number:
-        raise PlanError(
-            f"stages={shown(text)} has {found} layers m; allowed: prediction_layers={number}"
-        )
+        said = f"stages={shown(text)} has {counted(found, 'layer')} m"
+        raise PlanError(f"{said}; allowed: prediction_layers={number}")
 
 
 def num_predictions(text: str) -> int:

@@ -13,6 +13,7 @@ from meshwright.hwprofiles import (
     Precision,
     Profile,
     Source,
+    counted,
 )
 from meshwright.simulator.blocks import MemoryBound
 from meshwright.simulator.costs import ring_steps
@@ -49,7 +50,7 @@ class Misfit(NamedTuple):
     def __str__(self) -> str:
         """Return the three in words."""
         return (
-            f"{self.num_rows} rows, |error| median {self.median_fraction:.1%}, "
+            f"{counted(self.num_rows, 'row')}, |error| median {self.median_fraction:.1%}, "
             f"worst {self.worst_fraction:.1%}"
         )
 

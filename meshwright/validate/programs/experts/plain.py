@@ -49,6 +49,6 @@ class PlainExperts(nn.Module):
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
-        places = chosen_places(scores, self.facts.experts_per_token, self.routing)
+        places = chosen_places(scores, self.facts, self.routing)
         chosen = scores.gather(1, places)
         return chosen / chosen.sum(dim=-1, keepdim=True), places

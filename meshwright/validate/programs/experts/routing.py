@@ -5,20 +5,38 @@ from torch import Tensor
 
 from meshwright.hwprofiles import Dispatcher
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
 from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
-def chosen_places(scores: Tensor, chosen: int, routing: Routing) -> Tensor:
+def chosen_places(scores: Tensor, experts: Experts, routing: Routing) -> Tensor:
     """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores*.
 
     Balanced routing hands tokens out in turns, whatever their scores.
     """
     num_tokens, num_experts = scores.shape
+    chosen = experts.experts_per_token
     if not routing.is_balanced:
-        return scores.detach().topk(chosen, dim=-1).indices
+        scores = scores.detach()
+        if experts.num_groups > 1:
+            scores = _of_best_groups(scores, experts)
+        return scores.topk(chosen, dim=-1).indices
     turns = torch.arange(num_tokens * chosen, device=scores.device)
     return turns.remainder_(num_experts).view(num_tokens, chosen)
+
+
+def _of_best_groups(scores: Tensor, experts: Experts) -> Tensor:
+    """Return *scores* without those outside of a token's groups.
+
+    A group is as good as its best experts together, as many as a token takes of each (DeepSeek-V3,
+    arXiv 2412.19437, 2.1.2; `group_limited_topk` of megatron/core/transformer/moe, core 0.16).
+    """
+    grouped = scores.unflatten(-1, (experts.num_groups, -1))
+    best = grouped.topk(max(1, experts.experts_per_token // experts.groups_per_token)).values
+    groups = best.sum(dim=-1).topk(experts.groups_per_token).indices
+    taken = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, groups, value=True)
+    return grouped.masked_fill(~taken.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class Taken(AutogradFunction):
@@ -46,7 +64,9 @@ def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
         return
     switches = {
         "routing_bias=true of experts": experts.routing_bias,
-        f"num_groups={experts.num_groups} of experts": experts.num_groups > 1,
+        f"num_groups={experts.num_groups} of experts with scores={experts.scores}": (
+            experts.num_groups > 1 and experts.scores != "sigmoid"
+        ),
         "shared_gate=true of experts": experts.shared_gate,
         f"dispatcher={plan.dispatcher}": plan.dispatcher not in (None, Dispatcher.ALL_TO_ALL),
         f"expert_overlap={plan.expert_overlap}": plan.expert_overlap is not None,

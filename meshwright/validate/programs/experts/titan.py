@@ -154,7 +154,7 @@ class TitanExperts(nn.Module):
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
-        places = chosen_places(scores, self.facts.experts_per_token, self.routing)
+        places = chosen_places(scores, self.facts, self.routing)
         shares = Taken.apply(scores, places)
         return shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE, places
 

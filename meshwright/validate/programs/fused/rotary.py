@@ -28,13 +28,14 @@ def positions(tokens: int, starts: Sequence[int], device: torch.device) -> Tenso
 
 @torch.library.custom_op("meshwright::rotate", mutates_args=())
 def rotate(
-    values: Tensor, seq_dim: int, base: float, starts: Sequence[int], *, inverse: bool
+    values: Tensor, seq_dim: int, base: float, starts: Sequence[int], width: int, *, inverse: bool
 ) -> Tensor:
-    """Return ``[.., .., heads, width]`` turned by angles that grow along dim *seq_dim*.
+    """Return ``[.., .., heads, head width]`` turned by angles that grow along dim *seq_dim*.
 
-    Its tokens are equal parts of a sequence, one from each of *starts* on.
+    Its tokens are equal parts of a sequence, one from each of *starts* on. Of each head the first
+    *width* numbers turn.
     """
-    tokens, half = values.shape[seq_dim], values.shape[-1] // 2
+    tokens, half = values.shape[seq_dim], width // 2
     shape = (tokens, 1, 1, half) if seq_dim == 0 else (1, tokens, 1, half)
     cosine, sine = (
         each.view(shape)
@@ -42,15 +43,16 @@ def rotate(
     )
     way = -1 if inverse else 1
     turned = values.new_empty(values.shape)
-    first, second = values.chunk(2, dim=-1)
-    turned_first, turned_second = turned.chunk(2, dim=-1)
+    turned[..., width:] = values[..., width:]
+    first, second = values[..., :width].chunk(2, dim=-1)
+    turned_first, turned_second = turned[..., :width].chunk(2, dim=-1)
     torch.mul(first, cosine, out=turned_first).addcmul_(second, sine, value=-way)
     torch.mul(second, cosine, out=turned_second).addcmul_(first, sine, value=way)
     return turned
 
 
 @rotate.register_fake
-def _(values: Tensor, _seq_dim: int, _base: float, _starts: Sequence[int], **_: bool) -> Tensor:
+def _(values: Tensor, *_: object, **__: bool) -> Tensor:
     return values.new_empty(values.shape)
 
 
@@ -59,14 +61,14 @@ class Rotary(AutogradFunction):
 
     @staticmethod
     def forward(
-        ctx: Context, values: Tensor, seq_dim: int, base: float, starts: Sequence[int]
+        ctx: Context, values: Tensor, seq_dim: int, base: float, starts: Sequence[int], width: int
     ) -> Tensor:
         """Return the turned values."""
-        ctx.where = seq_dim, base, starts
-        return rotate(values, seq_dim, base, starts, inverse=False)
+        ctx.where = seq_dim, base, starts, width
+        return rotate(values, *ctx.where, inverse=False)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient, turned back."""
         turned = rotate(gradient.contiguous(), *ctx.where, inverse=True)
-        return turned, None, None, None
+        return turned, None, None, None, None

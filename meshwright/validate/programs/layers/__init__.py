@@ -1,12 +1,13 @@
 """The layers of a transformer, made of the parts of a stack."""
 
+from meshwright.validate.programs.layers.stage import VirtualStage
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
     LayerOptions,
     Mlp,
     ResidualAdd,
+    SquaredRelu,
     TransformerLayer,
-    VirtualStage,
 )
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "LayerOptions",
     "Mlp",
     "ResidualAdd",
+    "SquaredRelu",
     "TransformerLayer",
     "VirtualStage",
 ]

@@ -57,8 +57,17 @@ class Parts(Protocol):
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
 
-    def head(self, model: ModelSpec) -> nn.Module:
-        """Return the module from activations to logits, final norm included."""
+    def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
+        """Return the module from activations to logits, final norm included.
+
+        *predictions* run between that and the output matrix.
+        """
+
+    def gathered_columns(self, values: Tensor) -> Tensor:
+        """Return all outputs of a `column_linear`, of the tokens of a rank."""
+
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
+        """Return the mean loss of the first tokens of each sequence."""
 
 
 ResidualAdd = Callable[[Tensor, Tensor], Tensor]
@@ -72,11 +81,13 @@ class LayerOptions:
         attention: Kernel of the attention core.
         recompute: What backward computes again.
         dropout: Probability of hidden and attention dropout.
+        num_microbatches: Of a step; its loss is the mean of theirs.
     """
 
     attention: Attention
     recompute: Recompute
     dropout: float
+    num_microbatches: int = 1
 
 
 class AttentionCore(nn.Module):
@@ -122,6 +133,14 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
 
 
+class SquaredRelu(nn.Module):
+    """The square of ReLU; keeps what ReLU made."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the activated values."""
+        return torch.relu(values).square()
+
+
 class SelfAttention(nn.Module):
     """Projections around the attention core; local heads follow from the width that arrives."""
 
@@ -132,7 +151,7 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.positions == "rotary"
-        self.place = parts.seq_dim, ROTARY_BASE, parts.starts
+        self.place = parts.seq_dim, ROTARY_BASE, parts.starts, model.rotary_dim
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
         if self.fused:
@@ -244,52 +263,3 @@ class TransformerLayer(nn.Module):
     def _run(self, inputs: Tensor) -> Tensor:
         middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
         return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
-
-
-def _has_experts(model: ModelSpec, layer: int) -> bool:
-    return model.experts is not None and model.experts.has_layer(layer)
-
-
-class VirtualStage(nn.Module):
-    """Consecutive layers, with the embedding before the first and the head after the last.
-
-    Args:
-        model: Whose layers.
-        layers: Which, counted from 0 in the whole model.
-        options: Switches of every layer.
-        parts: What the stack makes layers of.
-    """
-
-    def __init__(
-        self,
-        model: ModelSpec,
-        layers: range,
-        options: LayerOptions,
-        parts: Parts,
-        *,
-        has_embedding: bool,
-        has_head: bool,
-    ) -> None:
-        super().__init__()
-        self.embedding = parts.embedding(model) if has_embedding else None
-        self.layers = nn.ModuleDict(
-            {
-                str(index): TransformerLayer(
-                    model, options, parts, has_experts=_has_experts(model, index)
-                )
-                for index in layers
-            }
-        )
-        self.head = parts.head(model) if has_head else None
-        self.recomputes = options.recompute is Recompute.FULL
-        self.is_reentrant = parts.is_reentrant
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return activations of token ids or activations; logits where the head is."""
-        hidden = inputs if self.embedding is None else self.embedding(inputs)
-        for layer in self.layers.values():
-            if self.recomputes and self.training:
-                hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)
-            else:
-                hidden = layer(hidden)
-        return hidden if self.head is None else self.head(hidden)

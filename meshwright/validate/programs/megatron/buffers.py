@@ -6,6 +6,7 @@ Megatron-Core 0.8, 2024).
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -125,6 +126,8 @@ class StageBuffers:
             entry.parameter: (bucket, entry) for bucket in self.buckets for entry in bucket.entries
         }
         self.shared: set[nn.Parameter] = set()
+        self.num_products: dict[nn.Parameter, int] = {}  # in a pass, where they are several
+        self._num_added: Counter[nn.Parameter] = Counter()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -143,7 +146,9 @@ class StageBuffers:
             return gradient.t().mm(inputs)
         assert isinstance(weight, nn.Parameter)
         accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
-        if weight not in self.shared:
+        self._num_added[weight] += 1
+        is_last = self._num_added[weight] % self.num_products.get(weight, 1) == 0
+        if is_last and weight not in self.shared:
             self._is_ready(weight)
         return None
 

@@ -96,14 +96,14 @@ class MegatronExperts(nn.Module):
 
         `topk_routing_with_score_function` of moe/moe_utils.py, core 0.16.
         """
-        chosen, dtype = self.facts.experts_per_token, logits.dtype
+        dtype = logits.dtype
         if self.facts.scores == "sigmoid":
             scores = logits.float().sigmoid().to(dtype)
-            places = chosen_places(scores, chosen, self.routing)
+            places = chosen_places(scores, self.facts, self.routing)
             shares = Taken.apply(scores, places)
             shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
-            places = chosen_places(logits, chosen, self.routing)
+            places = chosen_places(logits, self.facts, self.routing)
             shares = Taken.apply(logits, places).float().softmax(dim=-1).to(dtype)
         return torch.zeros_like(logits).scatter_(1, places, shares), places
 

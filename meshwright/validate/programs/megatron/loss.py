@@ -26,6 +26,7 @@ class _WideLoss(AutogradFunction):
         targets: Tensor,
         tp: TensorParallelGroup,
         in_place: bool,  # noqa: FBT001 - autograd functions take no keywords
+        num_scored: int | None,
     ) -> Tensor:
         wide = logits.float()
         maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
@@ -37,13 +38,14 @@ class _WideLoss(AutogradFunction):
         total = tp.sum(exponents.sum(dim=-1))
         exponents.div_(total.unsqueeze(-1))
         ctx.save_for_backward(exponents, local, outside)
-        return (total.log() - target_logit).mean()
+        ctx.num_scored = num_scored
+        return (total.log() - target_logit)[:num_scored].mean()
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
-        return probabilities.mul_(gradient / local.numel()), None, None, None
+        return _slopes(probabilities, gradient, ctx.num_scored), None, None, None, None
 
 
 class _CompiledLoss(AutogradFunction):
@@ -53,7 +55,13 @@ class _CompiledLoss(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
+    def forward(
+        ctx: Context,
+        logits: Tensor,
+        targets: Tensor,
+        tp: TensorParallelGroup,
+        num_scored: int | None,
+    ) -> Tensor:
         wide = logits.to(torch.float32, copy=True)
         maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
         exponents = wide - maximum
@@ -64,15 +72,23 @@ class _CompiledLoss(AutogradFunction):
         target, total = both.chunk(2)
         exponents.div_(total.unsqueeze(-1))
         ctx.save_for_backward(exponents, local, outside)
-        ctx.format = logits.dtype
-        return (total.log() - target).mean()
+        ctx.format, ctx.num_scored = logits.dtype, num_scored
+        return (total.log() - target)[:num_scored].mean()
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
-        slopes = probabilities.mul_(gradient / local.numel())
-        return slopes.to(ctx.format), None, None
+        slopes = _slopes(probabilities, gradient, ctx.num_scored)
+        return slopes.to(ctx.format), None, None, None
+
+
+def _slopes(values: Tensor, gradient: Tensor, num_scored: int | None) -> Tensor:
+    """Return the gradient of logits, in place of that of each token's loss over them."""
+    values.mul_(gradient / values[:num_scored, ..., 0].numel())
+    if num_scored is not None:
+        values[num_scored:].zero_()
+    return values
 
 
 def _local_targets(
@@ -153,24 +169,35 @@ class _FusedLoss(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Context, logits: Tensor, targets: Tensor, tp: TensorParallelGroup) -> Tensor:
+    def forward(
+        ctx: Context,
+        logits: Tensor,
+        targets: Tensor,
+        tp: TensorParallelGroup,
+        num_scored: int | None,
+    ) -> Tensor:
         own = logits.clone()
         local, outside = _local_targets(targets, own.shape[-1], tp)
         statistics = softmax_statistics(own, local, outside)
         everyone = tp.gather_tokens(statistics).unflatten(0, (tp.size, NUM_STATISTICS))
         losses = logits_to_gradient(own, everyone, local, outside)
         ctx.save_for_backward(own)
-        ctx.num_tokens = targets.numel()
-        return losses.mean()
+        ctx.num_scored = num_scored
+        return losses[:num_scored].mean()
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
-        return own.mul_(gradient / ctx.num_tokens), None, None
+        return _slopes(own, gradient, ctx.num_scored), None, None, None
 
 
 def vocabulary_loss(
-    logits: Tensor, targets: Tensor, tp: TensorParallelGroup, *, kernel: LossKernel
+    logits: Tensor,
+    targets: Tensor,
+    tp: TensorParallelGroup,
+    *,
+    kernel: LossKernel,
+    num_scored: int | None = None,
 ) -> Tensor:
     """Return the mean loss of ``[tokens, batch, local rows]`` logits.
 
@@ -179,11 +206,12 @@ def vocabulary_loss(
         targets: ``[tokens, batch]`` ids of the whole vocabulary.
         tp: Who holds the other rows.
         kernel: As Transformer Engine computes it (fused) or as Megatron-LM does, in fp32.
+        num_scored: Tokens of each sequence, from the first on, whose mean it is; None: all.
     """
     if kernel is LossKernel.FUSED:
-        loss: Tensor = _FusedLoss.apply(logits, targets, tp)
+        loss: Tensor = _FusedLoss.apply(logits, targets, tp, num_scored)
     elif kernel is LossKernel.COMPILED:
-        loss = _CompiledLoss.apply(logits, targets, tp)
+        loss = _CompiledLoss.apply(logits, targets, tp, num_scored)
     else:
-        loss = _WideLoss.apply(logits, targets, tp, kernel is LossKernel.IN_PLACE)
+        loss = _WideLoss.apply(logits, targets, tp, kernel is LossKernel.IN_PLACE, num_scored)
     return loss

@@ -24,18 +24,22 @@ class ShardedAdam:
         buffers: Of the rank's virtual stages; those of experts, if they have their own, apart.
         norm: Ranks over which the norm of each is summed; None where there is one
             (`ChainedOptimizer.get_grad_norm` of megatron/core/optimizer/optimizer.py, core 0.16).
+        device: Where the rank computes; it may have no weights.
     """
 
     def __init__(
-        self, buffers: Sequence[Sequence[StageBuffers]], norm: dist.ProcessGroup | None
+        self,
+        buffers: Sequence[Sequence[StageBuffers]],
+        norm: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
-        self.norm, self.parts = norm, buffers
+        self.norm, self.parts, self.device = norm, buffers, device
         self.shards = [
             (each, bucket) for part in buffers for each in part for bucket in each.buckets
         ]
         self.masters = [self._master(buffers, bucket) for buffers, bucket in self.shards]
         self.adam = torch.optim.AdamW(
-            self.masters,
+            [{"params": self.masters}],  # a list of tensors may not be empty
             lr=LEARNING_RATE,
             betas=BETAS,
             eps=EPSILON,
@@ -87,7 +91,7 @@ class ShardedAdam:
 
     def _square(self, gradients: Sequence[Tensor], part: Sequence[StageBuffers]) -> Tensor:
         """Return the sum over all ranks of the squares of the gradients of a *part*."""
-        total = self.masters[0].new_zeros((), dtype=torch.float32)
+        total = torch.zeros((), device=self.device)
         for gradient, (buffers, bucket) in zip(gradients, self.shards, strict=True):
             for own in _counted_once(bucket, _own(buffers, bucket)) if buffers in part else ():
                 total += torch.linalg.vector_norm(gradient[own]).square()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from meshwright.hwprofiles import ContextParallel
+from meshwright.hwprofiles import ContextParallel, LossKernel
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.context import ContextGroup, GatheredCore, RingCore, SwappedCore
 from meshwright.validate.programs.contract import Routing
@@ -18,13 +18,21 @@ from meshwright.validate.programs.fused import (
     RmsNorm,
     positions,
 )
-from meshwright.validate.programs.layers import AttentionCore, LayerOptions, Mlp, ResidualAdd
+from meshwright.validate.programs.layers import (
+    AttentionCore,
+    LayerOptions,
+    Mlp,
+    ResidualAdd,
+    SquaredRelu,
+)
 from meshwright.validate.programs.megatron.experts import MegatronExperts
+from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.tensor_parallel import (
     ColumnLinear,
     RowLinear,
     TensorParallelGroup,
     column_product,
+    gather_columns,
     scatter_sum,
     scatter_tokens,
     sum_ranks,
@@ -141,15 +149,23 @@ class VocabularyHead(nn.Module):
         tp: TensorParallelGroup,
         sink: GradientSink,
         table: nn.Parameter,
+        predictions: nn.Module | None,
     ) -> None:
         super().__init__()
         self.norm = megatron_norm(model, model.hidden_size)
+        self.predictions = predictions
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
         """Return this rank's logits of all tokens."""
-        return column_product(self.norm(hidden), self.output.weight, None, self.tp, self.sink)
+        hidden = self.norm(hidden)
+        if self.predictions is not None:
+            hidden = self.predictions(hidden, *read, self._logits)
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return column_product(hidden, self.output.weight, None, self.tp, self.sink)
 
 
 def megatron_norm(model: ModelSpec, width: int) -> nn.Module:
@@ -173,6 +189,7 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
+    loss = LossKernel.FUSED
 
     def __init__(
         self,
@@ -216,6 +233,8 @@ class MegatronParts:
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
+        if model.activation == "squared relu":
+            return SquaredRelu()
         return GatedSilu() if model.gated_mlp else Gelu()
 
     def experts(self, model: ModelSpec) -> nn.Module:
@@ -255,9 +274,18 @@ class MegatronParts:
         self.table = embedding.weight
         return embedding
 
-    def head(self, model: ModelSpec) -> nn.Module:
+    def gathered_columns(self, values: Tensor) -> Tensor:
+        """Return all columns of a rank's tokens."""
+        return gather_columns(values, self.tp)
+
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
+        """Return the mean loss of the first tokens of each sequence."""
+        targets = targets.t().contiguous()
+        return vocabulary_loss(logits, targets, self.tp, kernel=self.loss, num_scored=num_scored)
+
+    def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
         """Return the head."""
         table = self.table if model.tied_embeddings else None
         if table is None:
             table = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
-        return VocabularyHead(model, self.tp, self.sink, table)
+        return VocabularyHead(model, self.tp, self.sink, table, predictions)

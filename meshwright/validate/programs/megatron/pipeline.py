@@ -94,9 +94,10 @@ class PipelineRank:
             inputs = self._received(action, -1).requires_grad_()
         if self.variables is not None:
             self.variables.begin_forward(action[1:], inputs)
+        further = (read.tokens, read.targets) if is_last and read is not None else ()
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
-            output = self.stages[action.virtual_stage](inputs)
+            output = self.stages[action.virtual_stage](inputs, *further)
         if is_last:
             assert read is not None
             loss = self.loss(output, read.targets)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
+from meshwright.simulator.model import shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import refuse_routing
@@ -71,7 +72,9 @@ class MegatronProgram:
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.buffers, self.of_experts = _virtual_stages(request, self._groups)
         self.adam = ShardedAdam(
-            [each for each in (self.buffers, self.of_experts) if each], self._groups.norm
+            [each for each in (self.buffers, self.of_experts) if each],
+            self._groups.norm,
+            request.device,
         )
         index = self._groups.pipeline.index
         actions = plan.schedule_of(stack.pipeline_runtime).rank_actions(
@@ -84,14 +87,13 @@ class MegatronProgram:
         }
         shares = rank_stages(job.model, plan, index)
         self.messages = PipelineMessages(self._groups.pipeline)
-        stage_messages = _stage_messages(request, self._groups, self.messages, self.stages[0])
-        loss = partial(vocabulary_loss, tp=self._groups.tp, kernel=stack.loss)
+        stage_messages = _stage_messages(request, self._groups, self.messages)
         self.pipeline = PipelineRank(
             actions,
             self.stages,
             [(each.has_embedding, each.has_head) for each in shares],
             stage_messages,
-            lambda logits, targets: loss(logits, targets.t().contiguous()),
+            self._loss,
             _variables(request, actions, index, stage_messages),
         )
         self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
@@ -112,6 +114,13 @@ class MegatronProgram:
         self._sum_gradients()
         self.adam.step()
         return losses if self.reports else []
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a microbatch."""
+        kernel = self.request.stack.loss
+        loss = vocabulary_loss(logits, targets.t().contiguous(), self._groups.tp, kernel=kernel)
+        self.stages[-1].loss_is_made()
+        return loss
 
     def _sum_gradients(self) -> None:
         """Sum what is left to sum after the last backward pass.
@@ -192,6 +201,10 @@ def check_megatron(request: ProgramRequest) -> None:
         )
     refuse_offload(plan)
     _refuse_experts(request)
+    if model.activation == "gelu":
+        raise PlanError(f"activation=gelu of {model.name} has no PyTorch program")
+    if model.prediction_layers and plan.cp > 1:
+        raise PlanError(f"cp={plan.cp} with prediction_layers has no PyTorch program; allowed: 1")
     if model.mlm_head or model.token_types or model.positions == "alibi":
         raise PlanError(
             f"{model.name} has no program; allowed: models in the style of GPT and Llama"
@@ -208,6 +221,16 @@ def _refuse_experts(request: ProgramRequest) -> None:
     refuse_routing(request.job, plan)
 
 
+def _layer_options(request: ProgramRequest, dropout: float) -> LayerOptions:
+    plan = request.plan
+    return LayerOptions(
+        attention=plan.attention,
+        recompute=plan.recompute,
+        dropout=dropout,
+        num_microbatches=request.num_microbatches,
+    )
+
+
 def _virtual_stages(
     request: ProgramRequest, groups: MegatronGroups
 ) -> tuple[list[VirtualStage], list[StageBuffers], list[StageBuffers]]:
@@ -215,7 +238,7 @@ def _virtual_stages(
     plan, model = request.plan, request.job.transformer
     index = groups.pipeline.index
     dropout = request.dropout if model.dropout else 0.0
-    options = LayerOptions(attention=plan.attention, recompute=plan.recompute, dropout=dropout)
+    options = _layer_options(request, dropout)
     precision, size = request.job.precision, request.vocab_size
     kept_bytes, _ = gradient_bytes(request.stack, precision, plan.gradient_formats)
     stack = request.stack.model_copy(update={"gradient_bytes": kept_bytes})
@@ -228,6 +251,7 @@ def _virtual_stages(
         parts = MegatronParts(
             groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp, experts=setting
         )
+        parts.loss = stack.loss
         with default_dtype(DTYPES[precision]), request.device:
             stage = VirtualStage(
                 model,
@@ -276,9 +300,14 @@ def _stage_buffers(
 
     far = _tied_table([stage], request) if shards else None
     others = [each for each in stage.parameters() if each not in apart]
+    if stage.predictions is not None:  # a GPTModel has its table ahead of all
+        others = list(dict.fromkeys([*_tables(stage, request), *others]))
     buffers = [buffers_of(others, groups.dp, far)]
-    if has_embedding and stage.head is not None and model.tied_embeddings:
+    if stage.head is not None and model.tied_embeddings and (has_embedding or stage.predictions):
         buffers[0].shared.update(_tables(stage, request))
+    elif stage.predictions is not None:
+        (matrix,) = _weights_named("output_embedding.weight", stage, request)
+        buffers[0].num_products[matrix] = 1 + model.prediction_layers
     if groups.edp is not None:
         buffers.append(buffers_of(of_experts, groups.edp))
     return buffers
@@ -313,7 +342,7 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
 
 def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
     """Return the table that first and last stage share, on these."""
-    if request.plan.pp == 1 or not request.job.transformer.tied_embeddings:
+    if request.plan.pp == 1 or not shares_table(request.job.model):
         return None
     tables = [table for stage in stages for table in _tables(stage, request)]
     return tables[0] if tables else None
@@ -321,20 +350,25 @@ def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Param
 
 def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
     """Return the word table of *stage* if it has one."""
+    return _weights_named("word_embedding.weight", stage, request)
+
+
+def _weights_named(name: str, stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
+    """Return the weight of *stage* that is a part of the model's of that *name*, if it has one."""
     return [
         part.parameter
         for part in weight_parts(stage, request.job.transformer, request.vocab_size)
-        if part.whole.name == "word_embedding.weight"
+        if part.whole.name == name
     ]
 
 
 def _stage_messages(
-    request: ProgramRequest, groups: MegatronGroups, messages: PipelineMessages, stage: nn.Module
+    request: ProgramRequest, groups: MegatronGroups, messages: PipelineMessages
 ) -> ActivationMessages:
     plan, job = request.plan, request.job
     splits = groups.tp.splits_tokens
     tokens = job.seq_len // plan.cp // (plan.tp if splits else 1)
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
-    like = next(iter(stage.parameters()))
+    like = torch.empty(0, dtype=DTYPES[job.precision], device=request.device)
     shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)
     return ActivationMessages(messages, shape, like, groups.tp if in_parts else None)

@@ -147,6 +147,24 @@ class _ScatterTokens(AutogradFunction):
         return ctx.tp.gather_tokens(gradient), None
 
 
+class _GatherColumns(AutogradFunction):
+    """All columns of this rank's tokens; backward gathers tokens and keeps this rank's columns."""
+
+    @staticmethod
+    def forward(ctx: Context, values: Tensor, tp: TensorParallelGroup) -> Tensor:
+        ctx.tp = tp
+        by_rank = tp.gather_tokens(values)
+        whole = torch.cat(by_rank.chunk(tp.size), dim=-1)
+        del by_rank
+        return whole.chunk(tp.size)[tp.rank] if tp.splits_tokens else whole
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        tp = ctx.tp
+        whole = tp.gather_tokens(gradient) if tp.splits_tokens else gradient
+        return whole.chunk(tp.size, dim=-1)[tp.rank].contiguous(), None
+
+
 class _SumRanks(AutogradFunction):
     """Sum over the ranks, in place as in Megatron-LM; each part's gradient is that of the sum."""
 
@@ -223,6 +241,12 @@ def column_product(
 ) -> Tensor:
     """Return ``inputs weight^T + bias`` for this rank's rows of *weight*."""
     out: Tensor = _ColumnProduct.apply(inputs, weight, bias, tp, sink)
+    return out
+
+
+def gather_columns(values: Tensor, tp: TensorParallelGroup) -> Tensor:
+    """Return the columns of all ranks side by side, of this rank's tokens."""
+    out: Tensor = _GatherColumns.apply(values, tp) if tp.size > 1 else values
     return out
 
 

@@ -14,7 +14,7 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 _PLACES = (
-    (r"embedding\.weight", "word_embedding.weight"),
+    (r"(head\.predictions\.)?embedding\.weight", "word_embedding.weight"),
     (r"embedding\.positions", "position_embedding.weight"),
     (r"embedding\.norm\.", "embedding_norm."),
     (r"attention\.qkv\.", "qkv."),
@@ -31,7 +31,9 @@ _PLACES = (
     (r"head\.output\.weight", "output_embedding.weight"),
 )
 ALL_EXPERTS = ExpertGroup()
-_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_LAYER = re.compile(
+    r"(?:head\.(?=predictions))?(layers|predictions)\.(?:layers\.)?(\d+)\.(?:layer\.)?(.*)"
+)
 
 
 class WeightPart(NamedTuple):
@@ -60,7 +62,7 @@ def weight_parts(
     known = {each.name: each for each in parameter_tensors(model, vocab_size=vocab_size)}
     for path, parameter in stage.named_parameters():
         layer = _LAYER.fullmatch(path)
-        prefix, inner = (f"layers.{layer[1]}.", layer[2]) if layer else ("", path)
+        prefix, inner = (f"{layer[1]}.{layer[2]}.", layer[3]) if layer else ("", path)
         name = _weight_name(inner)
         if name == "output_embedding.weight" and model.tied_embeddings:
             name = "word_embedding.weight"

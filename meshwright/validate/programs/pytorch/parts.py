@@ -16,11 +16,14 @@ from meshwright.validate.programs.layers import (
     LayerOptions,
     Mlp,
     ResidualAdd,
+    SquaredRelu,
     VirtualStage,
 )
 from meshwright.validate.programs.pytorch.context import RotatedCore
+from meshwright.validate.programs.pytorch.loss import token_loss
 
 NORM_EPSILON = 1e-5
+PREDICTION_NORMS = "enorm", "hnorm", "prediction_norm"
 
 
 class PlainRmsNorm(nn.Module):
@@ -83,14 +86,19 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The final norm and the output matrix."""
 
-    def __init__(self, norm: nn.Module, width: int, vocab_size: int) -> None:
+    def __init__(
+        self, norm: nn.Module, width: int, vocab_size: int, predictions: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.predictions = norm, predictions
         self.output = nn.Linear(width, vocab_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
         """Return the logits."""
-        logits: Tensor = self.output(self.norm(hidden))
+        hidden = self.norm(hidden)
+        if self.predictions is not None:
+            hidden = self.predictions(hidden, *read, self.output)
+        logits: Tensor = self.output(hidden)
         return logits
 
 
@@ -147,6 +155,8 @@ class PlainParts:
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the exact GELU; a gated MLP has its activation in the gate."""
+        if model.activation == "squared relu":
+            return SquaredRelu()
         return nn.Identity() if model.gated_mlp else nn.GELU()
 
     def experts(self, model: ModelSpec) -> nn.Module:
@@ -167,9 +177,18 @@ class PlainParts:
         """Return the module from token ids to activations."""
         return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
-    def head(self, model: ModelSpec) -> nn.Module:
+    def head(self, model: ModelSpec, predictions: nn.Module | None = None) -> nn.Module:
         """Return the module from activations to logits, final norm included."""
-        return Head(self.norm(model, model.hidden_size), model.hidden_size, self.vocab_size)
+        width = model.hidden_size
+        return Head(self.norm(model, width), width, self.vocab_size, predictions)
+
+    def gathered_columns(self, values: Tensor) -> Tensor:
+        """Return *values*, which are whole."""
+        return values
+
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
+        """Return the mean loss of the first tokens of each sequence."""
+        return token_loss(logits[:, :num_scored], targets[:, :num_scored])
 
 
 def plain_parts(
@@ -257,6 +276,8 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         "mlp_norm": (f"{layer}mlp_norm", width, 0),
         "contract": (f"{layer}mlp_out", width, ffn),
         "norm": ("final_norm", width, 0),
+        **{name: (f"{layer}{name}", width, 0) for name in PREDICTION_NORMS},
+        "eh_proj": (f"{layer}eh_proj", width, 2 * width),
     }[module]
     return _initial(f"{canonical}.{tensor}", outputs, inputs)
 
@@ -295,9 +316,9 @@ def _split_name(name: str) -> tuple[str, str, str]:
     >>> _split_name("layers.3.attention.query.weight")
     ('layers.3.', 'query', 'weight')
     """
-    layer = re.match(r"layers\.\d+\.", name)
+    layer = re.match(r"(?:head\.(?=predictions))?(layers|predictions)\.(?:layers\.)?(\d+)\.", name)
     *_, module, tensor = name.split(".")
-    return layer[0] if layer else "", module, tensor
+    return f"{layer[1]}.{layer[2]}." if layer else "", module, tensor
 
 
 def _of_groups(model: ModelSpec, whole: Tensor, part: str) -> Tensor:

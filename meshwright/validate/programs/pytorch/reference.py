@@ -36,7 +36,10 @@ def reference_losses(
         model, vocab_size=padded_vocab_size(model, 1, vocabulary_multiple), dropout=dropout
     )
     options = LayerOptions(
-        attention=Attention.FLASH, recompute=Recompute.NONE, dropout=parts.dropout
+        attention=Attention.FLASH,
+        recompute=Recompute.NONE,
+        dropout=parts.dropout,
+        num_microbatches=job.global_batch_size,
     )
     layers = range(model.num_layers)
     stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
@@ -52,7 +55,7 @@ def _step(stage: VirtualStage, optimizer: Optimizer, job: TrainingJob, step: int
     for sequence in range(job.global_batch_size):
         tokens, targets = token_batch(job, step, range(sequence, sequence + 1))
         with autocast(job.precision, "cpu"):
-            loss = token_loss(stage(tokens), targets) / job.global_batch_size
+            loss = token_loss(stage(tokens, tokens, targets), targets) / job.global_batch_size
         loss.backward()
         total += loss.item()
     clip_gradients(local_gradients(stage.parameters()), [], None)

@@ -1,0 +1,123 @@
+"""Layers behind the last that predict a token further each, between the norm and the logits."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.hwprofiles import Recompute
+from meshwright.simulator import ModelSpec
+from meshwright.validate.programs.fused import AutogradFunction, Context
+from meshwright.validate.programs.layers.transformer import LayerOptions, Parts, TransformerLayer
+
+LOSS_SCALE = 0.1  # mtp_loss_scaling_factor of Megatron-Core's TransformerConfig (core 0.16)
+
+
+class _WithLoss(AutogradFunction):
+    """Hand activations on; backward is that of a loss, too, which has a weight of its own.
+
+    So MTPLossAutoScaler does (megatron/core/transformer/multi_token_prediction.py, core 0.16).
+    """
+
+    @staticmethod
+    def forward(ctx: Context, hidden: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.slope = torch.full_like(loss, weight)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.slope, None
+
+
+class PredictionLayer(nn.Module):
+    """A layer of what came before and of the embeddings of the tokens that follow.
+
+    DeepSeek-V3, arXiv 2412.19437, 2.2; names as in Megatron-Core's MultiTokenPredictionLayer.
+    """
+
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool
+    ) -> None:
+        super().__init__()
+        width = model.hidden_size
+        self.enorm = parts.norm(model, width)
+        self.hnorm = parts.norm(model, width)
+        self.eh_proj = parts.column_linear(2 * width, width, bias=False)
+        self.layer = TransformerLayer(model, options, parts, has_experts=has_experts)
+        self.prediction_norm = parts.norm(model, width)
+        self.gathered = parts.gathered_columns
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Return the activations after the layer."""
+        both = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)
+        out: Tensor = self.prediction_norm(self.layer(self.gathered(self.eh_proj(both))))
+        return out
+
+
+class Predictions(nn.Module):
+    """All such layers, and their losses.
+
+    Args:
+        model: Whose.
+        options: Switches of every layer.
+        parts: What the stack makes layers of.
+        embedding: Of the model, where it is on the same stage; else a copy is made.
+    """
+
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, embedding: nn.Module | None
+    ) -> None:
+        super().__init__()
+        number, experts = model.prediction_layers, model.experts
+        has_experts = experts is not None and experts.has_layer(model.num_layers - 1)
+        self.embedding = parts.embedding(model) if embedding is None else embedding
+        self.layers = nn.ModuleList(
+            PredictionLayer(model, options, parts, has_experts=has_experts) for _ in range(number)
+        )
+        self.weight = LOSS_SCALE / number / options.num_microbatches
+        # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
+        self.last_logits: Tensor | None = None
+        self.loss = parts.leading_loss
+        self.recomputes, self.is_reentrant = (
+            options.recompute is Recompute.FULL,
+            parts.is_reentrant,
+        )
+
+    def forward(
+        self, hidden: Tensor, ids: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return what came in, with the losses of further tokens behind it.
+
+        Args:
+            hidden: Normalised activations.
+            ids: ``[batch, tokens]`` that they were made of.
+            targets: The tokens that follow them.
+            logits_of: The output matrix.
+        """
+        streams = [hidden]
+        for layer in self.layers:
+            ids = _shifted(ids)
+            embedded = self.embedding(ids)
+            if self.recomputes and self.training:
+                made = checkpoint(layer, streams[-1], embedded, use_reentrant=self.is_reentrant)
+            else:
+                made = layer(streams[-1], embedded)
+            del embedded
+            streams.append(made)
+        del made
+        main, *further = torch.cat(streams).chunk(len(streams))
+        del streams, hidden
+        for number, each in enumerate(further, 1):
+            targets = _shifted(targets)
+            logits = logits_of(each)
+            loss = self.loss(logits, targets, targets.shape[1] - number)
+            main = _WithLoss.apply(main, loss, self.weight)
+        self.last_logits = logits
+        return main
+
+
+def _shifted(tokens: Tensor) -> Tensor:
+    """Return the token after each of ``[batch, tokens]``; there is none after the last."""
+    return functional.pad(tokens[:, 1:], (0, 1))
