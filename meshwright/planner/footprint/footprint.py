@@ -213,6 +213,8 @@ def _group_peaks(
     of_weights, of_gradients, of_optimizer = np.where(is_split, num_shards[:, None], 1).T
     state = StateBytes(*np.array([astuple(kind.state) for kind in kinds], np.int64)[member].T)
     weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
+    moved = [kind.moved for kind in kinds]
+    optimizer_stays, gradients_stay = 1 - np.array(moved, np.int64)[member].T
     microbatches = space.num_microbatches[group.indices]
     first, family = distinct([shapes, microbatches, member])
     peaks = np.zeros(len(group.indices), np.int64)
@@ -224,11 +226,12 @@ def _group_peaks(
         others = parameters - experts
         # The optimizer's share is what it updates, with what that needs for a moment.
         shards = space.expert_shards[group.indices]
-        updated = -(-others // of_optimizer) + -(-experts // shards)
+        updated = (-(-others // of_optimizer) + -(-experts // shards)) * optimizer_stays
         static = (
             (-(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))) * weight
             + (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
             * (state.gradient + state.bucket)
+            * gradients_stay
             + updated * state.optimizer
             + sizes.counts.beside_bytes(shapes, role.stages)
             + _shared_buffers(sizes, role)[shapes]
