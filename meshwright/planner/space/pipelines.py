@@ -85,15 +85,12 @@ class Pipeline:
         schedule: What they run.
         stages: Virtual stages in model order.
         kinds: Kinds of blocks in the order of columns.
-        group_size: Microbatches in a row through a virtual stage, where a plan says how many.
     """
 
     pp: int
     schedule: Schedule
     stages: tuple[Stage, ...]
     kinds: tuple[BlockKind, ...]
-
-    group_size: int | None = None
     _passes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property

@@ -25,6 +25,7 @@ from meshwright.simulator.graph import (
     attended,
     copy,
     flash,
+    handed_on,
     larger,
     several,
 )
@@ -64,8 +65,7 @@ def _ring(
     """
     ranks = heads.ranks
     pair = _pair(key)
-    slopes = [Gradient(each, hands_on=True) for each in (key, value)]
-    block.add([key, value], [pair], slopes, block.traffic(pair, pair))
+    handed_on(block, [key, value], pair, block.traffic(pair, pair))
     steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
     moves = [(pair.nbytes, ranks - 1)], [(pair.nbytes, 2), (2 * pair.nbytes, ranks - 2)]
     forward, backward = (
