@@ -54,6 +54,10 @@ MISTAKES = {
     "stack": ([*STEP, "--stack", "megatron"], ["'megatron'", "megatron-core"]),
     "schedule": ([*STEP, "--schedule", "1f2b"], ["'1f2b'", "1f1b"]),
     "schedule of a search": ([*SEARCH, "--schedule", "1f2b"], ["'1f2b'", "1f1b"]),
+    "hosts that are not known": (
+        [*SEARCH, "--cluster", "h100-96gb", "--stack", "fsdp", "--also", "offload"],
+        ["offload=parameters", "h100-96gb, which says nothing of its hosts"],
+    ),
     "no switch": ([*SEARCH, "--also", "cp_typ"], ["--also 'cp-typ'", "nearest: cp-type"]),
     "switch of experts": ([*SEARCH, "--also", "dispatcher"], ["gpt2", "allowed: cp-type"]),
     "overlap in a plain pipeline": (

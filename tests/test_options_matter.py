@@ -128,6 +128,7 @@ SWITCH_CHANGES: dict[str, list[str]] = {
     "reshard_after_forward": ["--reshard-after-forward"],
     "reduce_precision": ["--reduce-precision", "fp32"],
     "sync_each_microbatch": ["--no-sync-each-microbatch"],
+    "offload": ["--offload", "parameters"],
 }
 # An option of validate: the other words of two commands, which must not come to the same.
 PROBE = ["PLAN", "--backend", "probe", "--steps", "1"]

@@ -10,6 +10,7 @@ from documents.makers import (
     clusters,
     defaults,
     gallery,
+    hosts,
     layouts,
     matrices,
     models,
@@ -59,6 +60,7 @@ MAKERS: dict[str, Maker] = {
     "bert adam": _alone(accuracy.bert_adam_efficiency),
     "sharded now": lambda place: accuracy.sharded_now(place.text),
     "experts now": lambda place: accuracy.experts_now(place.text),
+    "hosts left out": _alone(hosts.hosts_left_out),
     "torchtitan now": lambda place: accuracy.torchtitan_now(place.text),
     "times now": lambda place: accuracy.times_now(place.text),
     "memory now": lambda place: accuracy.memory_now(place.text),
@@ -88,6 +90,7 @@ MAKERS: dict[str, Maker] = {
     "search growth": _alone(speed.growth),
 }
 SLOW = {
+    "hosts left out": "ten minutes of fits",
     "walked searches": "40 s; tests/planner/test_switch_walk.py walks small ones",
     "agreement ranks": "20 to 55 s a large plan; the gate compares a sample",
     "agreement hosts": "with the ranks; the gate compares all, which are small",

@@ -13,6 +13,7 @@ from meshwright.hwprofiles import (
     Dispatcher,
     ExpertOverlap,
     Kernels,
+    Offload,
     Precision,
     Recompute,
     RecomputeMethod,
@@ -23,7 +24,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.footprint.least import least_bytes
 from meshwright.planner.search import search
 from meshwright.planner.space import PASSES, SWITCHES
@@ -232,6 +233,55 @@ CASES = {
             sequence_parallel=(False,),
             max_microbatch_size=1,
         ),
+    ),
+    "optimizers on the host": Case(
+        SMALL,
+        "dgx-a100",
+        "deepspeed",
+        8,
+        16,
+        limits=SpaceLimits(
+            offload=tuple(Offload), max_tp=2, max_microbatch_size=4, recompute=(Recompute.NONE,)
+        ),
+        frees_switches=True,
+    ),
+    "a rank with its optimizer on the host": Case(
+        SMALL,
+        "dgx-a100",
+        "deepspeed",
+        1,
+        16,
+        limits=SpaceLimits(offload=tuple(Offload)),
+        frees_switches=True,
+    ),
+    "shards on the host": Case(
+        GROUPED,
+        "dgx-a100",
+        "fsdp",
+        4,
+        16,
+        limits=SpaceLimits(
+            offload=(Offload.NONE, Offload.PARAMETERS), max_microbatch_size=4, max_tp=1
+        ),
+        frees_switches=True,
+    ),
+    "shards on hosts in a pipeline": Case(
+        GROUPED,
+        "dgx-h100",
+        "torchtitan",
+        8,
+        128,
+        limits=SpaceLimits(
+            offload=(Offload.NONE, Offload.PARAMETERS),
+            recompute=(Recompute.NONE,),
+            max_tp=1,
+            pp=(1, 2),
+            microbatch_size=(8,),
+            schedule=("1f1b", "interleaved"),
+            reduce_precision=(None,),
+        ),
+        frees_switches=True,
+        changes=(("casts_shards_alone", False),),  # as above
     ),
     "gpt2 on one node": Case(load_model("gpt2"), "dgx-a100", "megatron-core", 8, 16),
     "gpt2 on a partial node": Case(
@@ -512,6 +562,8 @@ class Brute(NamedTuple):
     evaluated_bytes: dict[int, int]
     spare_bytes: dict[int, int]
     """What the live bytes are above the least that the search looks at first."""
+    host_bytes: dict[int, int]
+    evaluated_host_bytes: dict[int, int]
 
 
 @cache
@@ -524,6 +576,7 @@ def brute_force(name: str) -> Brute:
     needs = device_bytes_column(space, cluster, peak_bytes(space, table, BlockTable()))
     least = least_bytes(space, table, BlockTable(), np.arange(len(space)))
     runnable = [index for index in range(len(space)) if _runs(space.plan(index), job, stack)]
+    hosts = host_bytes_column(space, table, cluster, np.array(runnable, np.int64))
     bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runnable, np.int64))
     results = {
         index: simulate(job, space.plan(index), cluster, stack, costs=costs) for index in runnable
@@ -534,6 +587,8 @@ def brute_force(name: str) -> Brute:
         dict(zip(runnable, bounds.tolist(), strict=True)),
         {index: int(needs[index]) for index in runnable},
         {index: each.memory.peak_bytes - int(least[index]) for index, each in results.items()},
+        {index: each.memory.host_bytes for index, each in results.items()},
+        {index: int(hosts[index]) for index in runnable},
     )
 
 
@@ -547,6 +602,7 @@ def _runs(plan: object, job: TrainingJob, stack: object) -> bool:
 def test_the_evaluator_knows_every_layouts_memory_exactly(name: str) -> None:
     brute = brute_force(name)
     assert brute.evaluated_bytes == brute.device_bytes
+    assert brute.evaluated_host_bytes == brute.host_bytes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -593,6 +649,27 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
         if point.proven:
             within = [t for i, t in fitting.items() if brute.device_bytes[i] <= point.device_bytes]
             assert point.step_ps == min(within)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if " on the host" in name])
+def test_what_hosts_have_no_room_for_is_not_found(name: str) -> None:
+    case, brute = CASES[name], brute_force(name)
+    cluster, stack = load_cluster(case.cluster), stack_of(case)
+    have = max(brute.host_bytes.values()) - 1
+    small = cluster.model_copy(update={"host_memory_capacity_bytes": have})
+    found = search(job_of(case), small, stack, case.num_gpus, limits=limits_of(case))
+    fitting = [
+        step_ps
+        for index, step_ps in brute.step_ps.items()
+        if brute.device_bytes[index] <= cluster.device.usable_bytes
+        and brute.host_bytes[index] <= have
+    ]
+    assert found.feasible == len(fitting) < len(brute.step_ps)
+    assert found.rejections["needs more memory than a host has"] > 0
+    assert found.plans[0].step_ps == min(fitting)
+    silent = cluster.model_copy(update={"host_link": None})
+    with pytest.raises(PlanError, match="says nothing of its hosts"):
+        search(job_of(case), silent, stack, case.num_gpus, limits=limits_of(case))
 
 
 @pytest.mark.parametrize("name", SWITCHED)

@@ -178,5 +178,5 @@ def test_what_a_search_holds_is_listed_by_reason() -> None:
     assert said >= {
         "held      tp=2 (asked for)",
         "held      recompute_layers (ask by value)",
-        "held      offload=none (its time has no bound)",
+        "held      offload=none (ask with --also)",
     }

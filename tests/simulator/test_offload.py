@@ -329,10 +329,14 @@ def test_in_a_pipeline_gradients_stay_until_the_last_microbatch() -> None:
 
 def test_workspaces_hold_two_gathered_units_a_shard_and_a_gradient() -> None:
     side = side_of(Offload.PARAMETERS)
-    assert unit_workspace_bytes(side, [80, 160, 80]) == (2 * 240 + 4 * 20, 2 * 240 + 4 * 20 + 640)
-    assert unit_workspace_bytes(side_of(Offload.OPTIMIZER), [80, 160]) == (0, 320)
-    kept = side._replace(replication=side.replication._replace(reshards=False))
-    assert unit_workspace_bytes(kept, [80, 160, 80])[0] == 2 * 320 + 4 * 20
+    assert unit_workspace_bytes(side.state, side.replication, [80, 160, 80]) == (
+        2 * 240 + 4 * 20,
+        2 * 240 + 4 * 20 + 640,
+    )
+    other = side_of(Offload.OPTIMIZER)
+    assert unit_workspace_bytes(other.state, other.replication, [80, 160]) == (0, 320)
+    kept = side.replication._replace(reshards=False)
+    assert unit_workspace_bytes(side.state, kept, [80, 160, 80])[0] == 2 * 320 + 4 * 20
 
 
 @given(

@@ -32,9 +32,8 @@ from meshwright.planner.space import (
     distinct,
 )
 from meshwright.simulator import CostModel
-from meshwright.simulator.layout import DP_CP, Mesh
-from meshwright.simulator.ledger import left_sums, price, tied_table
-from meshwright.simulator.replication import WireBytes, replication_of
+from meshwright.simulator.layout import DP_CP
+from meshwright.simulator.ledger import left_sums
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
@@ -107,20 +106,8 @@ class StepBounds:
         columns = [self._space.column(name)[indices] for name in names]
         leaves = self._left_sums[self._table.index[indices]]
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
-        return [self._shared(index) for index in indices[first].tolist()], member
-
-    def _shared(self, index: int) -> Sharing:
-        shape = self._table.shapes[self._table.index[index]]
-        plan = self._space.plan_without_stages(index)
-        mesh = Mesh.of(plan, self._costs.cluster.devices_per_node)
-        wire = WireBytes.of(self._space.stack, self._space.job.precision, plan)
-        return Sharing(
-            int(self._space.pipeline_numbers[index]),
-            shape,
-            replication_of(plan, self._costs.stack, mesh),
-            wire,
-            price(self._costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps,
-        )
+        shared = (self._space, self._table, self._costs)
+        return [Sharing.of(*shared, index) for index in indices[first].tolist()], member
 
     def _bounds(self, layouts: Layouts, sharing: list[Sharing]) -> Column:
         first = self._ranks(layouts, sharing, 0)
@@ -183,7 +170,7 @@ class StepBounds:
                 rows.append((DataParallelTimes(), 0, none, none))
                 continue
             role = pipeline.roles[place]
-            times = self._data_parallel.times(each.shape, role, each.replication, each.wire)
+            times = self._data_parallel.times(each.shape, role, each.side)
             first = end_blocks(pipeline, role.stages[0], times.first_virtual_stage_blocks)
             last = end_blocks(pipeline, role.stages[-1], times.last_virtual_stage_blocks)
             rows.append((times, each.shared_ps, first, last))

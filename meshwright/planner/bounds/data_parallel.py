@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import add
 from typing import NamedTuple
 
-from meshwright.hwprofiles import StackProfile, Units
+from meshwright.hwprofiles import Offload, StackProfile, Units
 from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
@@ -32,8 +33,8 @@ from meshwright.simulator.replication import (
     held_parameters,
     reduced_parts,
     stage_bucket_limit,
-    update_cost,
 )
+from meshwright.simulator.step import HostSide, copy_back_ps, part_copies, rank_update_cost
 
 
 class DataParallelTimes(NamedTuple):
@@ -115,28 +116,28 @@ class DataParallelCosts:
         self._known: dict[tuple[object, ...], DataParallelTimes] = {}
         self._sums_ps: dict[tuple[object, ...], int] = {}
 
-    def times(
-        self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
-    ) -> DataParallelTimes:
+    def times(self, shape: BlockShape, role: Role, side: HostSide) -> DataParallelTimes:
         """Return the times of the ranks of *role*."""
-        key = (*_degrees(shape), role.stages, replication, wire)
+        _, wire, state, replication = side
+        on_host = None if replication.offload is Offload.NONE else state
+        key = (*_degrees(shape), role.stages, wire, on_host, replication)
         if key not in self._known:
             norm = _norm_ps(self._costs, shape, role.stages, replication)
-            times = self._without_sums(shape, role, replication, wire)
+            times = self._without_sums(shape, role, side)
             self._known[key] = times._replace(norm=norm)
         sums_ps = self._tensor_sums_ps(shape, role.stages, wire)
         return _with_sums(self._known[key], sums_ps, self._stack, replication)
 
-    def _without_sums(
-        self, shape: BlockShape, role: Role, replication: Replication, wire: WireBytes
-    ) -> DataParallelTimes:
+    def _without_sums(self, shape: BlockShape, role: Role, side: HostSide) -> DataParallelTimes:
+        _, wire, _, replication = side
         parameters = self._parts.parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, blocks_of(role.stages))
-        update = update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
-        if replication.in_units:
-            return self._sharded_times(shape, role, replication, wire, update)
-        if not self._stack.overlap_parameter_gather:
+        update = rank_update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
+        if not (replication.gathers_units or self._stack.overlap_parameter_gather):
             update += self._whole_ps(parameter_gathers, parameters, replication, wire)
+        if replication.in_units:
+            update += copy_back_ps(side, sum(parameters))
+            return self._sharded_times(shape, role, side, update)
         parts = {
             stage: self._parts.of_buckets(shape, stage, replication)
             for stage in dict.fromkeys(role.stages)
@@ -166,45 +167,38 @@ class DataParallelCosts:
         )
 
     def _sharded_times(
-        self,
-        shape: BlockShape,
-        role: Role,
-        replication: Replication,
-        wire: WireBytes,
-        update: int,
+        self, shape: BlockShape, role: Role, side: HostSide, update: int
     ) -> DataParallelTimes:
         """Return the times of ranks that gather or reduce parts in every pass."""
+        _, wire, _, replication = side
         parts = [reduced_parts(shape, stage, replication) for stage in role.stages]
         reduces = [self._times(gradient_reductions, each, replication, wire) for each in parts]
         gathers = [[0] * len(each) for each in parts]
         if replication.gathers_units:
             gathers = [self._times(parameter_gathers, each, replication, wire) for each in parts]
+        gathers, reduces, added = _with_host(side, parts, gathers, reduces)
         port_gather, port_reduce = (sum(map(sum, times)) for times in (gathers, reduces))
         # For a backward pass what does not stay is gathered again.
         once, freed = _once_and_freed(parts, gathers)
         port_gather -= once
         port_again = freed if replication.reshards else 0
-        each, has_root = replication.reduces_each_microbatch, self._stack.units is not Units.LAYERS
-        if not replication.gathers_units and not self._stack.overlap_parameter_gather:
-            whole = self._parts.parameters(shape, role.stages)
-            update += self._whole_ps(parameter_gathers, whole, replication, wire)
+        each = replication.reduces_each_microbatch
         times = DataParallelTimes(
             update=update,
             # All units are gathered for every forward pass, and those that it frees for backward;
             # where they stay from a backward pass on these alone, and all others once at least.
             port_each=port_again
             + (0 if replication.keeps_units else port_gather)
-            + (port_reduce if each else 0),
+            + (port_reduce if each else 0)
+            + added,
             port_last=once
+            - added  # of the first microbatch, which adds to nothing
             + (port_gather if replication.keeps_units else 0)
             + (0 if each else port_reduce),
         )
-        # One ahead, all gathers may hide but a pass's first, and where there is a root even that
-        # one: it may be left from the pass before.  One by one, computation waits for all of them.
+        # One by one, computation waits for all of them.
         if self._stack.prefetches_units:
-            forward, backward = (sum(times[end] for times in gathers) for end in (0, -1))
-            if has_root:
-                forward, backward = _first_gathers(parts, gathers, replication), 0
+            forward, backward = _waits(parts, gathers, replication, self._stack)
             times = times._replace(
                 exposed=reduces[0][0], forward_wait=forward, backward_wait=backward
             )
@@ -265,6 +259,47 @@ def _norm_ps(
     experts = shape.expert_tp, shape.ep
     mesh = Mesh(node_size=node_size, experts=experts, tp=shape.tp, cp=shape.cp, dp=dp, pp=pp)
     return price(costs, gradient_norm(shape, stages, mesh, replication)).time_ps
+
+
+def _with_host(
+    side: HostSide,
+    parts: Sequence[Sequence[StagePart]],
+    gathers: list[list[int]],
+    reduces: list[list[int]],
+) -> tuple[list[list[int]], list[list[int]], int]:
+    """Return gathers and reductions with the copies from and to the host on their stream.
+
+    The last number is what adding to gradients of earlier microbatches takes there.
+    """
+    if side.replication.offload is Offload.NONE:
+        return gathers, reduces, 0
+    each = [[part_copies(side, part) for part in stage] for stage in parts]
+    into = [[copies.in_ps for copies in stage] for stage in each]
+    out = [[copies.out_ps for copies in stage] for stage in each]
+    added = sum(copies.again_ps for stage in each for copies in stage)
+    return _sums(gathers, into), _sums(reduces, out), added
+
+
+def _sums(times: list[list[int]], more: list[list[int]]) -> list[list[int]]:
+    """Return the sums of the times of each part."""
+    return [[*map(add, *pair)] for pair in zip(times, more, strict=True)]
+
+
+def _waits(
+    parts: Sequence[Sequence[StagePart]],
+    gathers: Sequence[Sequence[int]],
+    replication: Replication,
+    stack: StackProfile,
+) -> tuple[int, int]:
+    """Return what forward and backward passes wait for gathers that come one ahead.
+
+    All may hide but a pass's first, and where there is a root even that one: it may be left from
+    the pass before.
+    """
+    if stack.units is not Units.LAYERS:
+        return _first_gathers(parts, gathers, replication), 0
+    forward, backward = (sum(times[end] for times in gathers) for end in (0, -1))
+    return forward, backward
 
 
 def _once_and_freed(

@@ -7,9 +7,14 @@ from numpy.typing import NDArray
 
 from meshwright.planner.bounds.data_parallel import DataParallelTimes
 from meshwright.planner.bounds.ways import Counts, Ways
-from meshwright.planner.space import Column
+from meshwright.planner.space import Column, ShapeTable, Space
+from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.replication import Replication, WireBytes
+from meshwright.simulator.layout import Mesh
+from meshwright.simulator.ledger import price, tied_table
+from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.replication import WireBytes, replication_of
+from meshwright.simulator.step import HostSide
 
 
 class Sharing(NamedTuple):
@@ -17,10 +22,24 @@ class Sharing(NamedTuple):
 
     pipeline: int
     shape: BlockShape
-    replication: Replication
-    wire: WireBytes
+    side: HostSide
     shared_ps: int
     """The all-reduce of a tied table."""
+
+    @classmethod
+    def of(cls, space: Space, table: ShapeTable, costs: CostModel, index: int) -> "Sharing":
+        """Return that of layout *index* of a space."""
+        stack, precision = space.stack, space.job.precision
+        plan, shape = space.plan_without_stages(index), table.shapes[table.index[index]]
+        mesh = Mesh.of(plan, costs.cluster.devices_per_node)
+        wire = WireBytes.of(stack, precision, plan)
+        state = StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision)
+        return cls(
+            int(space.pipeline_numbers[index]),
+            shape,
+            HostSide(costs, wire, state, replication_of(plan, stack, mesh)),
+            price(costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps,
+        )
 
 
 class Replicas(NamedTuple):

@@ -72,7 +72,10 @@ def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
             )
         if name != ALL and ASKABLE[name].name in given:
             raise PlanError(f"--also {name} and --{name} contradict each other")
-    chosen = offered if ALL in names else names
+    chosen = names
+    if ALL in names:  # what a cluster says nothing of is refused where it is named alone
+        refused = {"offload"} if setting.cluster.host_link is None else set()
+        chosen = [name for name in offered if name not in refused]
     return {key: every[name] for name in chosen if (key := ASKABLE[name].name) not in given}
 
 

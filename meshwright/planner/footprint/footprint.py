@@ -139,6 +139,8 @@ class _States:
         self._expert_shards = space.expert_shards[indices]
         known = np.array([astuple(kind.state) for kind in kinds], np.int64)[own.sharing]
         self._state = StateBytes(*known.T)
+        moved = np.array([kind.moved for kind in kinds], np.int64)[own.sharing]
+        self._optimizer_stays, self._gradients_stay = 1 - moved.T
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column]:
         """Return what lives throughout a step on a rank of a role, and what its end adds."""
@@ -149,11 +151,12 @@ class _States:
         of_weights, of_gradients, of_optimizer = self._shards
         weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
         # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = -(-others // of_optimizer) + -(-experts // shards)
+        updated = (-(-others // of_optimizer) + -(-experts // shards)) * self._optimizer_stays
         static = (
             (-(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))) * weight
             + (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
             * (state.gradient + state.bucket)
+            * self._gradients_stay
             + updated * state.optimizer
             + sizes.counts.beside_bytes(shapes, role.stages)
             + sizes.shared_buffers(role)[shapes]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.hwprofiles import Offload
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import DP_CP, GroupSpan, Mesh, Stage
@@ -15,7 +16,6 @@ from meshwright.simulator.memory import (
     BlockBytes,
     LateGradients,
     StateBytes,
-    sharded_workspace_bytes,
 )
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
@@ -27,6 +27,7 @@ from meshwright.simulator.replication import (
     reduced_parts,
     replication_of,
 )
+from meshwright.simulator.step import unit_workspace_bytes
 
 
 def makes_gradients_once(space: Space, indices: Column) -> Column:
@@ -63,7 +64,7 @@ class Kind(NamedTuple):
         undivided = replace(plan, ep=1, etp=None)
         uncut = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None)
         plan = replace(uncut, dp=dp, dp_shard=shard, ep=ep)
-        if not has_replicas:  # nothing is split, as at stage 0
+        if not has_replicas and plan.offload is Offload.NONE:  # nothing is split, as at stage 0
             plan = replace(plan, zero_stage=0)
         stack, precision = space.stack, space.job.precision
         return cls(
@@ -82,6 +83,12 @@ class Kind(NamedTuple):
         return casts.buffer_bytes(num_parameters, replication.shards.gradients)
 
     @property
+    def moved(self) -> tuple[bool, bool]:
+        """Whether the optimizer's states, and gradients that are reduced, are on the host."""
+        is_moved = self.replication.offload is not Offload.NONE
+        return is_moved, is_moved and self.replication.reduces_each_microbatch
+
+    @property
     def casts_last(self) -> bool:
         """Whether gradients are cast, and reduced as one, when activations are gone."""
         replication = self.replication
@@ -92,7 +99,8 @@ class Kind(NamedTuple):
 def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
     """Return the ways in which layouts share states, and which one each has."""
     has_replicas = space.column(DP_CP)[indices] > 1
-    zero_stages = np.where(has_replicas, space.column("zero_stage")[indices], 0)
+    is_split = has_replicas | (space.column("offload")[indices] > 0)
+    zero_stages = np.where(is_split, space.column("zero_stage")[indices], 0)
     divides = space.column("ep")[indices] > (1 if space.stack.is_fully_sharded else np.inf)
     flags = (has_replicas, space.column("pp")[indices] > 1, divides)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
@@ -154,9 +162,8 @@ class ReplicaWorkspaces:
             peak = bucket_cast_peak(self._blocks[index], stage, parts, kind.cast_bytes)
             return forward, max(backward, peak.total_bytes)
         units = [sum(part.buckets) for part in parts]
-        workspace = sharded_workspace_bytes(
-            units, kind.state, replication.shards, reshards=replication.reshards
-        )
+        spanned = replication._replace(span=GroupSpan(dp, 1, dp))
+        workspace = unit_workspace_bytes(kind.state, spanned, units)
         largest = max(size for part in parts for size in part.all_buckets)
         return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)
 

@@ -230,7 +230,7 @@ class UnitPeaks:
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
-        updating = held.update_temporary + copied - passes[REDUCED]
+        updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
         return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
 
     def _most_moving(self, ranks: "_Ranks") -> Column:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.hwprofiles import Cluster
 from meshwright.planner.search.density import Density, layout_density
 from meshwright.planner.search.result import SimulatedPlan
-from meshwright.planner.space import Column, Space
+from meshwright.planner.space import Candidates, Column, Space
 from meshwright.simulator import (
     BuiltStep,
     CostModel,
@@ -136,13 +137,21 @@ class Field(NamedTuple):
     """The layouts of a search, simulated on demand, and the functions of their lower bounds.
 
     ``needed_bytes`` gives the exact device memory of layouts of which the runs know no more than
-    that they do not fit; None where all of it is known.
+    that they do not fit; None where all of it is known.  ``host_bytes`` is the memory of hosts, of
+    layouts that fit on devices; None where none is used.
     """
 
     runs: Runs
     rough_ps: Bound
     sharp_ps: Bound | None = None
     needed_bytes: Bound | None = None
+    host_bytes: Column | None = None
+
+    def candidates(self, cluster: Cluster, memory_limit_bytes: int | None) -> Candidates:
+        """Return what rules may look at."""
+        runs = self.runs
+        needed = runs.device_bytes, memory_limit_bytes, self.host_bytes
+        return Candidates(runs.space, cluster, *needed)
 
     def bounds(self, indices: NDArray[np.int64]) -> Bounds:
         """Return the bounds of *indices*; those of other layouts say nothing."""

@@ -1,10 +1,19 @@
 """The search: enumerate, price, prune with reasons, simulate best first, prove."""
 
+from typing import cast
+
 import numpy as np
 
-from meshwright.hwprofiles import Attention, Cluster, StackProfile, Strategy, counted
+from meshwright.hwprofiles import (
+    Attention,
+    Cluster,
+    Offload,
+    StackProfile,
+    Strategy,
+    counted,
+)
 from meshwright.planner.bounds import StepBounds
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
@@ -24,6 +33,7 @@ from meshwright.planner.space import (
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob
 from meshwright.simulator.layout import attention_kernels
 from meshwright.simulator.memory import usable_bytes
+from meshwright.simulator.step import host_refusal
 
 MAX_GPUS = 10_000_000
 # How much may be simulated, in forward and backward passes: for the proof of the best layout
@@ -62,13 +72,13 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     Raises:
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
-    _check_request(cluster, num_gpus, top)
+    _check_request(cluster, num_gpus, limits, top)
     asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = with_kernels(job, asked, cluster, stack)
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     field = _field(job, cluster, stack, num_gpus, limits, limit_bytes=limit_bytes, tell=tell)
     runs = field.runs
-    candidates = Candidates(runs.space, cluster, runs.device_bytes, memory_limit_bytes)
+    candidates = field.candidates(cluster, memory_limit_bytes)
     tell(f"bounding the time of {counted(len(runs.space), 'layout')}", 0, 0)
     finalists, rejections = _finalists(field, candidates)
     density = finalists.density  # of the bounds before any is sharpened
@@ -154,10 +164,16 @@ def _field(  # noqa: PLR0913 -- what a search is of
         live = peak_bytes(space, table, costs.blocks, indices)
         return device_bytes_column(space, cluster, live, indices)
 
-    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes)
+    fitting = offered[runs.device_bytes[offered] <= limit_bytes]
+    hosts = host_bytes_column(space, table, cluster, fitting)
+    return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes, hosts)
 
 
-def _check_request(cluster: Cluster, num_gpus: int, top: int) -> None:
+def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, top: int) -> None:
+    wanted = limits.values("offload") if limits else None
+    for offload in cast("tuple[Offload | None, ...]", wanted or ()):
+        if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
+            raise PlanError(refusal)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")
     if not 1 <= top <= 1000:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload, PipelineRuntime
+from meshwright.hwprofiles import PipelineRuntime
 from meshwright.planner.space import (
     COLUMNS,
     LONG_SEQUENCE,
@@ -150,11 +150,7 @@ def _held(
 ) -> Iterator[Held]:
     for field in fields:
         name = field.name
-        if name == "offload":
-            is_one = space.stack.offload_modes == (Offload.NONE,)
-            why = ONLY_ONE if is_one else "its time has no bound"
-            yield Held(name, Offload.NONE, why)
-        elif name not in codes:
+        if name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
             why = "it can only cost" if offered else ONLY_ONE
             yield Held(name, field.default, why)

@@ -22,12 +22,16 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What rules may look at: the space, what it runs on, and each layout's device memory."""
+    """What rules may look at: the space, what it runs on, and each layout's memory.
+
+    ``host_bytes`` is that of the fullest node's host; None where no layout keeps anything there.
+    """
 
     space: Space
     cluster: Cluster
     device_bytes: Column
     memory_limit_bytes: int | None
+    host_bytes: Column | None = None
 
 
 Rule = Callable[[Candidates], dict[str, Mask]]
@@ -50,6 +54,14 @@ def fits_memory(candidates: Candidates) -> dict[str, Mask]:
     return {"needs more memory than a device has": candidates.device_bytes > limit}
 
 
+def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
+    """Reject what needs more memory of a host than it has."""
+    if candidates.host_bytes is None:
+        return {}
+    have = candidates.cluster.host_memory_capacity_bytes or 0
+    return {"needs more memory than a host has": candidates.host_bytes > have}
+
+
 def lacks(space: Space) -> Mask:
     """Return the layouts that the stack does not offer."""
     masks = [
@@ -63,6 +75,7 @@ def lacks(space: Space) -> Mask:
 RULES: dict[str, Rule] = {
     "stack": stack_offers,
     "memory": fits_memory,
+    "hosts": fits_hosts,
 }
 
 

@@ -368,12 +368,19 @@ def _switches(
     acts_on = field.declaration.acts_on
     axes = () if acts_on is None else JOINT_AXES.get(acts_on) or (Axis(acts_on),)
     if axes and prod(fixed[axis] for axis in axes) == 1:
-        has_moments = field.name == "zero_stage" and limits.asks_for("moment_precision")
-        values = values[: 2 if has_moments and wanted is None else 1]
+        values = values[: _stages_of_one_rank(limits) if field.name == "zero_stage" else 1]
     if field.name == "sequence_parallel" and job.seq_len % (fixed["tp"] * fixed["cp"]):
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]
     return codes if acts_on is not None else sorted(codes)
+
+
+def _stages_of_one_rank(limits: SpaceLimits) -> int | None:
+    """Return how many ZeRO stages say something of one rank: of moments, or what is offloaded."""
+    if limits.asks_for("offload") and limits.values("zero_stage") is None:
+        return None
+    is_asked = limits.asks_for("moment_precision") and limits.values("zero_stage") is None
+    return 2 if is_asked else 1
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import (
     EIGHT_BITS,
     ContextParallel,
+    Offload,
     Precision,
     Recompute,
     RecomputeMethod,
@@ -36,6 +37,7 @@ from meshwright.simulator.layout import (
     syncs_by_default,
 )
 from meshwright.simulator.schedules import SCHEDULES, any_core_group
+from meshwright.simulator.step import OFFLOAD_STAGES
 
 Column: TypeAlias = NDArray[np.int64]
 Setting: TypeAlias = dict[str, object]
@@ -105,17 +107,26 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _resharding(stack, place, wanted),
         _formats(job, stack, place, wanted),
         _moments(job, stack, place, wanted),
+        _offloads(stack, place, wanted),
         _syncs(stack, place, wanted),
     )
     known = (
         USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
     )
-    return [each for each in known if _go_together(each)]
+    is_stage_0 = place.is_whole and place.zero_stage and "zero_stage" not in wanted
+    return [each for each in known if _go_together(each) and not (is_stage_0 and _is_plain(each))]
+
+
+def _is_plain(setting: Setting) -> bool:
+    """Return whether one rank, which shards nothing, has states as at stage 0."""
+    return all(setting[name] == USUAL[name] for name in ("moment_precision", "offload"))
 
 
 def _go_together(setting: Setting) -> bool:
-    """Return whether passes may run beside each other with the rest of a *setting*, if they do."""
+    """Return whether what is offloaded, and passes beside each other, go with a *setting*."""
+    if setting["offload"] is Offload.PARAMETERS and setting["gradient_precision"] is not None:
+        return False  # on the host a gradient has the format of its parameter
     again = cast("tuple[RecomputeModule, ...]", setting["recompute_modules"])
     is_refused = RecomputeModule.MOE in again or bool(setting["sync_each_microbatch"])
     return setting["expert_overlap"] is None or not is_refused
@@ -294,19 +305,22 @@ def _formats(
 def _moments(
     job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
 ) -> Iterator[Setting]:
-    """Yield the formats of Adam's moments: the stack's unless asked for.
-
-    One rank has an optimizer that knows others at stage 1 alone, which is stage 0 but for them.
-    """
+    """Yield the formats of Adam's moments: the stack's unless asked for."""
     name = "moment_precision"
     for moments in cast("tuple[Precision | None, ...]", wanted.get(name, (None,))):
-        if moments is None:
-            if not (place.is_whole and place.zero_stage and "zero_stage" not in wanted):
-                yield {name: None}
-            continue
         plan = ParallelPlan(zero_stage=place.zero_stage, moment_precision=moments)
-        if moments_refusal(job, plan, stack) is None:
+        if moments is None or moments_refusal(job, plan, stack) is None:
             yield {name: moments}
+
+
+def _offloads(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield what is kept and updated on the host: nothing unless asked for."""
+    name, accumulates = "offload", stack.offload_accumulates or not place.has_several
+    for offload in wanted.get(name, (None,)):
+        if offload in {None, Offload.NONE}:
+            yield {name: Offload.NONE}
+        elif place.zero_stage in OFFLOAD_STAGES[Offload(str(offload))] and accumulates:
+            yield {name: offload}
 
 
 def _is_wanted(

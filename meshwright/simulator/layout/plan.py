@@ -56,7 +56,6 @@ class Degrees:
         offered_by="context_parallel",
         acts_on=Axis.CP,
     ).field(None)
-    """How context-parallel ranks attend to each other's tokens; None is the stack's habit."""
 
     cp_inner: int | None = Declaration(
         help="Ranks of a ring+all-to-all that swap tokens for heads [those of a node].",
@@ -91,7 +90,6 @@ class Degrees:
         offered_by="dispatchers",
         of_experts=True,
     ).field(None)
-    """How tokens go to the ranks that have their experts; None is the stack's habit."""
 
     expert_overlap: ExpertOverlap | None = Declaration(
         help="What another microbatch hides of exchanges with experts [nothing].",
@@ -157,7 +155,6 @@ class Recomputation(Degrees):
         members=tuple(RecomputeModule),
         without_attention=((),),
     ).field(())
-    """Parts of a layer that selective recomputation runs again; none given is attention's core."""
 
     recompute_layers: int | None = Declaration(
         help="The number N of --recompute-method, with full recomputation [all, one by one].",
@@ -210,7 +207,6 @@ class PlanFields(Recomputation):
         is_rare=True,
         acts_on=Axis.PP,
     ).field(None)
-    """Microbatches in a row through a virtual stage of an interleaved schedule; None is fewest."""
 
     stages: tuple[int, ...] = Declaration(
         help="Layers of stages: even, ends, balanced, greedy, 3,2,2,1 or Et*3|tt|tL [the stack's].",
@@ -276,7 +272,11 @@ class PlanFields(Recomputation):
     """Reduce gradients in every microbatch, not in the last alone; None is the stack's habit."""
 
     offload: Offload = Declaration(
-        help="What is kept and updated on the host.", group="replication"
+        help="What is kept and updated on the host.",
+        heading="offload",
+        group="replication",
+        is_asked=True,
+        offered_by="offload_modes",
     ).field(Offload.NONE)
 
     find_unused: bool = Declaration(

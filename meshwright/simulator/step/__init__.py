@@ -1,18 +1,47 @@
 """The work of a whole step, rank by rank, from the costs of its parts."""
 
-from meshwright.simulator.step.build import PPM, BuiltStep, build_step, overhead_per_million
-from meshwright.simulator.step.offload import node_host_bytes, offload_refusal, owned_share
-from meshwright.simulator.step.rank import VirtualStageCost, message_between, virtual_stage_cost
+from meshwright.simulator.step.build import (
+    PPM,
+    BuiltStep,
+    build_step,
+    overhead_per_million,
+)
+from meshwright.simulator.step.offload import (
+    OFFLOAD_STAGES,
+    HostSide,
+    copy_back_ps,
+    host_refusal,
+    node_host_bytes,
+    offload_refusal,
+    owned_share,
+    part_copies,
+    rank_host_bytes,
+    rank_update_cost,
+    unit_workspace_bytes,
+)
+from meshwright.simulator.step.rank import (
+    VirtualStageCost,
+    message_between,
+    virtual_stage_cost,
+)
 
 __all__ = [
+    "OFFLOAD_STAGES",
     "PPM",
     "BuiltStep",
+    "HostSide",
     "VirtualStageCost",
     "build_step",
+    "copy_back_ps",
+    "host_refusal",
     "message_between",
     "node_host_bytes",
     "offload_refusal",
     "overhead_per_million",
     "owned_share",
+    "part_copies",
+    "rank_host_bytes",
+    "rank_update_cost",
+    "unit_workspace_bytes",
     "virtual_stage_cost",
 ]

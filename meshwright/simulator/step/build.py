@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain, product
+from itertools import product
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Offload, Source, StackProfile
+from meshwright.hwprofiles import Source, StackProfile
 from meshwright.simulator.blocks import beside_weights_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
@@ -32,8 +32,6 @@ from meshwright.simulator.replication import (
     bucket_cast_peak,
     flat_pass_bytes,
     held_parameters,
-    sum_parameters,
-    unit_shards,
 )
 from meshwright.simulator.schedules import get_schedule
 from meshwright.simulator.step.beside import exchange_source
@@ -41,6 +39,7 @@ from meshwright.simulator.step.offload import (
     HostSide,
     host_share,
     offloaded_memory,
+    rank_host_bytes,
     unit_workspace_bytes,
 )
 from meshwright.simulator.step.rank import (
@@ -210,7 +209,9 @@ def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
         )
     elif replication.in_units:
         units = [sum(part.buckets) for part in context.setting.parts[stage]]
-        virtual_stage = with_workspace(virtual_stage, unit_workspace_bytes(context.host, units))
+        virtual_stage = with_workspace(
+            virtual_stage, unit_workspace_bytes(context.host.state, replication, units)
+        )
     if context.late is not None:
         virtual_stage = context.late.added_to(virtual_stage, stage)
     return _with_casts(context, stage, virtual_stage)
@@ -252,18 +253,11 @@ def _pairs_bytes(context: StepContext, stages: tuple[Stage, ...]) -> dict[tuple[
 
 
 def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ...]) -> RankMemory:
-    """Return *memory* with what the plan keeps on the host moved there.
-
-    A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
-    """
-    shape, replication = context.setting.shape, context.setting.replication
-    arriving = 0
-    again = replication.reduces_each_microbatch and context.setting.num_microbatches > 1
-    if replication.offload is Offload.PARAMETERS and again:
-        shards = (unit_shards(shape, stage, replication.span.num_ranks) for stage in stages)
-        arriving = max(chain.from_iterable(shards))
-    num_parameters = sum_parameters(shape, stages)
-    return offloaded_memory(context.host, memory, num_parameters, arriving=arriving)
+    """Return *memory* with what the plan keeps on the host moved there."""
+    setting, replication = context.setting, context.setting.replication
+    count = setting.num_microbatches
+    host_bytes = rank_host_bytes(setting.shape, stages, context.host.state, replication, count)
+    return offloaded_memory(memory, replication, host_bytes)
 
 
 def _with_casts(

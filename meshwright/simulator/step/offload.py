@@ -9,12 +9,14 @@ out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, a
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import RankWork
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
@@ -24,11 +26,12 @@ from meshwright.simulator.replication import (
     StagePart,
     WireBytes,
     sum_parameters,
+    unit_shards,
     update_cost,
 )
 
 # The ZeRO stages that each way goes with.
-ZERO_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
+OFFLOAD_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
 # fp32 weight and two moments, which ZeRO-Offload keeps on the host whatever the precision.
 ADAM_STATE_BYTES = 12
 # Parameters that CPU-Adam updates before it copies them, while it updates the next ones
@@ -66,8 +69,8 @@ def offload_refusal(
     if offload not in stack.offload_modes:
         modes = ", ".join(stack.offload_modes)
         return f"offload={offload} is not offered by stack {stack.name}; allowed: {modes}"
-    if plan.zero_stage not in ZERO_STAGES[offload]:
-        stages = ", ".join(str(stage) for stage in ZERO_STAGES[offload])
+    if plan.zero_stage not in OFFLOAD_STAGES[offload]:
+        stages = ", ".join(str(stage) for stage in OFFLOAD_STAGES[offload])
         return f"zero_stage={plan.zero_stage} does not go with offload={offload}; allowed: {stages}"
     num_microbatches = plan.num_microbatches(job)
     if num_microbatches > 1 and not stack.offload_accumulates:
@@ -75,12 +78,17 @@ def offload_refusal(
             f"offload={offload} of stack {stack.name} does not go with {num_microbatches} "
             "microbatches; allowed: 1; raise --micro-batch or --dp"
         )
-    if cluster.host_link is None:
-        return (
-            f"offload={offload} is not offered by cluster {cluster.name}, which says nothing of "
-            "its hosts; allowed: with host_link, host_memory and host_memory_bandwidth"
-        )
-    return _format_refusal(job, plan, stack)
+    return host_refusal(offload, cluster) or _format_refusal(job, plan, stack)
+
+
+def host_refusal(offload: Offload, cluster: Cluster) -> str | None:
+    """Return why hosts of *cluster* keep nothing, or None when they can."""
+    if offload is Offload.NONE or cluster.host_link is not None:
+        return None
+    return (
+        f"offload={offload} is not offered by cluster {cluster.name}, which says nothing of "
+        "its hosts; allowed: with host_link, host_memory and host_memory_bandwidth"
+    )
 
 
 def _format_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -218,38 +226,55 @@ def host_share(side: HostSide, setting: StepSetting, pp_rank: int, work: RankWor
     return Fraction(host_ps, busy_ps)
 
 
-def rank_update_cost(side: HostSide, held: HeldParameters, cast_bytes: int) -> PhaseCost:
+def rank_update_cost(
+    costs: CostModel,
+    held: HeldParameters,
+    wire: WireBytes,
+    replication: Replication,
+    cast_bytes: int,
+) -> PhaseCost:
     """Return the time of the optimizer on one rank's share, wherever it runs.
 
     *cast_bytes* is the traffic of casting the rank's weights on the device after it.
     """
-    costs, wire, _, replication = side
     if replication.offload is Offload.NONE:
         return update_cost(costs, held, wire, replication, cast_bytes)
     parts = (host_update_cost(costs, sum(held), replication), costs.memory_traffic(cast_bytes))
     return PhaseCost.total([(Category.OPTIMIZER, part) for part in parts if part.time_ps])
 
 
-def offloaded_memory(
-    side: HostSide, memory: RankMemory, num_parameters: int, *, arriving: int = 0
-) -> RankMemory:
-    """Return *memory* with what the plan keeps on the host moved there.
+def rank_host_bytes(
+    shape: BlockShape,
+    stages: Sequence[Stage],
+    state: StateBytes,
+    replication: Replication,
+    num_microbatches: int,
+) -> int:
+    """Return what the host keeps for a rank that holds *stages*.
 
-    Gradients that are not reduced before the last microbatch stay whole on the device till then;
-    their place on the host is needed all the same.
-
-    Args:
-        side: What the bytes follow from.
-        memory: As if nothing were moved.
-        num_parameters: Of the rank, before sharding.
-        arriving: Elements of a gradient that come beside the sum that the host adds them to.
+    A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
+    Gradients that are not reduced before the last microbatch need their place all the same.
     """
-    state, replication = side.state, side.replication
+    if replication.offload is Offload.NONE:
+        return 0
+    share = owned_share(sum_parameters(shape, stages), replication)
+    if replication.offload is Offload.OPTIMIZER:
+        return share * (ADAM_STATE_BYTES + state.gradient)
+    arriving = 0
+    if replication.reduces_each_microbatch and num_microbatches > 1:
+        shards = (unit_shards(shape, stage, replication.span.num_ranks) for stage in stages)
+        arriving = max(chain.from_iterable(shards))
+    on_host = state.sharded_parameter + state.gradient + state.optimizer
+    return share * on_host + arriving * state.gradient
+
+
+def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: int) -> RankMemory:
+    """Return *memory* with what the plan keeps on the host moved there, which is *host_bytes*.
+
+    Gradients that are not reduced before the last microbatch stay whole on the device till then.
+    """
     if replication.offload is Offload.NONE:
         return memory
-    on_host = ADAM_STATE_BYTES + state.gradient
-    if replication.offload is Offload.PARAMETERS:
-        on_host = state.sharded_parameter + state.gradient + state.optimizer
     return replace(
         memory,
         parameters_bytes=0
@@ -258,18 +283,19 @@ def offloaded_memory(
         gradients_bytes=0 if replication.reduces_each_microbatch else memory.gradients_bytes,
         optimizer_states_bytes=0,
         update_temporary_bytes=0,
-        host_bytes=owned_share(num_parameters, replication) * on_host + arriving * state.gradient,
+        host_bytes=host_bytes,
     )
 
 
-def unit_workspace_bytes(side: HostSide, units: list[int]) -> tuple[int, int]:
+def unit_workspace_bytes(
+    state: StateBytes, replication: Replication, units: list[int]
+) -> tuple[int, int]:
     """Return what forward and backward hold of states that are elsewhere at other times.
 
     With parameters on the host: those of a unit and of the one that follows it, gathered, and one
     shard on its way.  In backward also the whole gradient of a unit, where it leaves after its
     reduction.  Without offloading see `sharded_workspace_bytes`.
     """
-    state, replication = side.state, side.replication
     if replication.offload is Offload.NONE:
         return sharded_workspace_bytes(
             units, state, replication.shards, reshards=replication.reshards

@@ -111,7 +111,8 @@ def _priced_rank(
     }
     held = held_parameters(setting.shape, stages)
     cast_bytes = step_cast_bytes(setting.shape, blocks_of(stages))
-    update = rank_update_cost(context.host, held, cast_bytes)
+    wire, replication = setting.wire, setting.replication
+    update = rank_update_cost(costs, held, wire, replication, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,

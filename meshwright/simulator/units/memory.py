@@ -180,7 +180,7 @@ def _whole(peaks: Iterable[PassPeak[Size]]) -> list[PassPeak[int]]:
 
 
 class RankStates(NamedTuple):
-    """Bytes of a rank's states, and of what the optimizer needs for a moment."""
+    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment."""
 
     parameters: Size
     gradients: Size
@@ -191,10 +191,14 @@ class RankStates(NamedTuple):
     def of(cls, num_parameters: Size, num_experts: Size, sharding: Sharding) -> "RankStates":
         """Return those of so many parameters, and of experts of which other ranks hold others."""
         state, share = sharding.parameter.state, sharding.shares(num_parameters, num_experts)
-        experts = sharding.of_experts.kept_bytes(num_experts)
+        share = share * (1 - sharding.on_host)
+        leaves = sharding.on_host * (1 - sharding.keeps_whole_gradients)
+        gradients = sharding.kept_bytes(num_parameters) + sharding.of_experts.kept_bytes(
+            num_experts
+        )
         return cls(
             parameters=share * state.sharded_parameter,
-            gradients=sharding.kept_bytes(num_parameters) + experts,
+            gradients=gradients * (1 - leaves),
             optimizer=share * state.optimizer,
             update_temporary=share * state.update_temporary,
         )
