@@ -19,7 +19,6 @@ from meshwright.planner.sweep.varied import Variation
 COLOURS = (canvas.BLUE, canvas.VERMILION, canvas.GREEN, canvas.ORANGE, canvas.PURPLE, canvas.SKY)
 MARKERS = "os^Dv*"
 MOST_LINES = len(COLOURS)
-DETAIL_CHARACTERS = 108
 LOG_RATIO = 4.0  # beyond it a linear axis would press most values together
 MOST_TEXTS = 120  # cells of a map that are wide enough for their numbers
 MOST_TICKS = 12
@@ -181,7 +180,7 @@ def _sheet(
     )
     # A title takes no width of its panel, so that this one may reach over both.
     left.set_title(
-        "\n".join(wrap(_setting_text(result), DETAIL_CHARACTERS)),
+        "\n".join(wrap(_setting_text(result), canvas.DETAIL_CHARACTERS)),
         loc="left",
         fontsize=canvas.TEXT_POINTS,
         color=canvas.DARK_GREY,
