@@ -36,6 +36,11 @@ def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> rang
     return range(0)
 
 
+def one_of_each_rank(pp: int, _num_microbatches: int) -> int:
+    """Return the size of a group of as many microbatches as a pipeline has ranks."""
+    return pp
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A pipeline schedule: the action lists and what is known about them in closed form.
@@ -54,6 +59,8 @@ class Schedule:
         refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
         pairs: ``(pp_rank, pp, num_microbatches, vpp) -> `` where in the list of a rank forward
             passes are that run beside the backward pass behind them.
+        group: ``(pp, num_microbatches) -> `` how many microbatches go through a virtual stage in a
+            row, before the first of them goes on to the rank's next one.
         interleaves: Whether it takes more than one virtual stage a rank.
         holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
     """
@@ -67,6 +74,7 @@ class Schedule:
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
     pairs: Callable[[int, int, int, int], range] = no_pairs
+    group: Callable[[int, int], int] = one_of_each_rank
     interleaves: bool = False
     holds_sent: bool = False
 

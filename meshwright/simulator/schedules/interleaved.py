@@ -146,6 +146,7 @@ def interleaved(
         bubble_fraction=plain_bubble_fraction,
         refusal=lambda *size: _refusal(runtime, group_size, *size),
         pairs=order.pairs if beside else no_pairs,
+        group=order.group,
         interleaves=True,
         holds_sent=True,
     )
