@@ -58,7 +58,7 @@ def run_export(options: ExportOptions) -> int:
 def _write(files: Mapping[str, str], out: str | None, *, force: bool) -> None:
     """Write the only file to *out*, or several into it, all of them or none."""
     from meshwright.hwprofiles import shown_path
-    from meshwright.planner.reports import check_file, check_folder, new_file, new_folder
+    from meshwright.planner.reports import check_file, check_folder, new_folder, write_whole
 
     if out is None:
         for name, text in files.items():
@@ -67,9 +67,7 @@ def _write(files: Mapping[str, str], out: str | None, *, force: bool) -> None:
         return
     if len(files) == 1:
         target = check_file("--out", out)
-        with new_file(target) as path:
-            (text,) = files.values()
-            path.write_text(text, encoding="utf-8", newline="\n")
+        write_whole(target, *files.values())
     else:
         target = check_folder(out, force=force)
         with new_folder(target) as folder:
