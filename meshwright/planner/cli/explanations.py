@@ -157,8 +157,8 @@ def _simulated(
     plans: Sequence[str], jobs: "Sequence[JobOptions]", given: "Given", progress: "Progress | None"
 ) -> "Iterator[StepResult]":
     """Yield the step of each plan with each stack."""
+    from meshwright.planner.cli.growth import step_of
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.simulator import simulate
 
     for limit in given:
         if limit.startswith("max_"):
@@ -168,41 +168,19 @@ def _simulated(
             if progress is not None:
                 progress("simulating plans", number, len(plans))
             setting = read_setting(job, plan)
-            yield simulate(
-                setting.job,
-                resolve_plan(setting, given),
-                setting.cluster,
-                setting.stack,
-                memory_limit_bytes=setting.memory_limit_bytes,
-            )
+            yield step_of(setting, resolve_plan(setting, given))
 
 
 def _best(job: "JobOptions", given: "Given", progress: "Progress | None") -> "StepResult":
     """Return the fastest step of a model with a stack, where nothing fits that closest to it."""
+    from meshwright.planner.cli.growth import searched, step_of
     from meshwright.planner.cli.request import read_setting
     from meshwright.planner.cli.search_request import read_limits
-    from meshwright.planner.search import search
-    from meshwright.simulator import simulate
 
     setting = read_setting(job)
-    result = search(
-        setting.job,
-        setting.cluster,
-        setting.stack,
-        setting.world_size,
-        limits=read_limits(setting, given),
-        memory_limit_bytes=setting.memory_limit_bytes,
-        top=1,
-        progress=progress,
-    )
+    _, result = searched(setting, read_limits(setting, given), None, 1, progress)
     if result.plans:
         return result.plans[0]
     if result.nearest is None:
         raise PlanError(f"stack {setting.stack.name} has no layout of {setting.world_size} GPUs")
-    return simulate(
-        setting.job,
-        result.nearest.plan,
-        setting.cluster,
-        setting.stack,
-        memory_limit_bytes=setting.memory_limit_bytes,
-    )
+    return step_of(setting, result.nearest.plan)

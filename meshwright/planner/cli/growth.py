@@ -45,13 +45,12 @@ def simulated(
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
     """
-    name, limit = "microbatch_size", setting.memory_limit_bytes
+    name = "microbatch_size"
     if quantity is None:
         plan = resolve_plan(setting, given)
         if progress is not None:
             progress("simulating", 0, 0)
-        ground = setting.cluster, setting.stack
-        return None, simulate(setting.job, plan, *ground, memory_limit_bytes=limit)
+        return None, step_of(setting, plan)
     if quantity is Quantity.MICRO_BATCH and name in given:
         raise PlanError(f"--max {quantity} and --micro-batch {given[name]} contradict each other")
 
@@ -69,6 +68,12 @@ def simulated(
         setting.stack,
         plan_of,
         quantity,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=setting.memory_limit_bytes,
         progress=progress,
     )
+
+
+def step_of(setting: Setting, plan: ParallelPlan) -> StepResult:
+    """Return the step of *plan* in *setting*."""
+    limit = setting.memory_limit_bytes
+    return simulate(setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit)

@@ -49,29 +49,27 @@ def run_export(options: ExportOptions) -> int:
     files, notes = export_plan(
         read_plan(Path(options.plan)), framework, options.framework_version, slurm=options.slurm
     )
-    _write(files, options)
+    _write(files, options.out, force=options.force)
     for note in notes:
         _say(sys.stderr, f"note: {note}")
     return 0
 
 
-def _write(files: Mapping[str, str], options: ExportOptions) -> None:
-    """Write the only file to ``--out``, or several into it, all of them or none."""
+def _write(files: Mapping[str, str], out: str | None, *, force: bool) -> None:
+    """Write the only file to *out*, or several into it, all of them or none."""
     from meshwright.hwprofiles import shown_path
-    from meshwright.planner.reports import check_file, check_folder, new_file, new_folder
+    from meshwright.planner.reports import check_file, check_folder, new_folder, write_whole
 
-    if options.out is None:
+    if out is None:
         for name, text in files.items():
             head = f"==> {name} <==\n" if len(files) > 1 else ""
             _say(sys.stdout, f"{head}{text}".rstrip("\n"))
         return
     if len(files) == 1:
-        target = check_file("--out", options.out)
-        with new_file(target) as path:
-            (text,) = files.values()
-            path.write_text(text, encoding="utf-8", newline="\n")
+        target = check_file("--out", out)
+        write_whole(target, *files.values())
     else:
-        target = check_folder(options.out, force=options.force)
+        target = check_folder(out, force=force)
         with new_folder(target) as folder:
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8", newline="\n")
@@ -80,20 +78,14 @@ def _write(files: Mapping[str, str], options: ExportOptions) -> None:
 
 def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
     """Read a framework's configuration as a plan."""
-    from meshwright.hwprofiles import shown_path
-    from meshwright.planner.reports import check_file, json_text, new_file, plan_document
+    from meshwright.planner.reports import check_file, json_text, plan_document
 
     if options.file is None:
         raise PlanError("FILE is missing; allowed: a configuration of a framework")
-    target = None if options.out is None else check_file("--out", options.out)
+    if options.out is not None:
+        check_file("--out", options.out)
     saved = _imported(options, {**layout, **replication})
-    text = json_text(plan_document(saved))
-    if target is None:
-        _say(sys.stdout, text.rstrip("\n"))
-        return 0
-    with new_file(target) as path:
-        path.write_text(text, encoding="utf-8", newline="\n")
-    _say(sys.stdout, f"written  {shown_path(target)}")
+    _write({"plan.json": json_text(plan_document(saved))}, options.out, force=False)
     return 0
 
 
@@ -146,17 +138,20 @@ def _known(options: ImportOptions, given: Given) -> "Facts":
     from meshwright.planner.export import Facts
     from meshwright.simulator import ModelSpec, load_model
 
-    found = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
-    values = {name: value for name, value in {**found, **given}.items() if value is not None}
     model = None if options.model is None else load_model(options.model)
-    return Facts(values, model if isinstance(model, ModelSpec) else None)
+    return Facts(_told(options, given), model if isinstance(model, ModelSpec) else None)
+
+
+def _told(options: ImportOptions, given: Given) -> dict[str, object]:
+    """Return what options say of the job and of the layout."""
+    found = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
+    return {name: value for name, value in {**found, **given}.items() if value is not None}
 
 
 def _check_agreement(options: ImportOptions, given: Given, values: Mapping[str, object]) -> None:
     """Raise PlanError where an option says other than the file."""
-    told = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
-    for name, value in {**told, **given}.items():
-        if value is not None and name in values and values[name] not in (value, str(value)):
+    for name, value in _told(options, given).items():
+        if name in values and values[name] not in (value, str(value)):
             option = option_name(JOB_OPTIONS[name]) if name in JOB_OPTIONS else option_of(name)
             raise PlanError(
                 f"{option} {value} is not what {options.file} says; allowed: {values[name]}"

@@ -18,6 +18,7 @@ from meshwright.planner.reports import (
     Column,
     ColumnTable,
     Json,
+    layout_column,
     step_columns,
     step_document,
     value_text,
@@ -119,15 +120,8 @@ def _layout_columns(steps: Sequence[StepResult]) -> Iterator[Column]:
     """Yield the degrees of all axes, and the other fields in which the plans differ."""
     for field in SEARCHED_FIELDS:
         cells = [_value_text(step, field) for step in steps]
-        is_axis = field.declaration.axis is not None
-        if is_axis or len(set(cells)) > 1:
-            yield Column(
-                head=str(field.declaration.heading),
-                cells=cells,
-                is_word=bool(field.choices),
-                is_layout=True,
-                is_first=is_axis,
-            )
+        if field.declaration.axis or len(set(cells)) > 1:
+            yield layout_column(field, cells)
 
 
 def _value_text(step: StepResult, field: PlanField) -> str:

@@ -282,15 +282,11 @@ def _read_table(keys: Keys) -> tuple[Row, ...]:
     return table(_read_kind(keys), FSDP2 if is_second else FSDP1)
 
 
-def _write_table(version: str, facts: Facts) -> tuple[Row, ...]:
-    return table(kind_of(facts), version)
-
-
 FRAMEWORK = Framework(
     name="accelerate",
     source="Accelerate 1.15.0",
     versions=(FSDP2, FSDP1),
-    write_table=_write_table,
+    write_table=lambda version, facts: table(kind_of(facts), version),
     read_table=_read_table,
     files=lambda export: {FILE: remarks(export.remarks) + yaml_text(export.keys)},
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
-from meshwright.planner.export.launch import Export, Framework
+from meshwright.planner.export.launch import Framework
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import json_keys, read_json
 from meshwright.simulator import PlanError
@@ -73,7 +73,7 @@ def shared_rows(words: Words) -> tuple[Row, ...]:
         checkpoints_row(words),
         words.told(("seq_len", "model"), sample),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
-        words.rule("reshard_after_forward", _reshards),
+        words.rule("reshard_after_forward", lambda facts: facts.number("zero_stage") == 3 or None),
         # Stages 2 and 3 reduce in every backward pass (engine.py, no_sync).
         words.rule("sync_each_microbatch", lambda facts: facts.number("zero_stage") >= 2),
     )
@@ -101,10 +101,6 @@ def checkpoints_row(words: Words) -> Row:
 def sample(facts: Facts) -> str:
     """Return which model a script trains, and on what."""
     return f"model {facts.get('model')}, sequences of {facts.get('seq_len')} tokens"
-
-
-def _reshards(facts: Facts) -> bool | None:
-    return True if facts.number("zero_stage") == 3 else None
 
 
 def _tensor_parallel() -> Row:
@@ -211,16 +207,12 @@ def _read(text: str) -> Keys:
     return {key: value for key, value in read_json(text).items() if value != "auto"}
 
 
-def _files(export: Export) -> Mapping[str, str]:
-    return {FILE: json_keys(export.keys)}
-
-
 FRAMEWORK = Framework(
     name="deepspeed",
     source="DeepSpeed 0.19.8",
     write_table=lambda *_: table(),
     read_table=lambda _: table(),
-    files=_files,
+    files=lambda export: {FILE: json_keys(export.keys)},
     command=lambda _: ('"${SCRIPT:?is not set: your script}"', f"--deepspeed_config {FILE}"),
     read=_read,
     stack=lambda _: "deepspeed",

@@ -9,7 +9,7 @@ from math import prod
 from typing import cast
 
 from meshwright.hwprofiles import LossKernel, Precision
-from meshwright.planner.export.launch import Export, Framework
+from meshwright.planner.export.launch import Framework
 from meshwright.planner.export.megatron_core import (
     BATCHES,
     expert_fields,
@@ -336,10 +336,6 @@ def _check_model(model: ModelSpec) -> None:
         )
 
 
-def _command(export: Export) -> tuple[str, ...]:
-    return ("pretrain_gpt.py", *flags(export.keys), *flags(SAMPLE))
-
-
 # What else a first run needs; it leaves the layout as it is.
 SAMPLE: Keys = {
     "transformer-impl": "transformer_engine",
@@ -354,7 +350,7 @@ FRAMEWORK = Framework(
     write_table=lambda *_: table(),
     read_table=lambda _: table(),
     files=lambda _: {},
-    command=_command,
+    command=lambda export: ("pretrain_gpt.py", *flags(export.keys), *flags(SAMPLE)),
     is_script=lambda _: True,
     read=lambda text: read_flags(command_words(text)),
     stack=lambda _: "megatron-core",

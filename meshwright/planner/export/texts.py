@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from meshwright.hwprofiles import FileKind, shown
@@ -168,13 +168,7 @@ def _yaml_value(text: str, number: int) -> object:
         raise PlanError(f"line {number}: {shown(text)} is not a word or a number")
     if text.lower() in _YAML_WORDS:
         return _YAML_WORDS[text.lower()]
-    readers: tuple[Callable[[str], object], ...] = (int, float)
-    for read in readers:
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+    return _number(text)
 
 
 def flags(keys: Keys) -> list[str]:

@@ -15,33 +15,15 @@ from matplotlib.patches import Patch, Rectangle
 from meshwright.hwprofiles import PS_PER_S, format_time
 from meshwright.planner.matmul.study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent
-from meshwright.planner.plots import (
-    BLUE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    INK,
-    LIGHT_GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    SMALL_POINTS,
-    TEXT_POINTS,
-    TITLE_POINTS,
-    VERMILION,
-    WHITE,
-    WIDTH_INCHES,
-    YELLOW,
-    new_figure,
-)
+from meshwright.planner.plots import canvas
 from meshwright.simulator.layout import Partial, Placement, Replicate, Split
 from meshwright.simulator.matmul import Chain, Shape
 
 COLOURS = (
-    *(BLUE, ORANGE, GREEN, PURPLE),
-    *(SKY, VERMILION, YELLOW, GREY),
+    *(canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PURPLE),
+    *(canvas.SKY, canvas.VERMILION, canvas.YELLOW, canvas.GREY),
 )
-DARK = (BLUE, GREEN, VERMILION)
+DARK = (canvas.BLUE, canvas.GREEN, canvas.VERMILION)
 MAX_CELLS = 16  # matrices up to this size are drawn to scale, element by element
 TITLE_CHARACTERS = 112  # of a panel as wide as the picture
 LARGEST, SMALLEST = 9.0, 3.0  # longest and shortest side of others, in cells
@@ -91,15 +73,15 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
     scale = _Scale(study, panels)
     num_columns = 1 if scale.width_cells > MOST_CELLS_OF_HALF else 2
     num_rows = -(-len(panels) // num_columns)
-    width = (WIDTH_INCHES - MARGIN_INCHES) / num_columns
+    width = (canvas.WIDTH_INCHES - MARGIN_INCHES) / num_columns
     ratio = (width - MARGIN_INCHES) / scale.width_cells * scale.height_cells
     height = WORDS_INCHES + min(max(ratio, LEAST_PANEL_INCHES), MOST_PANEL_INCHES)
     shown = (height - WORDS_INCHES) / scale.height_cells
     least_cells = LEAST_NUMBERED_INCHES / min((width - MARGIN_INCHES) / scale.width_cells, shown)
     total = HEAD_INCHES + height * num_rows + MARGIN_INCHES
-    figure = new_figure()
+    figure = canvas.new_figure()
     figure.set_layout_engine("none")
-    figure.set_size_inches(WIDTH_INCHES, total)
+    figure.set_size_inches(canvas.WIDTH_INCHES, total)
     for number, panel in enumerate(panels):
         row, column = divmod(number, num_columns)
         left = MARGIN_INCHES + column * width
@@ -228,12 +210,12 @@ def _draw_panel(axes: Axes, panel: PlacementPanel, scale: _Scale, devices: _Devi
     for name, drawn in zip(ascii_uppercase, panel.matrices, strict=False):
         rows, columns = (scale(size) for size in drawn.shape)
         if drawn.sign:
-            _write(axes, x - 0.45 * GAP, 0, drawn.sign, TITLE_POINTS)
+            _write(axes, x - 0.45 * GAP, 0, drawn.sign, canvas.TITLE_POINTS)
         _draw_matrix(axes, drawn, _Box(x, -0.5 * rows, columns, rows), panel, devices)
         if scale.is_exact:
             _draw_cells(axes, x, -0.5 * rows, drawn.shape)
         label = f"{name} {shape_text(drawn.shape)}\n{drawn.label}"
-        _write(axes, x, 0.5 * rows + 0.3, label, SMALL_POINTS - 0.8, corner=True)
+        _write(axes, x, 0.5 * rows + 0.3, label, canvas.SMALL_POINTS - 0.8, corner=True)
         x += columns + scale.gap_cells
     _write_words(axes, panel)
 
@@ -250,7 +232,7 @@ def _draw_matrix(
 ) -> None:
     """Draw the slices of a split matrix, else the cards of its holders, the first on top."""
     if panel.is_refused:
-        _add(axes, box, LIGHT_GREY)
+        _add(axes, box, canvas.LIGHT_GREY)
     elif drawn.device is not None:
         _add(axes, box, _colour(drawn.device))
         _write_number(axes, box, drawn.device)
@@ -285,7 +267,7 @@ def _add(
             box.width,
             box.height,
             facecolor=colour,
-            edgecolor=WHITE,
+            edgecolor=canvas.WHITE,
             linewidth=line_points,
             hatch=hatch,
         )
@@ -297,7 +279,7 @@ def _draw_cells(axes: Axes, x: float, y: float, shape: Shape) -> None:
     rows, columns = shape
     across = [((x, y + row), (x + columns, y + row)) for row in range(1, rows)]
     down = [((x + column, y), (x + column, y + rows)) for column in range(1, columns)]
-    lines = LineCollection(across + down, colors=WHITE, linewidths=0.35, alpha=0.7)
+    lines = LineCollection(across + down, colors=canvas.WHITE, linewidths=0.35, alpha=0.7)
     axes.add_collection(lines, autolim=False)
 
 
@@ -306,7 +288,7 @@ def _write(
 ) -> None:
     """Write *text* around a point, or with its upper left corner there."""
     sides = ("left", "top") if corner else ("center", "center")
-    axes.text(x, y, text, fontsize=points, color=INK, ha=sides[0], va=sides[1])
+    axes.text(x, y, text, fontsize=points, color=canvas.INK, ha=sides[0], va=sides[1])
 
 
 def _write_number(axes: Axes, box: _Box, device: int) -> None:
@@ -314,10 +296,10 @@ def _write_number(axes: Axes, box: _Box, device: int) -> None:
         box.x + 0.5 * box.width,
         box.y + 0.5 * box.height,
         str(device),
-        color=WHITE if _colour(device) in DARK else INK,
+        color=canvas.WHITE if _colour(device) in DARK else canvas.INK,
         ha="center",
         va="center",
-        fontsize=SMALL_POINTS,
+        fontsize=canvas.SMALL_POINTS,
         fontweight="bold",
     )
 
@@ -327,8 +309,8 @@ def _write_words(axes: Axes, panel: PlacementPanel) -> None:
     box = axes.get_position(original=True)
     most = int(box.width * TITLE_CHARACTERS)
     lines = (
-        (shorten(panel.title, most, placeholder=" ..."), 14, INK, "bold"),
-        (panel.detail, 2, VERMILION if panel.is_refused else DARK_GREY, "normal"),
+        (shorten(panel.title, most, placeholder=" ..."), 14, canvas.INK, "bold"),
+        (panel.detail, 2, canvas.VERMILION if panel.is_refused else canvas.DARK_GREY, "normal"),
     )
     for text, points, colour, weight in lines:
         axes.annotate(
@@ -337,7 +319,7 @@ def _write_words(axes: Axes, panel: PlacementPanel) -> None:
             xycoords="figure fraction",
             xytext=(0, points),
             textcoords="offset points",
-            fontsize=SMALL_POINTS + (1 if weight == "bold" else 0),
+            fontsize=canvas.SMALL_POINTS + (1 if weight == "bold" else 0),
             fontweight=weight,
             color=colour,
             annotation_clip=False,
@@ -351,24 +333,24 @@ def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None
     place = f"on {devices} of {study.cluster.name}, {study.precision}"
     most = MAX_HEADLINE - len(place)
     headline = f"{shorten(matrices, most, placeholder=' ...')} {place}"
-    left = MARGIN_INCHES / WIDTH_INCHES
+    left = MARGIN_INCHES / canvas.WIDTH_INCHES
     top = 1 - MARGIN_INCHES / total_inches
-    title = figure.text(left, top, headline, fontsize=TITLE_POINTS, fontweight="bold")
-    title.set(color=INK, va="top")
+    title = figure.text(left, top, headline, fontsize=canvas.TITLE_POINTS, fontweight="bold")
+    title.set(color=canvas.INK, va="top")
     top -= 0.25 / total_inches
-    key = figure.text(left, top, WHO_HOLDS, fontsize=TEXT_POINTS, va="top")
-    key.set(color=DARK_GREY)
+    key = figure.text(left, top, WHO_HOLDS, fontsize=canvas.TEXT_POINTS, va="top")
+    key.set(color=canvas.DARK_GREY)
     shown = min(study.num_devices, len(COLOURS))
     repeats = "..." if study.num_devices > shown else ""
     handles = [Patch(color=_colour(n), label=f"{n}{repeats}") for n in range(shown)]
     figure.legend(
         handles=handles,
         title="device",
-        title_fontsize=SMALL_POINTS,
+        title_fontsize=canvas.SMALL_POINTS,
         loc="upper right",
         bbox_to_anchor=(1, top + 0.04 / total_inches),
         ncols=min(shown, 4),
-        fontsize=SMALL_POINTS,
+        fontsize=canvas.SMALL_POINTS,
         frameon=False,
         handlelength=1.0,
         columnspacing=1.0,
@@ -379,7 +361,7 @@ def _fractions(
     box_inches: tuple[float, float, float, float], total_inches: float
 ) -> tuple[float, float, float, float]:
     left, bottom, width, height = box_inches
-    across = WIDTH_INCHES
+    across = canvas.WIDTH_INCHES
     return left / across, bottom / total_inches, width / across, height / total_inches
 
 

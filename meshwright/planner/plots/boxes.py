@@ -49,6 +49,14 @@ class Box(NamedTuple):
     number: int = -1
 
 
+def corners_of(
+    across: tuple[float, float], along: tuple[float, float]
+) -> list[tuple[float, float]]:
+    """Return the corners of the shape between two times and two heights."""
+    (left, right), (top, bottom) = across, along
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
 class ColouredBoxes(NamedTuple):
     """Boxes of one colour and what they mean; collectives have a lane of their own."""
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
-from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted
+from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted, format_time
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
@@ -142,6 +142,11 @@ def describe_step(step: StepResult) -> tuple[str, str]:
     plan = step.plan
     job = describe_job(step.job, step.cluster, step.stack, plan.world_size)
     return job, f"{describe_plan(plan)}, {', '.join(describe_options(plan))}"
+
+
+def step_headline(step: StepResult) -> str:
+    """Return how long a step takes and how much of it nothing is computed."""
+    return f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
 
 
 def describe_options(plan: ParallelPlan) -> list[str]:

@@ -7,6 +7,7 @@ from matplotlib.patches import Patch
 
 from meshwright.hwprofiles import PS_PER_S, format_time
 from meshwright.planner.plots import canvas
+from meshwright.planner.plots.boxes import corners_of
 from meshwright.simulator import StepResult
 from meshwright.simulator.account import ResourceLane
 from meshwright.simulator.engine import TaskKind
@@ -58,9 +59,7 @@ def plot_lanes(step: StepResult) -> Figure:
     if len(lanes) < len(busy):
         notes.append(f"The first {len(lanes)} of {len(busy)} lanes")
     if step.asynchronous is None:
-        headline = (
-            f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
-        )
+        headline = canvas.step_headline(step)
     else:
         headline = f"Asynchronous workers: a batch every {format_time(step.step_time_s)}"
         notes.append("The start of the run")
@@ -78,12 +77,7 @@ def _draw(axes: Axes, lanes: list[ResourceLane], end_ps: int) -> list[TaskKind]:
     drawn = []
     for kind, (face, hatch) in STYLES.items():
         corners = [
-            (
-                (span.start_ps / PS_PER_S, row - half),
-                (span.end_ps / PS_PER_S, row - half),
-                (span.end_ps / PS_PER_S, row + half),
-                (span.start_ps / PS_PER_S, row + half),
-            )
+            corners_of((span.start_ps / PS_PER_S, span.end_ps / PS_PER_S), (row - half, row + half))
             for row, lane in enumerate(lanes)
             for span in lane.spans
             if span.kind is kind and span.start_ps < end_ps

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from meshwright.hwprofiles import PS_PER_S, format_time
+from meshwright.hwprofiles import PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.planner.plots.boxes import (
     COLLECTIVE_COLOURS,
@@ -21,6 +21,7 @@ from meshwright.planner.plots.boxes import (
     ColouredBoxes,
     Window,
     column_shares,
+    corners_of,
     timeline_layers,
 )
 from meshwright.planner.plots.lanes import plot_lanes
@@ -118,10 +119,7 @@ def plot_timeline(step: StepResult) -> Figure:
             text = "start" if window.start_s == 0 else "end"
             title = f"{name}: the {text}, enlarged"
             panels[name].set_title(title, loc="left", fontsize=canvas.TEXT_POINTS)
-    headline = (
-        f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
-    )
-    canvas.write_titles(panels["whole"], headline, *canvas.describe_step(step))
+    canvas.write_titles(panels["whole"], canvas.step_headline(step), *canvas.describe_step(step))
     _add_legend(figure, sheet.layers)
     figure.draw_without_rendering()  # places the axes, so that pixels are known
     for name, window in windows.items():
@@ -187,12 +185,7 @@ def _draw_shapes(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window, 
     """Draw each box, one collection a colour."""
     for layer in layers:
         corners = [
-            (
-                (start, rank + band.top),
-                (end, rank + band.top),
-                (end, rank + band.bottom),
-                (start, rank + band.bottom),
-            )
+            corners_of((start, end), (rank + band.top, rank + band.bottom))
             for rank, start, end, _ in layer.boxes
             if start < window.end_s and end > window.start_s
         ]

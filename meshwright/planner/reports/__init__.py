@@ -52,7 +52,12 @@ if TYPE_CHECKING:
         stacks_table,
     )
     from meshwright.planner.reports.columns import Column, ColumnTable
-    from meshwright.planner.reports.search import layout_text, search_report, step_columns
+    from meshwright.planner.reports.search import (
+        layout_column,
+        layout_text,
+        search_report,
+        step_columns,
+    )
     from meshwright.planner.reports.step import (
         facts_table,
         format_count,
@@ -84,6 +89,7 @@ __all__ = [
     "job_text",
     "json_text",
     "known_by",
+    "layout_column",
     "layout_text",
     "models_table",
     "named",

@@ -73,11 +73,7 @@ def step_document(
         largest: The largest value of a quantity that fits, if it was asked for.
     """
     document: dict[str, Json] = {
-        "model": model_fields(result.job),
-        "job": job_fields(result.job),
-        "cluster": result.cluster.name,
-        "stack": result.stack.name,
-        "num_gpus": result.plan.world_size,
+        **_task_fields(result, result.plan.world_size),
         "num_microbatches": result.num_microbatches,
         "plan": plan_fields(result.plan),
         **named(result, *FIGURES),
@@ -101,6 +97,17 @@ def step_document(
         document["training_run"] = run_fields(budget, result)
     document |= _largest_fields(largest)
     return document | changed_fields(result.cluster, result.stack)
+
+
+def _task_fields(result: StepResult | SearchResult, num_gpus: int) -> dict[str, Json]:
+    """Return what is trained, on what and with what."""
+    return {
+        "model": model_fields(result.job),
+        "job": job_fields(result.job),
+        "cluster": result.cluster.name,
+        "stack": result.stack.name,
+        "num_gpus": num_gpus,
+    }
 
 
 def changed_fields(cluster: Cluster, stack: StackProfile) -> dict[str, Json]:
@@ -179,11 +186,7 @@ def search_document(
 ) -> dict[str, Json]:
     """Return the document of a search."""
     return {
-        "model": model_fields(result.job),
-        "job": job_fields(result.job),
-        "cluster": result.cluster.name,
-        "stack": result.stack.name,
-        "num_gpus": result.num_gpus,
+        **_task_fields(result, result.num_gpus),
         **named(result, *PROOF),
         "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
         "searched": list(result.varied.searched),

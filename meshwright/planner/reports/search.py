@@ -221,19 +221,23 @@ def _value(result: SearchResult, plan: ParallelPlan, field: PlanField) -> object
 
 
 def _layout_columns(result: SearchResult, plans: Sequence[ParallelPlan]) -> Iterator[Column]:
-    """Yield a column for each field that is shown; those of axes come first."""
+    """Yield a column for each field that is shown."""
     for field in _shown_fields(result, plans):
-        head = str(field.declaration.heading)
-        yield Column(
-            head=head,
-            cells=[_text(_value(result, plan, field)) for plan in plans],
-            is_word=head in WORD_COLUMNS,
-            is_layout=True,
-            is_first=field.declaration.axis is not None,
-        )
+        yield layout_column(field, [_text(_value(result, plan, field)) for plan in plans])
     if result.stack.strategy is Strategy.PARAMETER_SERVER:
         servers = (plan.parameter_server or ParameterServer() for plan in plans)
         yield _column("servers", [str(each.servers) for each in servers])
+
+
+def layout_column(field: PlanField, cells: Sequence[str]) -> Column:
+    """Return the column of a field of plans; those of axes come first."""
+    return Column(
+        head=str(field.declaration.heading),
+        cells=cells,
+        is_word=bool(field.choices),
+        is_layout=True,
+        is_first=field.declaration.axis is not None,
+    )
 
 
 def step_columns(steps: Sequence[StepResult], rate: str) -> list[Column]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from meshwright.hwprofiles import Cluster, ProfileError, StackProfile
 from meshwright.planner.cli import Setting, read_limits, read_setting, resolve_plan, with_buckets
 from meshwright.planner.options import ALSO, REPLICATION, SWEPT, JobOptions
-from meshwright.planner.reports import job_fields, plan_fields
+from meshwright.planner.reports import job_fields, known_by, plan_fields
 from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.varied import MOST_CELLS, Value, Variation
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
@@ -158,7 +158,8 @@ def _cell(request: Request, number: int, values: Sequence[Value]) -> Cell:
         if request.is_weak:
             job = replace(job, global_batch=_grown_batch(request, job))
         read = read_setting(job, plan_file)
-        setting, price = _known_by(read), read.cluster.price_usd_per_gpu_hour
+        setting = known_by(read.job, read.cluster, read.stack, read.world_size)
+        price = read.cluster.price_usd_per_gpu_hour
         task: Task | str = _task(read, given, is_simulation=request.is_simulation)
     except (PlanError, ProfileError) as error:
         task = _as_written(str(error), request, values)
@@ -191,17 +192,6 @@ def _grown_batch(request: Request, job: JobOptions) -> int | None:
             "a batch that the GPUs divide"
         )
     return batch * job.gpus // first
-
-
-def _known_by(setting: Setting) -> dict[str, Any]:
-    """Return what a result is known by, in the order of tables."""
-    return {
-        "model": setting.job.model.name,
-        "cluster": setting.cluster.name,
-        "stack": setting.stack.name,
-        "num_gpus": setting.world_size,
-        **job_fields(setting.job),
-    }
 
 
 def _task(setting: Setting, given: Mapping[str, object], *, is_simulation: bool) -> Task:

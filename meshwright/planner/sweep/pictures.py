@@ -10,33 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from meshwright.hwprofiles import GIBI, KILO, counted
-from meshwright.planner.plots import (
-    BLUE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    INK,
-    LIGHT_GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    SMALL_POINTS,
-    TEXT_POINTS,
-    TITLE_POINTS,
-    VERMILION,
-    WHITE,
-    new_figure,
-    style_axes,
-)
+from meshwright.planner.plots import canvas
 from meshwright.planner.reports import format_count
 from meshwright.planner.sweep.outcome import Outcome
 from meshwright.planner.sweep.result import GPUS, RATE, Row, SweepResult
 from meshwright.planner.sweep.varied import Variation
 
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+COLOURS = (canvas.BLUE, canvas.VERMILION, canvas.GREEN, canvas.ORANGE, canvas.PURPLE, canvas.SKY)
 MARKERS = "os^Dv*"
 MOST_LINES = len(COLOURS)
-DETAIL_CHARACTERS = 108
 LOG_RATIO = 4.0  # beyond it a linear axis would press most values together
 MOST_TEXTS = 120  # cells of a map that are wide enough for their numbers
 MOST_TICKS = 12
@@ -87,8 +69,8 @@ def plot_scaling(result: SweepResult) -> Figure:
         ends = [first_x, points[-1][0]]
         ideal = [first_y * x / first_x for x in ends]
         left.plot(ends, ideal, "--", color=colour, linewidth=1, alpha=0.6)
-    left.plot([], [], "--", color=GREY, linewidth=1, label="in step with the GPUs")
-    right.axhline(PERCENT, linestyle="--", color=GREY, linewidth=1)
+    left.plot([], [], "--", color=canvas.GREY, linewidth=1, label="in step with the GPUs")
+    right.axhline(PERCENT, linestyle="--", color=canvas.GREY, linewidth=1)
     _draw_lines(left, lines, named=True)
     # Of what a line shows, not of each cell: the best of others may be another on more devices.
     shares = {name: [(x, PERCENT * y / of[0][1]) for x, y in of] for name, of in rates.items()}
@@ -153,7 +135,7 @@ def plot_heatmap(result: SweepResult) -> Figure:
     title = f"{_subject(result)} over {across.name} and {up.name}{_best_of(others)}"
     figure, both = _sheet(result, title, across, panels)
     for axes, panel in zip(both, panels, strict=True):
-        axes.set_ylabel(up.name, fontsize=TEXT_POINTS)
+        axes.set_ylabel(up.name, fontsize=canvas.TEXT_POINTS)
         _draw_map(figure, axes, _map(result, across, up), panel)
         for axis, set_ticks in ((across, axes.set_xticks), (up, axes.set_yticks)):
             step = -(-len(axis.values) // MOST_TICKS)
@@ -183,25 +165,25 @@ def _sheet(
     result: SweepResult, title: str, axis: Variation, panels: Sequence[Measure]
 ) -> tuple[Figure, tuple[Axes, Axes]]:
     """Return a figure with two panels over *axis*, titles and labels."""
-    figure = new_figure()
+    figure = canvas.new_figure()
     left, right = figure.subplots(1, 2)
     for axes, panel in zip((left, right), panels, strict=True):
-        style_axes(axes, "GPUs" if axis.column == GPUS else axis.name, panel.label)
-        axes.grid(color=LIGHT_GREY, linewidth=0.6)
+        canvas.style_axes(axes, "GPUs" if axis.column == GPUS else axis.name, panel.label)
+        axes.grid(color=canvas.LIGHT_GREY, linewidth=0.6)
     figure.suptitle(
         title,
         x=0.02,
         ha="left",
-        fontsize=TITLE_POINTS,
+        fontsize=canvas.TITLE_POINTS,
         fontweight="bold",
-        color=INK,
+        color=canvas.INK,
     )
     # A title takes no width of its panel, so that this one may reach over both.
     left.set_title(
-        "\n".join(wrap(_setting_text(result), DETAIL_CHARACTERS)),
+        "\n".join(wrap(_setting_text(result), canvas.DETAIL_CHARACTERS)),
         loc="left",
-        fontsize=TEXT_POINTS,
-        color=DARK_GREY,
+        fontsize=canvas.TEXT_POINTS,
+        color=canvas.DARK_GREY,
         pad=10,
     )
     return figure, (left, right)
@@ -321,10 +303,10 @@ def _legend(figure: Figure, result: SweepResult, axis: Variation) -> None:
             handles,
             labels,
             title=next_one and f"{next_one.name}{_of_some(next_one)}",
-            title_fontsize=TEXT_POINTS,
+            title_fontsize=canvas.TEXT_POINTS,
             loc="outside lower center",
             ncols=len(labels) if len(labels) <= MOST_LINES else 4,
-            fontsize=TEXT_POINTS,
+            fontsize=canvas.TEXT_POINTS,
             frameon=False,
         )
 
@@ -357,12 +339,12 @@ def _draw_map(figure: Figure, axes: Axes, table: Sequence[Sequence[Row]], panel:
         [row[panel.name] / panel.scale if _rate(row) else float("nan") for row in line]
         for line in table
     ]
-    axes.set_facecolor(LIGHT_GREY)
+    axes.set_facecolor(canvas.LIGHT_GREY)
     axes.grid(visible=False)
     image = axes.imshow(numbers, cmap="cividis", aspect="auto", origin="lower")
     bar = figure.colorbar(image, ax=axes, location="bottom", pad=0.02)
-    bar.set_label(panel.label, fontsize=TEXT_POINTS)
-    bar.ax.tick_params(labelsize=SMALL_POINTS)
+    bar.set_label(panel.label, fontsize=canvas.TEXT_POINTS)
+    bar.ax.tick_params(labelsize=canvas.SMALL_POINTS)
     bar.ax.xaxis.set_major_locator(MaxNLocator(5))
     bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _text(value)))
     if sum(map(len, table)) > MOST_TEXTS:
@@ -376,6 +358,6 @@ def _draw_map(figure: Figure, axes: Axes, table: Sequence[Sequence[Row]], panel:
                 str(table[y][x]["outcome"]) if isnan(value) else _text(value),
                 ha="center",
                 va="center",
-                fontsize=SMALL_POINTS,
-                color=WHITE if value < (low + high) / 2 else INK,
+                fontsize=canvas.SMALL_POINTS,
+                color=canvas.WHITE if value < (low + high) / 2 else canvas.INK,
             )

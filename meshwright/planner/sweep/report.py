@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI
-from meshwright.planner.reports import Column, ColumnTable, facts_table, value_text
+from meshwright.planner.reports import Column, ColumnTable, facts_table, layout_column, value_text
 from meshwright.planner.sweep.outcome import Outcome
 from meshwright.planner.sweep.result import SweepResult
 from meshwright.simulator.layout import SEARCHED_FIELDS
@@ -107,10 +107,7 @@ def _layout(result: SweepResult, rows: Sequence[Row]) -> tuple[list[Column], lis
                 shared.append(f"{head}={values.pop()}")
             continue
         cells = [_shown(row, field.name) for row in rows]
-        is_word = bool(field.choices)
-        columns.append(
-            Column(head=head, cells=cells, is_word=is_word, is_layout=True, is_first=is_axis)
-        )
+        columns.append(layout_column(field, cells))
     return columns, shared
 
 

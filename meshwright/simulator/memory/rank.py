@@ -94,19 +94,6 @@ class StateBytes:
             bucket_bytes,
         )
 
-    def model_state_bytes(self, num_parameters: int, *, dp: int, zero_stage: int) -> int:
-        """Return weights, gradients and optimizer states of one rank.
-
-        Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 7.5e9 parameters, 64 ranks:
-        120, 31.4, 16.6 and 1.9 GB.
-
-        >>> abstract = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
-        >>> [abstract.model_state_bytes(7_500_000_000, dp=64, zero_stage=z) for z in range(4)]
-        [120000000000, 31406250000, 16640625000, 1875000000]
-        """
-        shards = Shards.of(dp, zero_stage)
-        return rank_memory(num_parameters, self, (), shards=shards).static_bytes
-
 
 class PassPeak(NamedTuple, Generic[Size]):
     """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
@@ -278,7 +265,16 @@ def rank_memory(
     *,
     shards: Shards,
 ) -> RankMemory:
-    """Return the memory of a rank whose states are split over *shards*."""
+    """Return the memory of a rank whose states are split over *shards*.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 7.5e9 parameters, 64 ranks: 120, 31.4,
+    16.6 and 1.9 GB.
+
+    >>> state = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
+    >>> shares = [Shards.of(64, zero_stage) for zero_stage in range(4)]
+    >>> [rank_memory(7_500_000_000, state, (), shards=each).static_bytes for each in shares]
+    [120000000000, 31406250000, 16640625000, 1875000000]
+    """
     # A whole weight is in the training's format; a shard may be in fp32, its own master copy.
     parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
     # Shards are filled up to one size, so a rank's is rounded up.

@@ -14,6 +14,7 @@ from meshwright.validate.comparison.checks import (
 from meshwright.validate.comparison.report import (
     check_fields,
     failure_document,
+    saved_fields,
     validation_document,
     validation_report,
     write_validation,
@@ -44,6 +45,7 @@ __all__ = [
     "loss_check",
     "rank_kinds",
     "run_losses",
+    "saved_fields",
     "staleness_checks",
     "time_checks",
     "validation_document",

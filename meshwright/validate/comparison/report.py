@@ -11,6 +11,7 @@ from rich.text import Text
 from meshwright.hwprofiles import Offload, counted, format_time
 from meshwright.planner.reports import (
     Json,
+    SavedPlan,
     job_fields,
     json_text,
     named,
@@ -126,13 +127,8 @@ def validation_page(validation: Validation) -> str:
 
 def validation_document(validation: Validation) -> dict[str, Json]:
     """Return the same as a JSON document; every kind of rank is in it."""
-    saved = validation.saved
     return {
-        "model": saved.job.model.name,
-        "job": job_fields(saved.job),
-        "cluster": saved.cluster.name,
-        "stack": saved.stack.name,
-        "plan": plan_fields(saved.plan),
+        **saved_fields(validation.saved),
         **named(validation, "backend", "num_microbatches", "num_microbatches_run", "agrees"),
         "ranks": [
             {
@@ -143,6 +139,17 @@ def validation_document(validation: Validation) -> dict[str, Json]:
             for kind in validation.kinds
         ],
         "run": [check_fields(each) for each in validation.run_checks],
+    }
+
+
+def saved_fields(saved: SavedPlan) -> dict[str, Json]:
+    """Return the plan that was compared, and of what it is, by name."""
+    return {
+        "model": saved.job.model.name,
+        "job": job_fields(saved.job),
+        "cluster": saved.cluster.name,
+        "stack": saved.stack.name,
+        "plan": plan_fields(saved.plan),
     }
 
 

@@ -15,7 +15,7 @@ from meshwright.validate.counting.internals import (
     storage_identity,
     tensors_in,
 )
-from meshwright.validate.counting.oracle import RankOracle
+from meshwright.validate.counting.oracle import RankOracle, measurement_of
 from meshwright.validate.counting.pipelines import pipeline_patches
 from meshwright.validate.counting.storages import Memories, StorageGroup
 
@@ -35,6 +35,7 @@ __all__ = [
     "gpu_kernels",
     "is_wrapper",
     "library_on_fakes",
+    "measurement_of",
     "pipeline_patches",
     "stand_in",
     "storage_identity",

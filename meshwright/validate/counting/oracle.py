@@ -24,7 +24,7 @@ from meshwright.validate.counting.internals import (
     tensors_in,
 )
 from meshwright.validate.counting.storages import CPU, Memories, StorageGroup
-from meshwright.validate.ranks import ByteKind, CollectiveCount
+from meshwright.validate.ranks import ByteKind, CollectiveCount, RankMeasurement
 
 UNKNOWN_GROUP = "other"
 WITHOUT_WORK = {"prim", "profiler"}  # namespaces of operators that only look at tensors
@@ -204,6 +204,21 @@ class RankOracle(TorchDispatchMode):
         for op, size_bytes in _operations(name, args, kwargs, result):
             num_ranks = 2 if op in MESSAGES.values() else len(ranks)
             self._calls[axis, str(op), num_ranks, size_bytes] += 1
+
+
+def measurement_of(oracle: RankOracle, rank: int, world_size: int) -> RankMeasurement:
+    """Return what *oracle* counted since the step started, as that of *rank* in a fake cluster."""
+    return RankMeasurement(
+        rank=rank,
+        world_size=world_size,
+        backend="fake",
+        flops=oracle.flops,
+        collectives=oracle.collectives,
+        peak_bytes=oracle.peak_bytes,
+        bytes_at_peak=oracle.bytes_at_peak,
+        host_bytes=oracle.memories.host.peak_bytes,
+        host_traffic=oracle.memories.traffic,
+    )
 
 
 def _operations(

@@ -36,10 +36,6 @@ class RunOutcome:
     measurements: tuple[Mapping[int, RankMeasurement], ...]
     failure: RunFailure | None
 
-    def missing_ranks(self, plan: int) -> tuple[int, ...]:
-        """Return the ranks that measured nothing of the plan with that index."""
-        return tuple(rank for rank in range(self.world_size) if rank not in self.measurements[plan])
-
 
 def collect_run(folder: Path, num_ranks: int | None = None) -> RunOutcome:
     """Return what a run, as of a cluster's job, left in *folder*.

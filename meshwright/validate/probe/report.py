@@ -12,11 +12,9 @@ from meshwright.hwprofiles import GIBI, counted
 from meshwright.planner.reports import (
     Json,
     SavedPlan,
-    job_fields,
     json_text,
     new_folder,
     plan_document,
-    plan_fields,
 )
 from meshwright.validate.comparison import (
     PEAK,
@@ -25,6 +23,7 @@ from meshwright.validate.comparison import (
     CheckVerdict,
     check_fields,
     has_failed,
+    saved_fields,
 )
 from meshwright.validate.probe.stage_probe import ProbeReport, Spread
 from meshwright.validate.ranks import Backend
@@ -103,11 +102,7 @@ def probe_document(result: ProbeResult) -> dict[str, Json]:
         name: _spread_fields(spread) for name, _, spread in timed_rows(result.probe)
     }
     return {
-        "model": saved.job.model.name,
-        "job": job_fields(saved.job),
-        "cluster": saved.cluster.name,
-        "stack": saved.stack.name,
-        "plan": plan_fields(saved.plan),
+        **saved_fields(saved),
         "backend": Backend.PROBE.value,
         "rank": found.rank,
         "device": found.device,

@@ -4,7 +4,6 @@ Torch is imported late: whoever only reads results does not wait for it.
 """
 # ruff: noqa: PLC0415
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import HEAD, parameters_by_kind
 from meshwright.validate.ranks import capped, pipeline_rank
-from meshwright.validate.runs import check_torch, run_counted
+from meshwright.validate.runs import check_torch, host_bytes, run_counted
 
 if TYPE_CHECKING:
     import torch
@@ -265,10 +264,7 @@ def _refuse_too_large(peak_bytes: int, rank: int, device: "torch.device") -> Non
     """Raise PlanError where a stage would need more memory than there is."""
     import torch
 
-    if device.type == "cuda":
-        present = torch.cuda.mem_get_info(device)[0]
-    else:
-        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes()
     if peak_bytes > present:
         raise PlanError(
             f"rank={rank} needs {peak_bytes / GIBI:.1f} GiB by prediction, more than device="

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from meshwright.planner.reports import SavedPlan
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle, fake_cluster, measurement_of
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.strategies import (
     DataParallelModuleProgram,
@@ -30,14 +31,9 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
     with fake_cluster(0, 1):
         program = build_data_parallel_module(request)
         return tuple(
-            RankMeasurement(
-                rank=device,
-                world_size=saved.plan.dp,
-                backend="fake",
-                flops=oracle.flops,
+            replace(
+                measurement_of(oracle, device, saved.plan.dp),
                 collectives=program.devices.traffic(device),
-                peak_bytes=oracle.peak_bytes,
-                bytes_at_peak=oracle.bytes_at_peak,
             )
             for device, oracle in enumerate(count_devices(program))
         )

@@ -70,17 +70,9 @@ def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
 
 def _measure(saved: SavedPlan, rank: int) -> RankMeasurement:
     with counted_step(saved, rank) as oracle:
-        return RankMeasurement(
-            rank=rank,
-            world_size=num_processes(saved.plan, saved.stack),
-            backend="fake",
-            flops=oracle.flops,
-            collectives=oracle.collectives,
-            peak_bytes=oracle.peak_bytes,
-            bytes_at_peak=oracle.bytes_at_peak,
-            host_bytes=oracle.memories.host.peak_bytes,
-            host_traffic=oracle.memories.traffic,
-        )
+        from meshwright.validate.counting import measurement_of
+
+        return measurement_of(oracle, rank, num_processes(saved.plan, saved.stack))
 
 
 @contextmanager

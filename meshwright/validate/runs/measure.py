@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.hwprofiles import KILO
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
-from meshwright.validate.counting import RankOracle
+from meshwright.validate.counting import RankOracle, measurement_of
 from meshwright.validate.device import DeviceMemory, device_facts
 from meshwright.validate.launch import (
     RunPhase,
@@ -76,16 +76,12 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     for _ in range(spec.warmup_steps):
         steps.run()
     times_s = tuple(_timed_step(steps, spec, rank, number) for number in range(spec.num_steps))
-    return RankMeasurement(
-        rank=rank,
-        world_size=num_processes(saved.plan, saved.stack),
+    return replace(
+        measurement_of(counts.oracle, rank, num_processes(saved.plan, saved.stack)),
         backend=spec.backend,
-        flops=counts.oracle.flops,
         collectives=counts.collectives,
         peak_bytes=counts.peak_bytes,
         bytes_at_peak=counts.bytes_at_peak,
-        host_bytes=counts.oracle.memories.host.peak_bytes,
-        host_traffic=counts.oracle.memories.traffic,
         step_times_s=times_s,
         allocator_bytes=memory.peaks(),
         collective_times_s=_traced_step(steps, saved, spec, rank),

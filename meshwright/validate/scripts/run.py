@@ -16,6 +16,7 @@ from meshwright.validate.counting import (
     fake_tensors,
     gpu_kernels,
     library_on_fakes,
+    measurement_of,
 )
 from meshwright.validate.ranks import RankMeasurement
 from meshwright.validate.scripts.gpu import (
@@ -197,16 +198,11 @@ def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> Scrip
     place = memories.device if has_gpu else memories.host
     return ScriptCount(
         run=run,
-        measurement=RankMeasurement(
-            rank=run.rank,
-            world_size=run.world_size,
-            backend="fake",
-            flops=oracle.flops,
-            collectives=oracle.collectives,
+        measurement=replace(
+            measurement_of(oracle, run.rank, run.world_size),
             peak_bytes=place.peak_bytes,
             bytes_at_peak=place.bytes_at_peak(),
             host_bytes=memories.host.peak_bytes if has_gpu else 0,
-            host_traffic=memories.traffic,
             versions={"torch": torch.__version__},
         ),
         flops_by_operator=oracle.flops_by_operator,

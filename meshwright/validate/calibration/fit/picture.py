@@ -8,30 +8,14 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 
 from meshwright.hwprofiles import GIGA, KILO
-from meshwright.planner.plots import (
-    BLUE,
-    DARK_GREY,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    SMALL_POINTS,
-    TEXT_POINTS,
-    VERMILION,
-    YELLOW,
-    new_figure,
-    save_figure,
-    style_axes,
-)
+from meshwright.planner.plots import canvas, save_figure
 from meshwright.planner.reports import new_file
 from meshwright.validate.calibration.fit.residuals import Residual
 from meshwright.validate.calibration.rows import CaseGroup
 
 COLORS = (
-    *(BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY),
-    *(DARK_GREY, YELLOW),
+    *(canvas.BLUE, canvas.VERMILION, canvas.GREEN, canvas.ORANGE, canvas.PURPLE, canvas.SKY),
+    *(canvas.DARK_GREY, canvas.YELLOW),
 )
 MARKERS = "osD^vP*X"
 MARGIN = 1.3
@@ -71,11 +55,11 @@ def draw_residuals(residuals: Iterable[Residual], title: str, path: Path) -> Non
     ]
     if not panels:
         return
-    figure = new_figure()
+    figure = canvas.new_figure()
     num_rows = (len(panels) + 1) // 2
     figure.set_size_inches(SIZE_INCHES[0], SIZE_INCHES[1] * num_rows / 2 + 0.4)
     lines = ["Measured against modelled rates", *wrap(title, TITLE_CHARACTERS)]
-    figure.suptitle("\n".join(lines), fontsize=TEXT_POINTS + 1, color=INK)
+    figure.suptitle("\n".join(lines), fontsize=canvas.TEXT_POINTS + 1, color=canvas.INK)
     columns = min(2, len(panels))
     for number, (panel, rows) in enumerate(panels, start=1):
         _draw_panel(figure.add_subplot(num_rows, columns, number), panel, rows)
@@ -98,12 +82,12 @@ def _draw_panel(axes: Axes, panel: ResidualPanel, residuals: list[Residual]) -> 
     rates = [rate for pairs in points.values() for pair in pairs for rate in pair]
     ends = (min(rates) / MARGIN, max(rates) * MARGIN)
     for factor, width in ((1.0, 1.0), (1.2, 0.5), (1 / 1.2, 0.5)):
-        axes.plot(ends, [factor * end for end in ends], color=GREY, linewidth=width)
+        axes.plot(ends, [factor * end for end in ends], color=canvas.GREY, linewidth=width)
     for number, (label, pairs) in enumerate(sorted(points.items())):
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         x, y = zip(*pairs, strict=True)
         axes.scatter(x, y, s=14, color=color, marker=marker, alpha=0.65, linewidths=0, label=label)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    style_axes(axes, f"modelled, {panel.unit}", f"measured, {panel.unit}")
-    axes.set_title(f"{panel.title}: {len(residuals)} rows", loc="left", fontsize=TEXT_POINTS)
-    axes.legend(fontsize=SMALL_POINTS, frameon=False, loc="upper left")
+    canvas.style_axes(axes, f"modelled, {panel.unit}", f"measured, {panel.unit}")
+    axes.set_title(f"{panel.title}: {len(residuals)} rows", loc="left", fontsize=canvas.TEXT_POINTS)
+    axes.legend(fontsize=canvas.SMALL_POINTS, frameon=False, loc="upper left")

@@ -1,6 +1,6 @@
 """Which cases are measured, and in which order: a part of them still covers the range."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ MEASURED_OPS = (
 )
 # Each is four times the one before.
 COLLECTIVE_SIZES = tuple(KIBI * 4**power for power in range(10))
+ADAMW_OPS = ("adamw fused", "adamw foreach")
 FP32_BYTES = 4
 OPTIMIZER_TENSORS = 4  # weight, gradient and two moments
 # Tensors of a case may take this share of the memory; several cases are alive at a time.
@@ -111,31 +112,19 @@ def device_cases(
     """
     span = RANGES[accelerator]
     groups = (
-        [BenchmarkCase(CaseGroup.LAUNCH, "add", precision, (LAUNCH_ELEMENTS,))],
+        _cases(CaseGroup.LAUNCH, ("add",), precision, [(LAUNCH_ELEMENTS,)]),
         _products(span, precision),
-        [
-            BenchmarkCase(CaseGroup.GEMM, "forward", precision, (*each, 1))
-            for each in span.odd_products
-        ],
-        [
-            BenchmarkCase(CaseGroup.GEMM, "batched", precision, each)
-            for each in span.batched_products
-        ],
-        _memory_bound(span, precision),
+        _cases(CaseGroup.GEMM, ("forward",), precision, [(*each, 1) for each in span.odd_products]),
+        _cases(CaseGroup.GEMM, ("batched",), precision, span.batched_products),
+        _cases(CaseGroup.MEMORY, VALUES_MOVED, precision, span.memory),
         *(
-            [BenchmarkCase(CaseGroup.ATTENTION, op, precision, shape) for shape in span.attention]
+            _cases(CaseGroup.ATTENTION, (op,), precision, span.attention)
             for op in (span.attention_ops if precision is not span.without_attention else ())
         ),
-        [
-            BenchmarkCase(CaseGroup.OPTIMIZER, op, Precision.FP32, (count,))
-            for count in span.parameters
-            for op in ("adamw fused", "adamw foreach")
-        ],
-        [
-            BenchmarkCase(CaseGroup.COPY, op, precision, (size,))
-            for size in span.copies
-            for op in span.copy_ops
-        ],
+        _cases(
+            CaseGroup.OPTIMIZER, ADAMW_OPS, Precision.FP32, [(each,) for each in span.parameters]
+        ),
+        _cases(CaseGroup.COPY, span.copy_ops, precision, [(each,) for each in span.copies]),
     )
     limit_bytes = memory_bytes // MEMORY_SHARE
     fitting = [[case for case in group if tensor_bytes(case) <= limit_bytes] for group in groups]
@@ -157,12 +146,14 @@ def _products(span: Range, precision: Precision) -> list[BenchmarkCase]:
     return [case for case in dict.fromkeys(cases) if case.flops <= span.max_flops]
 
 
-def _memory_bound(span: Range, precision: Precision) -> list[BenchmarkCase]:
-    return [
-        BenchmarkCase(CaseGroup.MEMORY, op, precision, shape)
-        for shape in span.memory
-        for op in VALUES_MOVED
-    ]
+def _cases(
+    group: CaseGroup,
+    ops: Collection[str],
+    precision: Precision,
+    shapes: Iterable[tuple[int, ...]],
+) -> list[BenchmarkCase]:
+    """Return a case for each shape and operation."""
+    return [BenchmarkCase(group, op, precision, shape) for shape in shapes for op in ops]
 
 
 def _weight(case: BenchmarkCase) -> tuple[float, str, tuple[int, ...]]:
