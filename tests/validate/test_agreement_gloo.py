@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import (  # noqa: E402
     Attention,
+    ContextParallel,
     Offload,
     Precision,
     Recompute,
@@ -56,6 +57,7 @@ LLAMA = ModelSpec(
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
 MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -84,6 +86,7 @@ INTERLEAVED: dict[str, Any] = {
     "schedule": "interleaved",
 }
 SP: dict[str, Any] = {"sequence_parallel": True}
+RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
@@ -106,6 +109,9 @@ CASES = {
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "titan experts": saved(MIXTRAL, "torchtitan", dp=4, ep=2),
+    "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
+    "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),
+    "fsdp experts hsdp, full": saved(ROUTED, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
     "hybrid": saved(GPT, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and
