@@ -11,13 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypedDict
 
-from meshwright.simulator.account import (
-    CLOSING,
-    RankPass,
-    ResourceLane,
-    StepResult,
-    rank_passes,
-)
+from meshwright.simulator.account import CLOSING, RankPass, ResourceLane, StepResult, rank_passes
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.engine import Span, SpanKind, StepTimes
 from meshwright.simulator.layout import Axis

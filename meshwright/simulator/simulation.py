@@ -66,10 +66,7 @@ def simulate(
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
-        from meshwright.simulator.strategies import (  # noqa: PLC0415 -- of other stacks alone
-            STRATEGIES,
-            StrategyCase,
-        )
+        from meshwright.simulator.strategies import STRATEGIES, StrategyCase  # noqa: PLC0415 -- of other stacks alone
 
         return STRATEGIES[stack.strategy](StrategyCase(job, plan, costs, memory_limit_bytes))
     built = build_step(job, plan, costs)

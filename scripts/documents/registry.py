@@ -45,6 +45,7 @@ MAKERS: dict[str, Maker] = {
     "published layouts": _alone(layouts.published_layouts),
     "table 1": _alone(accuracy.narayanan_table),
     "gpt-3 days": _alone(layouts.gpt3_days),
+    "walked searches": _alone(layouts.walked_searches),
     "errors by source": _alone(accuracy.errors_by_source),
     "every row": _alone(accuracy.every_row),
     "published peaks": _alone(peaks.published_peaks),
@@ -87,6 +88,7 @@ MAKERS: dict[str, Maker] = {
     "search growth": _alone(speed.growth),
 }
 SLOW = {
+    "walked searches": "40 s; tests/planner/test_switch_walk.py walks small ones",
     "agreement ranks": "20 to 55 s a large plan; the gate compares a sample",
     "agreement hosts": "with the ranks; the gate compares all, which are small",
     "search speed": "times, which differ from run to run: never compared",

@@ -35,7 +35,7 @@ EXAMPLE = [
     "--pp",
     "4",
 ]
-EXAMPLE += ["--global-batch", "256", "--max-vpp", "20", "--gradient-precision", "fp32"]
+EXAMPLE += ["--global-batch", "256", "--gradient-precision", "fp32"]
 
 
 @pytest.fixture(scope="module")

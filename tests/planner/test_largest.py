@@ -12,7 +12,7 @@ from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
 from meshwright.planner.largest.quantity import deeper_job, stretches
 from meshwright.planner.search import search
-from meshwright.planner.space import COLUMNS, ShapeTable, Space, SpaceLimits, enumerate_space
+from meshwright.planner.space import ShapeTable, Space, SpaceLimits, enumerate_space
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -252,10 +252,10 @@ def spaces() -> Iterator[tuple[Space, Callable[[Space, int], Space], tuple[int, 
         return replace(space, job=replace(space.job, seq_len=value))
 
     def wider(space: Space, value: int) -> Space:
-        codes = space.codes.copy()
-        codes[COLUMNS.index("microbatch_size")] = value
+        sizes = np.full(len(space), value)
         batch = value * space.job.global_batch_size
-        return replace(space, codes=codes, job=replace(space.job, global_batch_size=batch))
+        wide = replace(space, job=replace(space.job, global_batch_size=batch))
+        return replace(wide, columns={**space.columns, "microbatch_size": sizes})
 
     low = stretches(job_of())[0][0]
     lengths = tuple(48 * -(-low // 48) + 48 * each for each in (0, 1, 50))

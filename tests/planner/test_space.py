@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner import SpaceLimits, enumerate_space
-from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.varied import Held, Varied
 from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
 from meshwright.planner.space.switches import Place, settings
@@ -52,10 +53,14 @@ def model_of(num_layers: int = 6, num_kv_heads: int = 12) -> ModelSpec:
 
 
 def plans_of(
-    model: ModelSpec, batch: int, num_gpus: int, stack: StackProfile = STACK
+    model: ModelSpec,
+    batch: int,
+    num_gpus: int,
+    stack: StackProfile = STACK,
+    limits: SpaceLimits = NARROW,
 ) -> set[tuple[int, ...]]:
     job = TrainingJob(model=model, global_batch_size=batch, seq_len=16)
-    space = enumerate_space(job, stack, num_gpus, NARROW)
+    space = enumerate_space(job, stack, num_gpus, limits)
     plans = [space.plan(index) for index in range(len(space))]
     found = {key_of(plan) for plan in plans}
     assert len(found) == len(plans)
@@ -84,17 +89,22 @@ def is_even(num_layers: int, num_stages: int) -> bool:
 
 
 def by_loops(
-    model: ModelSpec, batch: int, num_gpus: int, stack: str = "megatron-core"
+    model: ModelSpec,
+    batch: int,
+    num_gpus: int,
+    stack: str = "megatron-core",
+    *,
+    asks_for_uneven: bool = False,
 ) -> set[tuple[int, ...]]:
     """Walk all numbers up to the largest; layers, heads, ranks and sequences must come out even.
 
-    Layers that never do may be divided into any number of virtual stages.
+    Layers that never do may be divided into any number of virtual stages, and where it is asked.
     """
     found = set()
     degrees = range(1, num_gpus + 1)
     pipelines = (pp for pp in degrees[1:] if num_gpus % pp == 0)
     numbers = [pp * vpp for pp in pipelines for vpp in range(2, model.num_layers // pp + 1)]
-    may_be_uneven = not any(is_even(model.num_layers, each) for each in numbers)
+    may_be_uneven = asks_for_uneven or not any(is_even(model.num_layers, each) for each in numbers)
     for tp, pp, dp, vpp in product(degrees, degrees, degrees, range(1, model.num_layers + 1)):
         if tp * pp * dp != num_gpus or batch % dp or pp * vpp > model.num_layers:
             continue
@@ -126,6 +136,51 @@ def test_a_space_is_all_that_comes_out_even(
     model = model_of(num_layers, num_kv_heads)
     found = plans_of(model, batch, num_gpus, load_stack(stack))
     assert found == by_loops(model, batch, num_gpus, stack)
+
+
+@pytest.mark.parametrize("most", [1, 2, 9])
+def test_a_largest_number_of_virtual_stages_asks_for_unequal_ones(most: int) -> None:
+    model, limits = model_of(10, 4), NARROW.pinned(max_virtual_stages=most)
+    found = plans_of(model, 16, 8, limits=limits)
+    every = by_loops(model, 16, 8, asks_for_uneven=True)
+    assert found == {each for each in every if each[3] <= most}
+    assert found == plans_of(
+        model, 16, 8, limits=NARROW.pinned(num_virtual_stages=(*range(most + 1),))
+    )
+    assert (found <= plans_of(model, 16, 8)) == (most == 1)
+
+
+@pytest.mark.parametrize(
+    ("stack", "limits", "is_told"),
+    [
+        ("megatron-core", {}, True),
+        ("torchtitan", {}, True),
+        ("megatron-core", {"max_virtual_stages": 3}, False),
+        ("megatron-core", {"num_virtual_stages": (1,)}, False),
+        ("megatron-core", {"schedule": ("1f1b",)}, False),
+        ("megatron-core", {"max_pp": 1}, False),
+        ("megatron-core", {"expert_overlap": (None, "microbatches")}, False),
+        ("fsdp", {}, False),
+        ("deepspeed", {}, False),
+    ],
+)
+def test_unequal_virtual_stages_are_told_of_where_they_are_left_out(
+    stack: str, limits: dict[str, Any], *, is_told: bool
+) -> None:
+    job = TrainingJob(model=model_of(10, 4), global_batch_size=16, seq_len=16)
+    pins = SpaceLimits(**limits)
+    space = enumerate_space(job, load_stack(stack), 8, NARROW)
+    varied = Varied.of(space, pins, np.ones(len(space), np.bool_))
+    told = [each for each in varied.left_out if each.name == "num_virtual_stages"]
+    assert told == [Held("num_virtual_stages", "unequal", "ask with --max-vpp")] * is_told
+
+
+def test_unequal_virtual_stages_are_told_of_where_there_are_any() -> None:
+    for num_layers, is_told in ((6, False), (7, False), (14, True)):  # 6 and 6 + 2 by 4; never
+        job = TrainingJob(model=model_of(num_layers), global_batch_size=8, seq_len=16)
+        space = enumerate_space(job, STACK, 4, NARROW)
+        varied = Varied.of(space, SpaceLimits(), np.ones(len(space), np.bool_))
+        assert ("num_virtual_stages" in {each.name for each in varied.left_out}) == is_told
 
 
 def test_key_value_heads_are_split_or_repeated() -> None:

@@ -1,116 +1,95 @@
 """No switch that `simulate` has beats the proven best of a search: each is tried at every value."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
-from meshwright.hwprofiles import (
-    ContextParallel,
-    Dispatcher,
-    ExpertOverlap,
-    Offload,
-    Precision,
-    StageSplit,
-    load_cluster,
-    load_stack,
-)
-from meshwright.planner import SpaceLimits
-from meshwright.planner.search import search
-from meshwright.planner.space.switches import askable_values, divisors
-from meshwright.simulator import (
-    CostModel,
-    ParallelPlan,
-    PlanError,
-    TrainingJob,
-    load_model,
-    resolve_stages,
-    simulate,
-)
+from meshwright.hwprofiles import Precision, Recompute, RecomputeModule
+from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.layout import PLAN_FIELDS
-
-SEARCHES = {
-    "torchtitan": ("llama3-70b", "dgx-h100", 32, 32, 8192),
-    "torchtitan in two replicas": ("llama3-8b", "dgx-h100", 16, 64, 4096),
-    "fsdp": ("gpt2-xl", "dgx-a100", 16, 64, 1024),
-    "ddp": ("gpt2", "a100-4xhdr200", 16, 256, 1024),
-    "deepspeed": ("gpt2-xl", "dgx-a100", 16, 64, 1024),
-    "megatron-core": ("llama3-8b", "dgx-h100", 32, 64, 8192),
-    "megatron-core with experts": ("qwen3-30b-a3b", "dgx-h100", 16, 32, 4096),
-    "megatron-lm-2021": ("gpt2-xl", "dgx-a100", 16, 32, 1024),
-}
-
+from walking.run import run, walk_lines
+from walking.searches import SEARCHES, Search
+from walking.switches import LEFT_OUT, TURNS, turned, turns
+from walking.walk import walk
 
 # Of experts a part of the space, in which each switch of theirs is.
-PINS = {
-    "megatron-core with experts": {
-        **dict.fromkeys(("tp", "cp", "pp"), (1,)),
-        "ep": (8,),
-        "microbatch_size": (1, 2),
-    }
+PINS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("tp", "cp", "pp"), (1,)),
+    "ep": (8,),
+    "microbatch_size": (1, 2),
 }
 
 
-def values(plan: ParallelPlan, job: TrainingJob) -> Iterator[ParallelPlan]:
-    """Yield *plan* with every other value of each of its switches, formats in all pairs."""
-    yields = {
-        "dp_shard": divisors(plan.dp),
-        "reshard_after_forward": (False, True),
-        "sync_each_microbatch": (False, True),
-        "find_unused": (False, True),
-        "moment_precision": (None, *Precision),
-        "cp_type": (None, *ContextParallel),
-        "dispatcher": (None, *Dispatcher),
-        "expert_overlap": (None, *ExpertOverlap),
-        "offload": tuple(Offload),
-        "sequence_parallel": (False, True),
-        "zero_stage": range(4),
-        "attention": PLAN_FIELDS["attention"].choices,
-        "recompute": PLAN_FIELDS["recompute"].choices,
-        "stages": {resolve_stages(job.model, job.seq_len, plan.num_stages, r) for r in StageSplit},
-    }
-    for name, others in yields.items():
-        for value in others:
-            yield from changed(plan, **{name: value})
-    formats = (None, *Precision)
-    for kept, reduced in product(formats, formats):
-        yield from changed(plan, gradient_precision=kept, reduce_precision=reduced)
+SMALL = {
+    "torchtitan": Search("llama3-70b", "dgx-h100", 32, 32, 8192, stack="torchtitan"),
+    "torchtitan in two replicas": Search("llama3-8b", "dgx-h100", 16, 64, 4096, stack="torchtitan"),
+    "fsdp": Search("gpt2-xl", "dgx-a100", 16, 64, 1024, stack="fsdp"),
+    "ddp": Search("gpt2", "a100-4xhdr200", 16, 256, 1024, stack="ddp"),
+    "deepspeed": Search("gpt2-xl", "dgx-a100", 16, 64, 1024, stack="deepspeed"),
+    "megatron-core": Search("llama3-8b", "dgx-h100", 32, 64, 8192),
+    "megatron-core with experts": Search("qwen3-30b-a3b", "dgx-h100", 16, 32, 4096, limits=PINS),
+    "megatron-lm-2021": Search(
+        "gpt2-xl", "dgx-a100", 16, 32, 1024, stack="megatron-lm-2021", precision=Precision.FP16
+    ),
+}
 
 
-def changed(plan: ParallelPlan, **fields: object) -> list[ParallelPlan]:
-    """Return *plan* with other *fields*, nothing where there is none."""
-    try:
-        return [replace(plan, **fields)]  # type: ignore[arg-type]
-    except PlanError:
-        return []
-
-
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", SMALL)
 def test_no_switch_beats_the_proven_best(name: str) -> None:
-    model, place, num_gpus, batch, seq_len = SEARCHES[name]
-    cluster, stack = load_cluster(place), load_stack(name.split(" ", maxsplit=1)[0])
-    precision = Precision.FP16 if name == "megatron-lm-2021" else Precision.BF16
-    job = TrainingJob(
-        model=load_model(model), global_batch_size=batch, seq_len=seq_len, precision=precision
-    )
-    asked = {
-        each.name: known
-        for each in PLAN_FIELDS.values()
-        if len(known := askable_values(each, job, stack)) > 1
-    }
-    limits = SpaceLimits(**asked | PINS.get(name, {}))
-    found = search(job, cluster, stack, num_gpus, limits=limits, top=1)
-    assert found.optimal
-    (best,) = found.plans
-    faster, tried, costs = [], 0, CostModel(cluster, stack, num_gpus)
-    for plan in values(best.plan, job):
-        try:
-            step = simulate(job, plan, cluster, stack, costs=costs)
-        except PlanError:  # not offered
-            continue
-        tried += 1
-        if step.memory.fits and step.step_ps < best.step_ps:
-            faster.append((step.step_ps / best.step_ps, plan))
-    assert faster == []
-    assert tried > 5
+    walked = walk(SMALL[name].run(also_all=True))
+    assert walked.result.optimal
+    assert walked.faults == []
+    assert walked.num_simulated > 5
+
+
+def test_what_is_faster_and_was_searched_is_at_fault() -> None:
+    result = SMALL["fsdp"].run()
+    (best,) = result.plans
+    slower = replace(best.plan, recompute=Recompute.FULL)
+    worse = simulate(result.job, slower, result.cluster, result.stack)
+    walked = walk(replace(result, plans=(worse,)))
+    assert walked.faults == walked.faster
+    assert {"recompute": best.plan.recompute} in [each.change.fields for each in walked.faults]
+    assert walked.faster[0].change.slower_fraction < 0
+    fastest = walked.faults[0].change
+    more = f", {len(walked.faults) - 1} more" if len(walked.faults) > 1 else ""
+    said = f"{fastest.slower_fraction:+.2%} `{fastest.options}`{more} (FAULT)"
+    assert walk_lines(walked) == [said]
+
+
+def test_every_field_of_a_plan_is_turned_or_left_out_with_a_reason() -> None:
+    job = TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024)
+    plan = ParallelPlan(cp=2, dp=4, stages=(12,))
+    for name, field in PLAN_FIELDS.items():
+        if name in LEFT_OUT:
+            assert name not in TURNS
+            assert LEFT_OUT[name]
+        else:
+            assert len([*turns(field, plan, job)]) > 1
+    new = replace(PLAN_FIELDS["cp_inner"], name="number_of_a_new_field")
+    with pytest.raises(KeyError, match=new.name):
+        turns(new, plan, job)
+
+
+def test_a_turned_plan_differs_in_what_is_said_of_it() -> None:
+    job = TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024)
+    plan = ParallelPlan(pp=2, dp=4, stages=(6, 6))
+    found = list(turned(plan, job))
+    assert plan not in [other for _, other in found]
+    modules = ({"recompute", "recompute_modules"}, 2 ** len(RecomputeModule) - 1)
+    for fields, number in (({"dp", "tp"}, 2), ({"offload"}, 2), ({"microbatch_size"}, 1), modules):
+        assert sum(set(each) == fields for each, _ in found) == number, fields
+    for fields, other in found:
+        for name, value in fields.items():
+            assert name == "stages" or getattr(other, name) == value
+
+
+def test_the_script_says_what_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["llama3-8b"]) == 0
+    found, last = capsys.readouterr().out.splitlines()
+    assert found.startswith("llama3-8b: 4.49 s proven, ")
+    assert " switched, 0 faster, 0 at fault; " in found
+    assert last == "0 at fault"
+    with pytest.raises(SystemExit):
+        run(["gpt2"])
+    assert f"known: {', '.join(SEARCHES)}" in capsys.readouterr().err

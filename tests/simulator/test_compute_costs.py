@@ -23,7 +23,6 @@ from meshwright.simulator.blocks.operators import (
     KernelLaunches,
     MemoryBound,
     Operator,
-    gemm_backward,
 )
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
@@ -148,15 +147,6 @@ def test_an_aligned_product_never_gets_cheaper_by_growing(
     small, large = Gemm("p", **sizes), Gemm("p", **{**sizes, axis: sizes[axis] + 8 * more})
     less, bigger = (gemm_cost(each, DEVICE, BF16).time_ps for each in (small, large))
     assert less <= bigger
-
-
-@given(m=DIMS, n=DIMS, k=DIMS, batch=st.integers(1, 64))
-def test_backward_products_have_the_flops_of_two_forwards(
-    m: int, n: int, k: int, batch: int
-) -> None:
-    forward = Gemm("product", m=m, n=n, k=k, batch=batch)
-    assert [each.flops for each in gemm_backward(forward)] == [forward.flops] * 2
-    assert [each.num_elements for each in gemm_backward(forward)] == [forward.num_elements] * 2
 
 
 def test_flash_attention_runs_at_the_kernels_share_of_the_peak() -> None:

@@ -1,8 +1,10 @@
 """What Megatron-Core's schedules hold of messages, against what its own program held."""
 
+import pytest
+
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.memory import PipelinePlace, SentBytes
-from meshwright.simulator.memory.held_messages import held_messages
+from meshwright.simulator.memory.held_messages import held_messages, most_messages
 from meshwright.simulator.schedules import get_schedule
 
 
@@ -16,3 +18,21 @@ def test_interleaved_passes_find_the_messages_that_megatron_core_holds() -> None
         "F0.0=2 F0.1=2 F1.0=0 B1.0=1 F1.1=2 B1.1=3 F0.2=5 B0.0=6 "
         "F0.3=6 B0.1=7 F1.2=3 B1.2=4 F1.3=3 B1.3=3 B0.2=4 B0.3=6"
     )
+
+
+@pytest.mark.parametrize("group_size", [None, 3, 5, 8])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (3, 4), (4, 2), (6, 3)])
+def test_no_rank_holds_more_messages_than_its_modules_and_groups_let_it(
+    pp: int, vpp: int, group_size: int | None
+) -> None:
+    schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, group_size=group_size)
+    sent = [SentBytes(output=1, gradient=1)] * vpp
+    spare = []
+    for count in (each for each in range(pp, 5 * pp) if not schedule.refusal(pp, each, vpp)):
+        most = most_messages(vpp, schedule.group(pp, count) - pp)
+        for rank in range(pp):
+            actions = schedule.rank_actions(rank, pp, count, vpp)
+            held = held_messages(actions, sent, PipelinePlace(rank, pp))
+            spare.append(most - max(held))
+    least = min(spare, default=0)
+    assert least == 0 if group_size is None else least >= 0

@@ -86,13 +86,6 @@ def test_each_rank_runs_each_pass_once_forward_before_backward(schedule: Schedul
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-def test_the_list_of_one_rank_is_its_part_of_all_lists(schedule: Schedule) -> None:
-    for size in sizes(schedule, 6, 12):
-        alone = [schedule.rank_actions(pp_rank, *size) for pp_rank in range(size[0])]
-        assert alone == schedule.actions(*size)
-
-
-@pytest.mark.parametrize("schedule", EVERY)
 def test_passes_in_flight_are_what_the_action_list_keeps_waiting(schedule: Schedule) -> None:
     for pp, num_microbatches, vpp in sizes(schedule):
         ranks = schedule.actions(pp, num_microbatches, vpp)

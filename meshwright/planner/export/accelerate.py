@@ -112,7 +112,7 @@ def _ddp_rows() -> tuple[Row, ...]:
         *_script_rows(),
         words.rule("dp", lambda facts: facts.world_size),
         words.only("zero_stage", 0),
-        words.script("recompute", deepspeed.CHECKPOINTS),
+        deepspeed.checkpoints_row(words),
         words.only("offload", Offload.NONE),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
         words.rule("reshard_after_forward", lambda _: None),

@@ -70,7 +70,7 @@ def shared_rows(words: Words) -> tuple[Row, ...]:
     return (
         words.only("sequence_parallel", False),  # noqa: FBT003  (the value that goes)
         attention_row(words),
-        words.script("recompute", CHECKPOINTS),
+        checkpoints_row(words),
         words.told(("seq_len", "model"), sample),
         words.rule("dp_shard", lambda facts: facts.number("dp")),
         words.rule("reshard_after_forward", _reshards),
@@ -89,6 +89,13 @@ def attention_row(words: Words) -> Row:
         return f'attn_implementation="{kernel}" for a model of transformers'
 
     return words.told(("attention",), line)
+
+
+def checkpoints_row(words: Words) -> Row:
+    """Return the row of recomputation, which a script asks a model of transformers for."""
+    return words.told(
+        ("recompute",), lambda facts: CHECKPOINTS[words.known("recompute", facts, CHECKPOINTS)]
+    )
 
 
 def sample(facts: Facts) -> str:
@@ -196,21 +203,7 @@ def _format(field: str, key: str) -> Row:
 
 def offload_row(words: Words, offloads: Mapping[object, Keys]) -> Row:
     """Return the row of what lives on the host; ``none`` is as good as no key."""
-    keys = tuple(offloads[Offload.PARAMETERS])
-
-    def read(found: Keys, _: Facts) -> Keys:
-        theirs = {key: found[key] for key in keys if found.get(key) not in (None, "none")}
-        for ours, each in offloads.items():
-            if each == theirs:
-                return {"offload": ours}
-        raise words.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), offloads)
-
-    return Row(
-        fields=("offload",),
-        keys=keys,
-        write=lambda facts: dict(offloads[words.known("offload", facts, offloads)]),
-        read=read,
-    )
+    return words.together("offload", offloads, absent=(None, "none"))
 
 
 def _read(text: str) -> Keys:

@@ -18,14 +18,7 @@ from meshwright.planner.export.megatron_core import (
     shared_rows,
     stages_row,
 )
-from meshwright.planner.export.table import (
-    Facts,
-    Keys,
-    Row,
-    Words,
-    check_model,
-    not_offered,
-)
+from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model, not_offered
 from meshwright.planner.export.texts import command_words, flags, layer_numbers, read_flags
 from meshwright.simulator import ModelSpec, PlanError
 
@@ -42,8 +35,13 @@ SHARDED: Keys = {
     "data-parallel-sharding-strategy": "optim_grads_params",
     "ckpt-format": "fsdp_dtensor",
 }
-
-
+PRECISIONS: Mapping[object, Keys] = {
+    Precision.BF16: {"bf16": True},
+    Precision.FP16: {"fp16": True},
+    Precision.FP32: {},
+    Precision.FP8: {"bf16": True, "fp8-format": "hybrid"},
+    Precision.MXFP8: {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
+}
 # Formats of exp_avg_dtype; the first is that of any other optimizer.
 MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
 
@@ -65,7 +63,7 @@ def table() -> tuple[Row, ...]:
             says_both=False,
         ),
         groups_row(words, "microbatch-group-size-per-virtual-pipeline-stage"),
-        _precision(),
+        words.together("precision", PRECISIONS),
         _gradients(),
         _moments(),
         _overlap(),
@@ -100,31 +98,6 @@ def _launcher() -> Row:
         return {"world_size": world, "dp": world // others}
 
     return Row(fields=("world_size", "dp"), keys=(nodes, ranks), write=lambda _: {}, read=read)
-
-
-def _precision() -> Row:
-    choices: Mapping[object, Keys] = {
-        Precision.BF16: {"bf16": True},
-        Precision.FP16: {"fp16": True},
-        Precision.FP32: {},
-        Precision.FP8: {"bf16": True, "fp8-format": "hybrid"},
-        Precision.MXFP8: {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
-    }
-    names = ("bf16", "fp16", "fp8-format", "fp8-recipe")
-
-    def read(keys: Keys, _: Facts) -> Keys:
-        theirs = {name: keys[name] for name in names if name in keys}
-        for ours, each in choices.items():
-            if each == theirs:
-                return {"precision": ours}
-        raise WORDS.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), choices)
-
-    return Row(
-        fields=("precision",),
-        keys=names,
-        write=lambda facts: dict(choices[WORDS.known("precision", facts, choices)]),
-        read=read,
-    )
 
 
 def _gradients() -> Row:

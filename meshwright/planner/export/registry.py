@@ -24,7 +24,7 @@ from meshwright.planner.export.launch import (
     slurm_script,
 )
 from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
-from meshwright.planner.reports import SavedPlan
+from meshwright.planner.reports import SavedPlan, named
 from meshwright.simulator import ParallelPlan, PlanError
 from meshwright.simulator.layout import (
     DP_CP,
@@ -187,9 +187,7 @@ def facts_of(saved: SavedPlan) -> Facts:
     }
     values |= {
         DP_CP: plan.number(DP_CP),
-        "global_batch_size": job.global_batch_size,
-        "seq_len": job.seq_len,
-        "precision": job.precision,
+        **named(job, "global_batch_size", "seq_len", "precision"),
         "world_size": plan.world_size,
         "num_nodes": -(-plan.world_size // saved.cluster.devices_per_node),
         "model": model.name,

@@ -96,14 +96,13 @@ def check_model(model: ModelSpec, framework: str, told: Iterable[str]) -> None:
     Raises:
         PlanError: Naming the first such fact.
     """
-    known = _LABELS | {*told}
-    facts = {"head_dim": model.hidden_size // model.num_heads, "positions": model.positions}
-    facts |= {
-        name: each.default for name, each in type(model).model_fields.items() if name not in known
-    }
+    known = {"positions", *told}
+    facts: dict[str, object] = {}
+    if "head_dim" not in known:
+        facts["head_dim"] = model.hidden_size // model.num_heads
     facts["positions"] = "rotary" if model.positions == "rotary" else "learned"
-    if "head_dim" in {*told}:
-        del facts["head_dim"]
+    declared = type(model).model_fields.items()
+    facts |= {name: each.default for name, each in declared if name not in _LABELS | known}
     for name, usual in facts.items():
         value = getattr(model, name)
         if value != usual:
@@ -232,6 +231,29 @@ class Words(FileWords):
 
         return Row(fields=(field,), keys=(key,), write=write, read=read)
 
+    def together(
+        self, field: str, choices: Mapping[object, Keys], *, absent: tuple[object, ...] = ()
+    ) -> Row:
+        """Return the row of a value that several keys tell together, as *choices* say.
+
+        Values of *absent* say as little in a file as no key.
+        """
+        names = tuple(dict.fromkeys(key for each in choices.values() for key in each))
+
+        def read(keys: Keys, _: Facts) -> Keys:
+            theirs = {key: keys[key] for key in names if key in keys and keys[key] not in absent}
+            for ours, each in choices.items():
+                if each == theirs:
+                    return {field: ours}
+            raise self.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), choices)
+
+        return Row(
+            fields=(field,),
+            keys=names,
+            write=lambda facts: dict(choices[self.known(field, facts, choices)]),
+            read=read,
+        )
+
     def rule(self, field: str, value: Callable[[Facts], object]) -> Row:
         """Return the row of what the framework does in any case, as *value* says.
 
@@ -255,22 +277,6 @@ class Words(FileWords):
             return {}
 
         return Row(fields=(field,), keys=(), write=write, read=lambda *_: {field: values[0]})
-
-    def script(self, field: str, lines: Mapping[object, str | None]) -> Row:
-        """Return the row of what the user's own script does: a line for each value, noted.
-
-        Args:
-            field: Of the plan.
-            lines: What the script has to say for a value; None where there is nothing to say.
-        """
-
-        def write(facts: Facts) -> Keys:
-            line = lines[self.known(field, facts, lines)]
-            if line is not None:
-                facts.notes.append(f"your script: {line}")
-            return {}
-
-        return Row(fields=(field,), keys=(), write=write, read=lambda *_: {})
 
     def told(self, fields: tuple[str, ...], line: Callable[[Facts], str | None]) -> Row:
         """Return the row of what the user's own script says; *line* is how, None for nothing."""

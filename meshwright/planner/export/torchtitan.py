@@ -7,14 +7,7 @@ Keys are those of JobConfig (torchtitan/config/job_config.py of 0.2.2), and of T
 from collections.abc import Mapping
 from typing import cast
 
-from meshwright.hwprofiles import (
-    Attention,
-    Kernels,
-    Offload,
-    Precision,
-    Recompute,
-    RecomputeMethod,
-)
+from meshwright.hwprofiles import Attention, Kernels, Offload, Precision, Recompute, RecomputeMethod
 from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, not_offered
 from meshwright.planner.export.texts import (

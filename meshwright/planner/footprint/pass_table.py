@@ -80,8 +80,6 @@ class PassTable:
         memory = RankMemory(
             parameters_bytes=0,
             gradients_bytes=0,
-            optimizer_states_bytes=0,
-            update_temporary_bytes=0,
             virtual_stages=tuple(virtual_stages[kind] for kind in order.kinds),
             holds_sent=order.schedule.holds_sent,
         )

@@ -24,7 +24,6 @@ from meshwright.planner.largest.quantity import (
 )
 from meshwright.planner.search import Progress, SearchResult, search, with_kernels
 from meshwright.planner.space import (
-    COLUMNS,
     Column,
     ShapeTable,
     Space,
@@ -52,7 +51,7 @@ class Ground:
     def space(self, job: TrainingJob, limits: SpaceLimits) -> Space:
         """Return the layouts of *job* that the stack offers."""
         space = enumerate_space(job, self.stack, self.num_gpus, limits)
-        return space.chosen(~lacks(space))
+        return space.chosen(np.flatnonzero(~lacks(space)))
 
     def spare_bytes(self, space: Space) -> Column:
         """Return what each layout of *space* leaves of a device's memory; below 0 it lacks some."""
@@ -137,7 +136,7 @@ def _longer(ground: Ground) -> Growth:
         space = ground.space(job(first), limits)
         own = np.lcm(unit, _cuts(space))
         # Those of smaller steps have these values on stairs of their own.
-        return space.chosen((step % own == 0) & (own == step).any())
+        return space.chosen(np.flatnonzero((step % own == 0) & (own == step).any()))
 
     stairs = (
         Stair(step, first, last, partial(layouts, step, first), at)
@@ -157,9 +156,8 @@ def _more_at_once(ground: Ground) -> Growth:
         return replace(ground.job, global_batch_size=value)
 
     def at(layouts: Space, value: int) -> Space:
-        codes = layouts.codes.copy()
-        codes[COLUMNS.index(name)] = value // layouts.column(Axis.DP)
-        return replace(layouts, job=job(value), codes=codes)
+        columns = {**layouts.columns, name: value // layouts.column(Axis.DP)}
+        return replace(layouts, job=job(value), columns=columns)
 
     def layouts(dp: int, size: int) -> Space:
         return ground.space(job(dp * size), limits.pinned(dp=(dp,), microbatch_size=(size,)))
@@ -345,7 +343,7 @@ def _climbed(
             return False
         spare = ground.spare_bytes(stair.at(layouts, value))
         if (spare >= 0).any():
-            layouts = layouts.chosen(spare >= 0)
+            layouts = layouts.chosen(np.flatnonzero(spare >= 0))
         return bool((spare >= 0).any())
 
     if not fits(stair.first):

@@ -19,13 +19,7 @@ from meshwright.planner.largest.quantity import (
     stretches,
 )
 from meshwright.planner.search import Progress
-from meshwright.simulator import (
-    ParallelPlan,
-    PlanError,
-    StepResult,
-    TrainingJob,
-    simulate,
-)
+from meshwright.simulator import ParallelPlan, PlanError, StepResult, TrainingJob, simulate
 from meshwright.simulator.layout import TP_CP, Quantity, check_sharding
 
 PlanOf: TypeAlias = Callable[[TrainingJob, int | None], ParallelPlan]

@@ -8,13 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import PS_PER_S, Source, format_time
-from meshwright.planner.matmul.study import (
-    MatmulStudy,
-    Pipeline,
-    ProductRow,
-    Refusal,
-    shape_text,
-)
+from meshwright.planner.matmul.study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent, product_text
 from meshwright.planner.reports import (
     Column,

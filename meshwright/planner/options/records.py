@@ -8,12 +8,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Annotated, TypeAlias
-
-import typer
 
 from meshwright.hwprofiles import Precision, parse_bytes, parse_price
-from meshwright.planner.options.words import option_name
+from meshwright.planner.options.words import argument, flag, option, option_name
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import Quantity
 from meshwright.simulator.model import MAX_PREDICTION_LAYERS
@@ -23,254 +20,157 @@ MAX_COUNT = 10_000_000
 MAX_TOP = 1_000
 MAX_JOBS = 1_000
 MAX_TOKENS = 1e18
-Growing: TypeAlias = Annotated[
-    Quantity | None, typer.Option(metavar="|".join(Quantity), help="Find the largest that fits.")
-]
-Predicting: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Layers that predict a further token each [the model's]."),
-]
+GROWING = "|".join(Quantity), "Find the largest that fits."
+PREDICTING = "N", "Layers that predict a further token each [the model's]."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
     """What is trained, on what, with what software."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Built-in name, config.json or model TOML."),
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
-    ] = None
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the run.")] = None
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences of one optimizer step.")
-    ] = None
-    seq_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a sequence [the model's].")
-    ] = None
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            metavar="|".join(Precision),
-            help="Number format [bf16; fp16 on older devices and stacks].",
-        ),
-    ] = None
-    prediction_layers: Predicting = None
-    imbalance: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Load of the hottest expert over the mean [1]."),
-    ] = None
-    stack: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Training software [megatron-core]."),
-    ] = None
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help='Most a device may use, such as "72 GiB".'),
-    ] = None
-    set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Change a fact of stack or cluster; repeatable."),
-    ] = None
+    model: str | None = argument(None, "MODEL", "Built-in name, config.json or model TOML.")
+    cluster: str | None = option(None, "NAME|FILE", "Built-in name or cluster TOML.")
+    gpus: int | None = option(None, "N", "Devices of the run.")
+    global_batch: int | None = option(None, "N", "Sequences of one optimizer step.")
+    seq_len: int | None = option(None, "N", "Tokens of a sequence [the model's].")
+    precision: Precision | None = option(
+        None, "|".join(Precision), "Number format [bf16; fp16 on older devices and stacks]."
+    )
+    prediction_layers: int | None = option(None, *PREDICTING)
+    imbalance: float | None = option(None, "X", "Load of the hottest expert over the mean [1].")
+    stack: str | None = option(None, "NAME|FILE", "Training software [megatron-core].")
+    memory_limit: str | None = option(None, "SIZE", 'Most a device may use, such as "72 GiB".')
+    set: list[str] | None = option(
+        None, "KEY=VALUE", "Change a fact of stack or cluster; repeatable."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordOptions:
     """Plans, or one model, to set beside each other."""
 
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PLAN...|MODEL", help="Several plan.json, or a model as in search."),
-    ] = None
+    words: list[str] | None = argument(
+        None, "PLAN...|MODEL", "Several plan.json, or a model as in search."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
     """What a search makes as large as fits, and how many plans it reports."""
 
-    max: Growing = None
-    top: Annotated[int, typer.Option(metavar="N", help="Plans to report.")] = 10
+    max: Quantity | None = option(None, *GROWING)
+    top: int = option(10, "N", "Plans to report.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoneyOptions:
     """A whole training run, to tell its days and its cost."""
 
-    tokens: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="Tokens, images or rows of the run, as 300e9 or 15T."),
-    ] = None
-    price: Annotated[
-        str | None,
-        typer.Option(metavar="PRICE", help="USD of a GPU-hour, as 2.5 [the cluster's]."),
-    ] = None
+    tokens: float | None = option(None, "N", "Tokens, images or rows of the run, as 300e9 or 15T.")
+    price: str | None = option(None, "PRICE", "USD of a GPU-hour, as 2.5 [the cluster's].")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonOptions:
     """Where the document goes."""
 
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|-", help="Write the result as JSON; - for standard output."),
-    ] = None
+    json: str | None = option(None, "FILE|-", "Write the result as JSON; - for standard output.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions(JsonOptions):
     """Where results go besides the terminal."""
 
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write plan, result, CSV and PNG files.")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder in use.")] = False
+    out: str | None = option(None, "DIR", "Write plan, result, CSV and PNG files.")
+    force: bool = flag("--force", "Write into a folder in use.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
     """The plan file that a simulation starts from."""
 
-    plan: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A plan.json; other options override what it says."),
-    ] = None
+    plan: str | None = option(None, "FILE", "A plan.json; other options override what it says.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions(PlanOptions):
     """The plan file that a simulation starts from, what it makes as large as fits, its trace."""
 
-    max: Growing = None
-    trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")
-    ] = None
+    max: Quantity | None = option(None, *GROWING)
+    trace: str | None = option(None, "FILE", "Write a trace for Perfetto.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
     """What a sweep varies, what is done in each cell, and where."""
 
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=A,B", help="Values of an option or a fact; repeatable."),
-    ] = None
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Grow the batch with --vary gpus=..., from the first.")
-    ] = False
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Simulate the one layout given, do not search.")
-    ] = False
-    plan: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --simulate: a plan.json to start from."),
-    ] = None
-    jobs: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes of this machine [its cores].")
-    ] = None
-    dask: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS|FILE", help="Dask scheduler whose workers run cells."),
-    ] = None
+    vary: list[str] | None = option(None, "NAME=A,B", "Values of an option or a fact; repeatable.")
+    weak: bool = flag("--weak", "Grow the batch with --vary gpus=..., from the first.")
+    simulate: bool = flag("--simulate", "Simulate the one layout given, do not search.")
+    plan: str | None = option(None, "FILE", "With --simulate: a plan.json to start from.")
+    jobs: int | None = option(None, "N", "Processes of this machine [its cores].")
+    dask: str | None = option(None, "ADDRESS|FILE", "Dask scheduler whose workers run cells.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameOptions:
     """One thing of a list, or all of it."""
 
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
+    name: str | None = argument(None, "NAME", "Show all about one.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
     """One profile of a list as people read it or as a file, or all of it."""
 
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show all about one.")] = None
-    toml: Annotated[
-        bool, typer.Option("--toml", help="As a file, whose keys --set can change.")
-    ] = False
+    name: str | None = argument(None, "NAME", "Show all about one.")
+    toml: bool = flag("--toml", "As a file, whose keys --set can change.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulOptions:
     """Matrices to multiply, and the devices that do it."""
 
-    shapes: Annotated[
-        list[str] | None, typer.Argument(metavar="SHAPE", help="Two or more, such as 4x5 5x8.")
-    ] = None
-    devices: Annotated[
-        int | None, typer.Option(metavar="N", help="Devices of the one mesh axis.")
-    ] = None
-    cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
-    ] = "dgx-a100"
-    precision: Annotated[
-        Precision | None,
-        typer.Option(metavar="fp32|fp16|bf16", help="Number format [bf16 where it is]."),
-    ] = None
+    shapes: list[str] | None = argument(None, "SHAPE", "Two or more, such as 4x5 5x8.")
+    devices: int | None = option(None, "N", "Devices of the one mesh axis.")
+    cluster: str = option("dgx-a100", "NAME|FILE", "Built-in name or cluster TOML.")
+    precision: Precision | None = option(
+        None, "fp32|fp16|bf16", "Number format [bf16 where it is]."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
     """A plan, and the framework that is to train it."""
 
-    plan: Annotated[
-        str | None, typer.Argument(metavar="PLAN", help="A plan.json of search or simulate.")
-    ] = None
-    to: Annotated[
-        str | None, typer.Option(metavar="FRAMEWORK", help="The framework that reads it.")
-    ] = None
-    framework_version: Annotated[
-        str | None, typer.Option(metavar="V", help="Of the framework, as 0.3 of torchtitan.")
-    ] = None
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a script for sbatch, too.")] = False
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE|DIR", help="Where to [standard output].")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder in use.")] = False
+    plan: str | None = argument(None, "PLAN", "A plan.json of search or simulate.")
+    to: str | None = option(None, "FRAMEWORK", "The framework that reads it.")
+    framework_version: str | None = option(None, "V", "Of the framework, as 0.3 of torchtitan.")
+    slurm: bool = flag("--slurm", "Write a script for sbatch, too.")
+    out: str | None = option(None, "FILE|DIR", "Where to [standard output].")
+    force: bool = flag("--force", "Write into a folder in use.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
     """A framework's configuration, and what it does not say."""
 
-    file: Annotated[
-        str | None, typer.Argument(metavar="FILE", help="A configuration of a framework.")
-    ] = None
-    source: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FRAMEWORK", help="Whose it is [by the file's name]."),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Built-in name, config.json or model TOML."),
-    ] = None
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Built-in name or cluster TOML.")
-    ] = None
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="Devices of the run.")] = None
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences of one optimizer step.")
-    ] = None
-    seq_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a sequence [the model's].")
-    ] = None
-    precision: Annotated[
-        Precision | None, typer.Option(metavar="|".join(Precision), help="Number format.")
-    ] = None
-    prediction_layers: Predicting = None
-    stack: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="Training software [the framework's]."),
-    ] = None
-    set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Change a fact of stack or cluster; repeatable."),
-    ] = None
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The plan.json [standard output].")
-    ] = None
+    file: str | None = argument(None, "FILE", "A configuration of a framework.")
+    source: str | None = option(
+        None, "FRAMEWORK", "Whose it is [by the file's name].", name="--from"
+    )
+    model: str | None = option(None, "MODEL", "Built-in name, config.json or model TOML.")
+    cluster: str | None = option(None, "NAME|FILE", "Built-in name or cluster TOML.")
+    gpus: int | None = option(None, "N", "Devices of the run.")
+    global_batch: int | None = option(None, "N", "Sequences of one optimizer step.")
+    seq_len: int | None = option(None, "N", "Tokens of a sequence [the model's].")
+    precision: Precision | None = option(None, "|".join(Precision), "Number format.")
+    prediction_layers: int | None = option(None, *PREDICTING)
+    stack: str | None = option(None, "NAME|FILE", "Training software [the framework's].")
+    set: list[str] | None = option(
+        None, "KEY=VALUE", "Change a fact of stack or cluster; repeatable."
+    )
+    out: str | None = option(None, "FILE", "The plan.json [standard output].")
 
 
 def check_counts(record: JobOptions | RankingOptions | ImportOptions | SweepOptions) -> None:

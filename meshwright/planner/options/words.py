@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from enum import StrEnum
 from types import NoneType, UnionType
@@ -12,6 +12,7 @@ from typing import (
     Any,
     NamedTuple,
     TypeAlias,
+    TypeVar,
     Union,
     cast,
     get_args,
@@ -26,6 +27,8 @@ from meshwright.hwprofiles import GIGA, KILO, MEGA, TERA, shown, suggestion
 from meshwright.planner.options.claims import release_claims
 from meshwright.simulator import PlanError
 
+T = TypeVar("T")
+INFO = "info"  # what typer shows of the option of a field, in its metadata
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal
 
 # Digits are bounded: Python refuses to read, and to print, a number of 5,000 of them.
@@ -74,13 +77,35 @@ class OptionGroup:
     @classmethod
     def of(cls, record: type) -> "OptionGroup":
         """Return the options of a record of `records`: one for each of its fields."""
-        hints = get_type_hints(record, include_extras=True)
+        hints = get_type_hints(record)
         options = tuple(
-            Option(field.name, field.name, _kind(hint), get_args(hint)[1], field.default)
-            for field in fields(cast("Any", record))
-            for hint in [hints[field.name]]
+            Option(each.name, each.name, _kind(hints[each.name]), each.metadata[INFO], each.default)
+            for each in fields(cast("Any", record))
         )
         return cls(options, lambda given: cast("Callable[..., object]", record)(**given))
+
+
+def option(default: T, metavar: str, text: str, *, name: str | None = None) -> T:
+    """Return the field of an option; to a type checker, its default.
+
+    Args:
+        default: Its value where it is not given.
+        metavar: What stands for its value in help.
+        text: What help says of it.
+        name: How it is written, dashes included, where that is not the name of the field.
+    """
+    info = typer.Option(*([name] if name else []), metavar=metavar, help=text)
+    return field(default=default, metadata={INFO: info})
+
+
+def flag(name: str, text: str) -> bool:
+    """Return the field of an option without a value, called *name*, of which help says *text*."""
+    return field(default=False, metadata={INFO: typer.Option(name, help=text)})
+
+
+def argument(default: T, metavar: str, text: str) -> T:
+    """Return the field of a word that is no option: as `option`."""
+    return field(default=default, metadata={INFO: typer.Argument(metavar=metavar, help=text)})
 
 
 def as_command(
@@ -131,11 +156,10 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def _kind(hint: object) -> type:
-    """Return ``int`` of ``Annotated[int | None, ...]``, ``list`` of one of texts."""
-    inner = get_args(hint)[0]
-    kinds = [inner]
-    if get_origin(inner) in (Union, UnionType):
-        kinds = [each for each in get_args(inner) if each is not NoneType]
+    """Return ``int`` of ``int | None``, ``list`` of one of texts."""
+    kinds = [hint]
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [each for each in get_args(hint) if each is not NoneType]
     return cast("type", get_origin(kinds[0]) or kinds[0])
 
 

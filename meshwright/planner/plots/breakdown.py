@@ -72,14 +72,7 @@ def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
         left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]
     _finish(axes, steps, names)
     columns = 3 if len(steps) > 1 else 2
-    figure.legend(
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=canvas.TEXT_POINTS,
-        frameon=False,
-        handlelength=2.2,
-        handleheight=1.2,
-    )
+    figure.legend(ncols=columns, handlelength=2.2, handleheight=1.2, **canvas.BELOW)
     return figure
 
 

@@ -3,6 +3,7 @@
 from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -25,6 +26,9 @@ DETAIL_CHARACTERS = 108
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, VERMILION, PURPLE = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK_GREY, GREY, LIGHT_GREY, WHITE = "#222222", "#555555", "#999999", "#DDDDDD", "#FFFFFF"
+
+# How a legend below a picture looks.
+BELOW: dict[str, Any] = {"loc": "outside lower center", "fontsize": TEXT_POINTS, "frameon": False}
 
 
 class Picture(Figure):

@@ -65,17 +65,10 @@ def plot_lanes(step: StepResult) -> Figure:
         headline = f"Asynchronous workers: a batch every {format_time(step.step_time_s)}"
         notes.append("The start of the run")
     canvas.write_titles(axes, headline, *canvas.describe_step(step), *notes)
-    figure.legend(
-        handles=[
-            Patch(facecolor=STYLES[kind][0], hatch=STYLES[kind][1], label=kind.value)
-            for kind in kinds
-        ],
-        loc="outside lower center",
-        ncols=5,
-        fontsize=canvas.TEXT_POINTS,
-        frameon=False,
-        handlelength=1.4,
-    )
+    handles = [
+        Patch(facecolor=STYLES[kind][0], hatch=STYLES[kind][1], label=kind.value) for kind in kinds
+    ]
+    figure.legend(handles=handles, ncols=5, handlelength=1.4, **canvas.BELOW)
     return figure
 
 

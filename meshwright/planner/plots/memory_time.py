@@ -71,13 +71,7 @@ def plot_memory_time(result: SearchResult) -> Figure:
     _scale(axes, points + cells, NOTE_ROOM if cells else 0.0)
     if result.plans:
         _note_best(axes, result, points + cells)
-    figure.legend(
-        handles=_legend(result),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=canvas.TEXT_POINTS,
-        frameon=False,
-    )
+    figure.legend(handles=_legend(result), ncols=4, **canvas.BELOW)
     return figure
 
 

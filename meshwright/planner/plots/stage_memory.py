@@ -49,10 +49,7 @@ def plot_stage_memory(step: StepResult) -> Figure:
     _draw_limits(axes, step)
     _mark_worst(axes, step, max(tops_gib), top_gib)
     _finish(axes, step, top_gib)
-    handles = axes.get_legend_handles_labels()
-    figure.legend(
-        *handles, loc="outside lower center", ncols=4, fontsize=canvas.TEXT_POINTS, frameon=False
-    )
+    figure.legend(*axes.get_legend_handles_labels(), ncols=4, **canvas.BELOW)
     return figure
 
 

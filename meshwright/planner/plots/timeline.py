@@ -299,11 +299,4 @@ def _add_legend(figure: Figure, layers: tuple[ColouredBoxes, ...]) -> None:
     shown = dict.fromkeys([*ends, *others])
     handles = [Patch(facecolor=layer.colour, label=layer.name) for layer in shown]
     handles.append(Patch(facecolor=canvas.WHITE, edgecolor=canvas.GREY, label="idle (bubble)"))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=4,
-        fontsize=canvas.TEXT_POINTS,
-        frameon=False,
-        handlelength=1.4,
-    )
+    figure.legend(handles=handles, ncols=4, handlelength=1.4, **canvas.BELOW)

@@ -6,7 +6,15 @@ Text is made with rich, which who asks for a document alone need not wait for.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from meshwright.planner.reports.documents import json_text, search_document, step_document
+from meshwright.planner.reports.documents import (
+    COST,
+    FIGURES,
+    PROOF,
+    json_text,
+    named,
+    search_document,
+    step_document,
+)
 from meshwright.planner.reports.money import Budget, training_run
 from meshwright.planner.reports.output_folder import (
     NUMBERED_PLANS,
@@ -56,7 +64,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "COST",
+    "FIGURES",
     "NUMBERED_PLANS",
+    "PROOF",
     "Budget",
     "Column",
     "ColumnTable",
@@ -75,6 +86,7 @@ __all__ = [
     "known_by",
     "layout_text",
     "models_table",
+    "named",
     "names_in",
     "new_file",
     "new_folder",

@@ -5,13 +5,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import BaseModel
 from rich.console import RenderableType
 
-from meshwright.hwprofiles import (
-    GIBI,
-    list_clusters,
-    list_stacks,
-    load_cluster,
-    load_stack,
-)
+from meshwright.hwprofiles import GIBI, list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.planner.reports.facts import fact_text
 from meshwright.planner.reports.step import facts_table, format_count
 from meshwright.simulator import (

@@ -5,6 +5,7 @@ No wall-clock figure and no order of a set enters a document: equal results give
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import cast
 
 from pydantic import TypeAdapter
@@ -25,6 +26,24 @@ from meshwright.simulator import (
     count_parameters,
 )
 from meshwright.simulator.blocks import model_flops
+
+# Figures of a step, by which it is told from others; what a search has proven; what a run costs.
+FIGURES = (
+    *("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "model_flops_per_s_per_gpu"),
+    *("mfu_fraction", "hfu_fraction", "bubble_fraction", "schedule_bubble_fraction"),
+    "exposed_comm_s",
+)
+PROOF = ("space_size", "feasible", "simulated", "optimal", "bound_gap_fraction")
+COST = ("days", "gpu_hours", "cost_usd")
+
+
+def named(record: object, *names: str) -> dict[str, Json]:
+    """Return what a record says under *names*, under the same names.
+
+    >>> named(1 + 2j, "real", "imag")
+    {'real': 1.0, 'imag': 2.0}
+    """
+    return {name: cast("Json", getattr(record, name)) for name in names}
 
 
 def json_text(document: Mapping[str, Json]) -> str:
@@ -61,15 +80,7 @@ def step_document(
         "num_gpus": result.plan.world_size,
         "num_microbatches": result.num_microbatches,
         "plan": plan_fields(result.plan),
-        "step_time_s": result.step_time_s,
-        "tokens_per_s": result.tokens_per_s,
-        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
-        "model_flops_per_s_per_gpu": result.model_flops_per_s_per_gpu,
-        "mfu_fraction": result.mfu_fraction,
-        "hfu_fraction": result.hfu_fraction,
-        "bubble_fraction": result.bubble_fraction,
-        "schedule_bubble_fraction": result.schedule_bubble_fraction,
-        "exposed_comm_s": result.exposed_comm_s,
+        **named(result, *FIGURES),
         "time_breakdown_s": {
             category: time_ps / PS_PER_S for category, time_ps in result.breakdown_ps.items()
         },
@@ -134,20 +145,13 @@ def model_fields(job: TrainingJob) -> dict[str, Json]:
 
 def memory_fields(memory: MemoryResult) -> dict[str, Json]:
     """Return the memory of the fullest rank, each pipeline rank and a host in use, in bytes."""
-    fields: dict[str, Json] = {
-        "peak_bytes": memory.peak_bytes,
-        "reserved_bytes": memory.reserved_bytes,
-        "device_bytes": memory.device_bytes,
-        "capacity_bytes": memory.capacity_bytes,
-        "usable_bytes": memory.usable_bytes,
-        "fits": memory.fits,
-        "worst_rank": memory.worst_rank,
+    on_host = ("host_bytes", "host_capacity_bytes") if memory.host_bytes else ()
+    return {
+        **named(memory, "peak_bytes", "reserved_bytes", "device_bytes", "capacity_bytes"),
+        **named(memory, "usable_bytes", "fits", "worst_rank"),
         "by_stage": [stage_fields(stage) for stage in memory.by_stage],
+        **named(memory, *on_host),
     }
-    if memory.host_bytes:
-        fields["host_bytes"] = memory.host_bytes
-        fields["host_capacity_bytes"] = memory.host_capacity_bytes
-    return fields
 
 
 def stage_fields(stage: StageMemory) -> dict[str, Json]:
@@ -161,21 +165,13 @@ def stage_fields(stage: StageMemory) -> dict[str, Json]:
         "buffers": stage.buffers_bytes,
         "peak": stage.peak_bytes,
         "peak_time_s": stage.peak_time_ps / PS_PER_S,
-        "peak_moment": stage.peak_moment,
-        "largest_tensor": stage.largest_tensor,
+        **named(stage, "peak_moment", "largest_tensor"),
     }
 
 
 def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
     """Return days, GPU hours and cost of a whole training run."""
-    run = budget.run(result)
-    return {
-        "tokens": run.tokens,
-        "days": run.days,
-        "gpu_hours": run.gpu_hours,
-        "price_usd_per_gpu_hour": run.price_usd_per_gpu_hour,
-        "cost_usd": run.cost_usd,
-    }
+    return asdict(budget.run(result))
 
 
 def search_document(
@@ -188,11 +184,7 @@ def search_document(
         "cluster": result.cluster.name,
         "stack": result.stack.name,
         "num_gpus": result.num_gpus,
-        "space_size": result.space_size,
-        "feasible": result.feasible,
-        "simulated": result.simulated,
-        "optimal": result.optimal,
-        "bound_gap_fraction": result.bound_gap_fraction,
+        **named(result, *PROOF),
         "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
         "searched": list(result.varied.searched),
         "held": [_held_fields(each) for each in result.varied.held],
@@ -211,13 +203,8 @@ def search_document(
 def _largest_fields(largest: Largest | None) -> dict[str, Json]:
     if largest is None:
         return {}
-    fields: dict[str, Json] = {
-        "quantity": largest.quantity.field,
-        "value": largest.value,
-        "next_value": largest.next_value,
-        "why": largest.why,
-    }
-    return {"largest": fields}
+    fields = named(largest, "value", "next_value", "why")
+    return {"largest": {"quantity": largest.quantity.field, **fields}}
 
 
 def _held_fields(held: Held) -> dict[str, Json]:
@@ -246,8 +233,7 @@ def _change_fields(change: Change) -> dict[str, Json]:
     return {
         "options": change.options,
         "fields": cast("dict[str, Json]", dict(change.fields)),
-        "saved_bytes": change.saved_bytes,
-        "device_bytes": change.device_bytes,
+        **named(change, "saved_bytes", "device_bytes"),
         "step_time_s": change.step_ps / PS_PER_S,
         "slower_fraction": change.slower_fraction,
         "plan": plan_fields(change.plan),

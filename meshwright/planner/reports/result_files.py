@@ -83,10 +83,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
-    from meshwright.planner.plots import (  # noqa: PLC0415
-        plot_stage_memory,
-        plot_timeline,
-    )
+    from meshwright.planner.plots import plot_stage_memory, plot_timeline  # noqa: PLC0415
 
     return {
         "stage_memory": plot_stage_memory(result),

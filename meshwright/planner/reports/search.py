@@ -24,13 +24,7 @@ from meshwright.planner.reports.step import (
 )
 from meshwright.planner.search import FrontierPoint, Held, SearchResult
 from meshwright.planner.space import waste_hints
-from meshwright.simulator import (
-    ModelSpec,
-    ParallelPlan,
-    ParameterServer,
-    StepResult,
-    TrainingJob,
-)
+from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, StepResult, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule
 
 MAX_FRONTIER_LINES = 8

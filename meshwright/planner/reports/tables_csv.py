@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, StackProfile
+from meshwright.planner.reports.documents import COST, FIGURES, named
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import job_fields
 from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
@@ -81,23 +82,13 @@ def table_csv(rows: Sequence[Row]) -> str:
 
 
 def _plan_row(rank: int, result: StepResult, names: Sequence[str], budget: Budget | None) -> Row:
-    plan, memory = result.plan, result.memory
+    plan = result.plan
     row: dict[str, object] = {
         "plan": rank,
         **_known_by(result),
         **_plan_cells(result, names),
-        "step_time_s": result.step_time_s,
-        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
-        "model_flops_per_s_per_gpu": result.model_flops_per_s_per_gpu,
-        "mfu_fraction": result.mfu_fraction,
-        "hfu_fraction": result.hfu_fraction,
-        "bubble_fraction": result.bubble_fraction,
-        "schedule_bubble_fraction": result.schedule_bubble_fraction,
-        "exposed_comm_s": result.exposed_comm_s,
-        "peak_bytes": memory.peak_bytes,
-        "reserved_bytes": memory.reserved_bytes,
-        "device_bytes": memory.device_bytes,
-        "fits": memory.fits,
+        **named(result, *(name for name in FIGURES if name != "tokens_per_s")),
+        **named(result.memory, "peak_bytes", "reserved_bytes", "device_bytes", "fits"),
     }
     if plan.parameter_server is not None:
         row["servers"] = plan.parameter_server.servers
@@ -106,8 +97,7 @@ def _plan_row(rank: int, result: StepResult, names: Sequence[str], budget: Budge
         for category, time_ps in result.breakdown_ps.items()
     }
     if budget is not None:
-        run = budget.run(result)
-        row |= {"days": run.days, "gpu_hours": run.gpu_hours, "cost_usd": run.cost_usd}
+        row |= named(budget.run(result), *COST)
     return row
 
 
@@ -133,13 +123,8 @@ def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:
             **_known_by(result),
             "stage": stage.stage,
             "layers": sum(layers),
-            "parameters_bytes": stage.parameters_bytes,
-            "gradients_bytes": stage.gradients_bytes,
-            "optimizer_states_bytes": stage.optimizer_states_bytes,
-            "activations_bytes": stage.activations_bytes,
-            "buffers_bytes": stage.buffers_bytes,
-            "peak_bytes": stage.peak_bytes,
+            **named(stage, "parameters_bytes", "gradients_bytes", "optimizer_states_bytes"),
+            **named(stage, "activations_bytes", "buffers_bytes", "peak_bytes"),
             "peak_time_s": stage.peak_time_ps / PS_PER_S,
-            "peak_moment": stage.peak_moment,
-            "largest_tensor": stage.largest_tensor,
+            **named(stage, "peak_moment", "largest_tensor"),
         }

@@ -4,10 +4,12 @@ from meshwright.planner.search.density import Density
 from meshwright.planner.search.finalists import MAX_PASSES, Progress
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
 from meshwright.planner.search.search import search, with_kernels
-from meshwright.planner.search.varied import Held
+from meshwright.planner.search.varied import ONLY_ONE, UNEQUAL, Held
 
 __all__ = [
     "MAX_PASSES",
+    "ONLY_ONE",
+    "UNEQUAL",
     "Density",
     "FrontierPoint",
     "Held",

@@ -76,7 +76,7 @@ def enumerate_strategies(
         job=job,
         stack=stack,
         num_gpus=num_gpus,
-        codes=np.tile(space.codes, len(choices)),
+        columns=space.chosen(np.tile(np.arange(len(space)), len(choices))).columns,
         servers=tuple(servers for servers in choices for _ in range(len(space))),
     )
 

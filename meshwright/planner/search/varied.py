@@ -14,10 +14,14 @@ from meshwright.planner.space import (
     Column,
     Space,
     SpaceLimits,
+    are_equal,
     askable_values,
+    divisors,
     is_constant,
     is_searched,
+    lays_out_unequal,
 )
+from meshwright.simulator import SCHEDULES
 from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
@@ -34,6 +38,8 @@ OF_STACKS = {
     "expert_overlap": "expert_overlaps",
     "moment_precision": "moment_precisions",
 }
+UNEQUAL = "unequal"  # layers of virtual stages
+ONLY_ONE = "only one offered"
 
 
 class Held(NamedTuple):
@@ -89,7 +95,7 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
         return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
     if len(askable_values(field, space.job, space.stack)) > 1:
         return "ask with --also"
-    return "ask by value" if field.name in PASSES else "only one offered"
+    return "ask by value" if field.name in PASSES else ONLY_ONE
 
 
 def _is_of_others(field: PlanField, space: Space) -> bool:
@@ -119,6 +125,24 @@ def _left_out(space: Space, limits: SpaceLimits) -> Iterator[Held]:
     if limits.values(name) is None:
         for stage in sorted({*stack.zero_stages} - {*usual_zero_stages(stack)}):
             yield Held(name, stage, f"ask with --zero {stage}")
+    if _lacks_unequal(space, limits):
+        yield Held("num_virtual_stages", UNEQUAL, "ask with --max-vpp")
+
+
+def _lacks_unequal(space: Space, limits: SpaceLimits) -> bool:
+    """Return whether a pipeline may have virtual stages of unequal layers that are not searched."""
+    num_layers, num_gpus, stack = space.job.model.num_layers, space.num_gpus, space.stack
+    interleaves = any(
+        SCHEDULES[name].interleaves and limits.allows("schedule", name) for name in stack.schedules
+    )
+    if not interleaves or lays_out_unequal(num_layers, num_gpus, limits):
+        return False
+    return not all(
+        are_equal(num_layers, pp * vpp)
+        for pp in divisors(num_gpus)[1:]
+        if limits.allows("pp", pp)
+        for vpp in range(2, num_layers // pp + 1)
+    )
 
 
 def _held(
@@ -128,11 +152,11 @@ def _held(
         name = field.name
         if name == "offload":
             is_one = space.stack.offload_modes == (Offload.NONE,)
-            why = "only one offered" if is_one else "its time has no bound"
+            why = ONLY_ONE if is_one else "its time has no bound"
             yield Held(name, Offload.NONE, why)
         elif name not in codes:
             offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            why = "it can only cost" if offered else "only one offered"
+            why = "it can only cost" if offered else ONLY_ONE
             yield Held(name, field.default, why)
         elif len(codes[name]) == 1:
             pins = limits.values(name)

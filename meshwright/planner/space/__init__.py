@@ -8,7 +8,13 @@ from meshwright.planner.space.moments import (
     fullest_moments,
     representative_microbatches,
 )
-from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
+from meshwright.planner.space.pipelines import (
+    Pipeline,
+    Role,
+    are_equal,
+    block_counts,
+    lays_out_unequal,
+)
 from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.settings import PASSES
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
@@ -23,6 +29,7 @@ from meshwright.planner.space.switches import (
     Column,
     askable_values,
     distinct,
+    divisors,
     is_constant,
 )
 from meshwright.planner.space.waste import waste_hints
@@ -45,14 +52,17 @@ __all__ = [
     "Space",
     "SpaceLimits",
     "apply_rules",
+    "are_equal",
     "askable_values",
     "block_counts",
     "distinct",
+    "divisors",
     "enumerate_space",
     "fullest_moments",
     "is_constant",
     "is_searched",
     "lacks",
+    "lays_out_unequal",
     "representative_microbatches",
     "waste_hints",
 ]

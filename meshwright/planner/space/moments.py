@@ -15,10 +15,10 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import HeldSpans, PipelinePlace, held_spans
 from meshwright.simulator.model import BlockKind
 
-# An interleaved order repeats itself every p microbatches once its warm-up is over; warm-up
-# takes fewer than (v + 1) p of the v m passes, so 3 p microbatches show every moment.  What a
-# runtime holds of messages changes once more, when the first pass after the warm-up is backward:
-# fewer than 2 v p passes later.
+# An interleaved order repeats itself with every group of g microbatches once its warm-up is over;
+# warm-up takes fewer than (v + 1) g of the v m passes, so 3 g microbatches show every moment.  What
+# a runtime holds of messages changes once more, when the first pass after the warm-up is backward:
+# fewer than 2 v g passes later.
 PERIODS = 3
 BESIDE = len(Phase)  # the number of a moment of two passes, behind those of the phases
 PERIODS_OF_MESSAGES = 5
@@ -47,18 +47,16 @@ class MessageColumns(NamedTuple):
 
 
 def representative_microbatches(
-    pipeline: Pipeline, role: Role, num_microbatches: Column, *, holds_messages: bool
-) -> Column:
+    pipeline: Pipeline, role: Role, num_microbatches: int, *, holds_messages: bool
+) -> int:
     """Return the fewest microbatches that show the same fullest moments.
 
-    Where they go through stages in groups larger than the pipeline the whole order is walked.
+    Where groups leave a rest the whole order is walked.
     """
-    pp = pipeline.pp
-    if len(role.stages) == 1 or pipeline.group_size not in {None, pp}:
+    group = pipeline.schedule.group(pipeline.pp, num_microbatches)
+    if len(role.stages) == 1 or num_microbatches % group:
         return num_microbatches
-    periods = PERIODS_OF_MESSAGES if holds_messages else PERIODS
-    fewest = np.minimum(num_microbatches, periods * pp)
-    return np.where(num_microbatches % pp == 0, fewest, num_microbatches)
+    return min(num_microbatches, group * (PERIODS_OF_MESSAGES if holds_messages else PERIODS))
 
 
 def fullest_moments(
@@ -199,10 +197,11 @@ def _order(
     Last how many messages it *holds* then, if any, a column for each source of `HeldSpans`.
     """
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
-    phases = np.array([phase is Phase.BACKWARD for phase, _, _ in actions])
-    virtual_stages = np.array([virtual_stage for _, virtual_stage, _ in actions], np.int64)
+    phases, virtual_stages, _ = zip(*actions, strict=True)
+    backward = Phase.BACKWARD  # looked up once
+    is_backward = np.array([phase is backward for phase in phases])
     held = list(held_spans(actions, PipelinePlace(pp_rank, pp))) if holds else []
-    return phases, virtual_stages, _held(held, len(actions), 2 * vpp)
+    return is_backward, np.array(virtual_stages, np.int64), _held(held, len(actions), 2 * vpp)
 
 
 def _held(held: Sequence[HeldSpans], num_actions: int, num_sources: int) -> NDArray[np.int64]:

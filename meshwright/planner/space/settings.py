@@ -16,8 +16,8 @@ from meshwright.planner.space.switches import (
     Place,
     Setting,
     Wanted,
+    chosen_rows,
     distinct,
-    is_constant,
     settings,
 )
 from meshwright.simulator import TrainingJob
@@ -30,7 +30,7 @@ OF_PASSES = {*PASSES, "expert_overlap"}
 
 def with_switches(
     job: TrainingJob, stack: StackProfile, limits: SpaceLimits, basic: NDArray[np.int64]
-) -> NDArray[np.int64]:
+) -> dict[str, Column]:
     """Return *basic* layouts with every setting of the switches that has an effect there.
 
     Args:
@@ -40,7 +40,7 @@ def with_switches(
         basic: Numbers of the other fields: ``[fields, layouts]``.
 
     Returns:
-        Those of all fields: ``[COLUMNS, layouts]``.
+        Those of each field, by its name, in the order of `COLUMNS`.
     """
     wanted = _wanted(limits)
     places = _places(job, stack, wanted, dict(zip(BASIC, basic, strict=True)))
@@ -55,12 +55,12 @@ def with_switches(
     before = np.cumsum(num_settings) - num_settings
     number = np.arange(len(family)) - before[family] + (np.cumsum(sizes) - sizes)[member[family]]
     switches = np.concatenate([*tables, _codes([])], axis=1)
-    codes = np.empty((len(COLUMNS), len(family)), np.int64)
-    for fields, known, rows in (BASIC, basic, family), (SWITCHES, switches, number):
-        for name, column in zip(fields, known, strict=True):
-            # Most fields have one value in all layouts.
-            codes[COLUMNS.index(name)] = column[:1] if is_constant(column) else column[rows]
-    return codes
+    columns = {
+        name: chosen_rows(column, rows)
+        for fields, known, rows in ((BASIC, basic, family), (SWITCHES, switches, number))
+        for name, column in zip(fields, known, strict=True)
+    }
+    return {name: columns[name] for name in COLUMNS}
 
 
 def _wanted(limits: SpaceLimits) -> Wanted:

@@ -1,25 +1,33 @@
 """The space of layouts: every combination that divisibility allows, as columns of integers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, product
 from math import prod
-from typing import Self, cast
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.experts import expert_degrees, slices_shards
-from meshwright.planner.space.limits import COLUMNS, SpaceLimits
-from meshwright.planner.space.pipelines import Pipeline, block_kinds, is_runnable, stage_layers
+from meshwright.planner.space.limits import SpaceLimits
+from meshwright.planner.space.pipelines import (
+    Pipeline,
+    are_equal,
+    block_kinds,
+    is_runnable,
+    lays_out_unequal,
+    stage_layers,
+)
 from meshwright.planner.space.settings import product_of, with_switches
 from meshwright.planner.space.switches import (
     BASIC,
     BASIC_FIELDS,
     SWITCHES,
     Column,
+    chosen_rows,
     combinations,
     distinct,
     divisors,
@@ -67,22 +75,23 @@ LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 class Space:
     """Layouts of a job on a number of GPUs, with what they share.
 
-    ``codes`` has a row for each of `COLUMNS` with its number in every layout; of a field with few
-    values that is the index of one (`PlanField.choices`).
+    ``columns`` has the number of each field in every layout; of a field with few values that is the
+    index of one (`PlanField.choices`).
     """
 
     job: TrainingJob
     stack: StackProfile
     num_gpus: int
-    codes: NDArray[np.int64]
+    columns: Mapping[str, Column]
 
     def __len__(self) -> int:
         """Return the number of layouts."""
-        return len(self.codes[0])
+        return len(next(iter(self.columns.values())))
 
-    def chosen(self, mask: NDArray[np.bool_]) -> Self:
-        """Return the space of the layouts that *mask* has."""
-        return replace(self, codes=self.codes[:, mask])
+    def chosen(self, rows: Column) -> Self:
+        """Return the space of the layouts in *rows*, some of them as often as asked for."""
+        columns = {name: chosen_rows(column, rows) for name, column in self.columns.items()}
+        return replace(self, columns=columns)
 
     def column(self, name: str) -> Column:
         """Return the numbers of one field, or of the ranks that share parameters."""
@@ -90,7 +99,7 @@ class Space:
             return self._joint[name]
         if name in {SHARDS, EXPERT_SHARDS}:
             return self.num_shards if name == SHARDS else self.expert_shards
-        return cast("Column", self.codes[COLUMNS.index(name)])
+        return self.columns[name]
 
     @cached_property
     def _joint(self) -> dict[str, Column]:
@@ -137,7 +146,7 @@ class Space:
         plans = [self.plan(index) for index in self._pipeline_columns[0].tolist()]
         runtime, kinds = self.stack.pipeline_runtime, self.kinds
         return [
-            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds, plan.microbatch_group_size)
+            Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds)
             for plan, stages in zip(plans, self._stages, strict=True)
         ]
 
@@ -160,10 +169,9 @@ class Space:
 
     def plan_without_stages(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan that leaves the layers of its stages open."""
-        codes = self.codes[:, index].tolist()
         values = {
-            field.name: field.value(code)
-            for field, code in zip(SEARCHED_FIELDS, codes, strict=True)
+            field.name: field.value(int(self.columns[field.name][index]))
+            for field in SEARCHED_FIELDS
             if field.name != "stages"
         }
         return ParallelPlan.of(values)
@@ -189,10 +197,10 @@ def enumerate_space(
         for vpp, schedules in _virtual_stages(job, stack, degrees, limits)
     ]
     basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
-    codes = with_switches(job, stack, limits, basic)
-    space = Space(job=job, stack=stack, num_gpus=num_gpus, codes=codes)
+    columns = with_switches(job, stack, limits, basic)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=columns)
     kept = slices_shards(space.column)
-    return space if kept.all() else space.chosen(kept)
+    return space if kept.all() else space.chosen(np.flatnonzero(kept))
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
@@ -238,15 +246,13 @@ def _virtual_stages(
     More than one takes equal virtual stages, or equal ones when embedding and head count as a
     layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).  Where
     the layers divide into none whatever the ranks of a pipeline, as the 61 of DeepSeek-V3 on powers
-    of two, they may be unequal, and where passes beside each other are asked for, which need them.
+    of two, they may be unequal, and where they are asked for: `lays_out_unequal`.
     """
     pp, model, known = degrees["pp"], job.model, tuple(SCHEDULES)
-    is_needed = limits.asks_for("expert_overlap") or not _divides(
-        model.num_layers, prod(degrees.values())
-    )
+    is_needed = lays_out_unequal(model.num_layers, prod(degrees.values()), limits)
     divides_all = pp > 1 and is_needed and _is_offered(job, stack, degrees)
     for vpp in range(1, model.num_layers // pp + 1):
-        is_laid_out = divides_all or _divides_into(model.num_layers, pp * vpp)
+        is_laid_out = divides_all or are_equal(model.num_layers, pp * vpp)
         if vpp > 1 and (pp == 1 or not is_laid_out):
             continue
         if not limits.allows("num_virtual_stages", vpp):
@@ -273,18 +279,6 @@ def _is_offered(job: TrainingJob, stack: StackProfile, degrees: dict[str, int]) 
         if {condition.field for condition in gap.conditions} <= degrees.keys()
     )
     return not any(gap.lacks(degrees.__getitem__) for gap in known)
-
-
-@lru_cache(maxsize=64)
-def _divides(num_layers: int, num_gpus: int) -> bool:
-    """Return whether layers divide into equal virtual stages of some pipeline of *num_gpus*."""
-    pipelines = (pp for pp in divisors(num_gpus) if 1 < pp <= num_layers)
-    numbers = (pp * vpp for pp in pipelines for vpp in range(2, num_layers // pp + 1))
-    return any(_divides_into(num_layers, each) for each in numbers)
-
-
-def _divides_into(num_layers: int, num_stages: int) -> bool:
-    return num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,5 +381,14 @@ def _distinct(key: Column) -> tuple[Column, Column]:
 
 def is_constant(column: Column) -> bool:
     """Return whether all numbers of *column* are one, or it has none."""
+    if not len(column) or column.strides == (0,):
+        return True
     # Most columns that vary do so between their ends.
-    return not len(column) or bool(column[0] == column[-1] and column.min() == column.max())
+    return bool(column[0] == column[-1] and column.min() == column.max())
+
+
+def chosen_rows(column: Column, rows: Column) -> Column:
+    """Return the numbers of *column* in *rows*, one for all of them where it is constant."""
+    # Most fields have one value in all layouts, which is kept once.
+    is_kept_once = len(column) and is_constant(column)
+    return np.broadcast_to(column[0], rows.shape) if is_kept_once else column[rows]

@@ -11,13 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from meshwright.hwprofiles import Cluster, ProfileError, StackProfile
-from meshwright.planner.cli import (
-    Setting,
-    read_limits,
-    read_setting,
-    resolve_plan,
-    with_buckets,
-)
+from meshwright.planner.cli import Setting, read_limits, read_setting, resolve_plan, with_buckets
 from meshwright.planner.options import ALSO, REPLICATION, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, plan_fields
 from meshwright.planner.space import SpaceLimits

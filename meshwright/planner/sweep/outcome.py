@@ -6,8 +6,10 @@ from typing import TypeAlias
 
 from meshwright.hwprofiles import ProfileError, format_bytes
 from meshwright.planner.reports import (
+    PROOF,
     Json,
     layout_text,
+    named,
     plan_document,
     plan_fields,
     saved_plan,
@@ -67,13 +69,7 @@ def _searched(task: Task) -> Document:
         memory_limit_bytes=task.memory_limit_bytes,
         top=1,
     )
-    proof: Json = {
-        "space_size": result.space_size,
-        "feasible": result.feasible,
-        "simulated": result.simulated,
-        "optimal": result.optimal,
-        "bound_gap_fraction": result.bound_gap_fraction,
-    }
+    proof = named(result, *PROOF)
     if result.plans:
         return {
             "outcome": Outcome.FITS,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.planner.presentation import known_kind
-from meshwright.planner.reports import Budget, Json, training_run
+from meshwright.planner.reports import COST, FIGURES, Budget, Json, named, training_run
 from meshwright.planner.sweep.grid import Cell
 from meshwright.planner.sweep.outcome import Document, Outcome
 from meshwright.planner.sweep.varied import Variation
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 GPUS = "num_gpus"
 RATE = "tokens_per_s_per_gpu"
-METRICS = (
-    "step_time_s",
-    "tokens_per_s",
-    RATE,
-    "model_flops_per_s_per_gpu",
-    "mfu_fraction",
-    "hfu_fraction",
-    "bubble_fraction",
-    "schedule_bubble_fraction",
-    "exposed_comm_s",
-)
 MEMORY = ("peak_bytes", "reserved_bytes", "device_bytes", "usable_bytes")
 PROOF = ("space_size", "simulated", "optimal", "bound_gap_fraction")
 
@@ -102,7 +91,7 @@ class SweepResult(Shown):
         step = cast("Mapping[str, Any] | None", document.get("step"))
         if step is not None:
             row |= dict(_plan_cells(step))
-            row |= {name: step[name] for name in METRICS}
+            row |= {name: step[name] for name in FIGURES}
             row |= {name: step["memory"][name] for name in MEMORY}
             row |= {f"{name}_s": time_s for name, time_s in step["time_breakdown_s"].items()}
             row |= self._money(cell, step)
@@ -121,7 +110,7 @@ class SweepResult(Shown):
             num_gpus=step["num_gpus"],
             price_usd_per_gpu_hour=cell.price_usd_per_gpu_hour if price is None else price,
         )
-        return {"days": run.days, "gpu_hours": run.gpu_hours, "cost_usd": run.cost_usd}
+        return dict(named(run, *COST))
 
     def _others(self, cell: Cell) -> tuple[str, ...] | None:
         """Return what a cell has of all that is varied but devices; None where these are not."""
@@ -158,7 +147,7 @@ def sweep_document(result: SweepResult) -> dict[str, Json]:
                 "setting": dict(cell.setting),
                 "scaling_efficiency": row.get("scaling_efficiency"),
                 **{name: part for name, part in document.items() if name != "plan_file"},
-                **{name: row[name] for name in ("days", "gpu_hours", "cost_usd") if name in row},
+                **{name: row[name] for name in COST if name in row},
             }
             for cell, document, row in zip(result.cells, result.documents, rows, strict=True)
         ],

@@ -4,9 +4,9 @@ How that is done lies in a package above this one, which a result asks when it i
 simulates waits neither for pandas nor for matplotlib.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 PRESENTATION = "meshwright.planner.presentation"
 
 
-class Presenter(Protocol):
-    """A result as its command shows it."""
+class Presenter(NamedTuple):
+    """A result as its command shows it.
 
-    @property
-    def document(self) -> Mapping[str, object]:
-        """What ``--json`` writes."""
+    Args:
+        document: Returns what ``--json`` writes.
+        rows: Returns what the CSV file holds.
+        picture: Returns a picture by name; raises PlanError if there is none.
+    """
 
-    @property
-    def rows(self) -> list[Mapping[str, object]]:
-        """What the CSV file holds."""
-
-    def picture(self, kind: str | None) -> "Figure":
-        """Return a picture; raises PlanError if there is none of that name."""
+    document: "Callable[[], Mapping[str, object]]"
+    rows: "Callable[[], list[Mapping[str, object]]]"
+    picture: "Callable[[str | None], Figure]"
 
 
 class Shown:
@@ -70,10 +69,10 @@ class Shown:
         return self._picture(kind)
 
     def _document(self) -> Mapping[str, object]:
-        return _presenter(self).document
+        return _presenter(self).document()
 
     def _rows(self) -> list[Mapping[str, object]]:
-        return _presenter(self).rows
+        return _presenter(self).rows()
 
     def _picture(self, kind: str | None) -> "Figure":
         return _presenter(self).picture(kind)

@@ -9,13 +9,7 @@ from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import MeshAxis, ParallelPlan, TrainingJob
-from meshwright.simulator.ledger import (
-    LedgerEntry,
-    Moment,
-    StepSetting,
-    pass_entries,
-    rank_ledger,
-)
+from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
 # Who takes part in a norm that is one number is `norm_ranks`.

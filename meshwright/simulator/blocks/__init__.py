@@ -1,9 +1,6 @@
 """What one microbatch runs and keeps in a layer and at the ends of a model."""
 
-from meshwright.simulator.blocks.fp8_casts import (
-    beside_weights_bytes,
-    step_cast_bytes,
-)
+from meshwright.simulator.blocks.fp8_casts import beside_weights_bytes, step_cast_bytes
 from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops

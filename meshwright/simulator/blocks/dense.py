@@ -17,7 +17,6 @@ from meshwright.simulator.graph import (
     Activation,
     Block,
     Dim,
-    Gradient,
     Heads,
     Linear,
     Placement,
@@ -32,6 +31,7 @@ from meshwright.simulator.graph import (
     copy,
     counted,
     flash,
+    handed_on,
     norm,
     residual,
     rotary,
@@ -200,9 +200,8 @@ def _side_by_side(
             second = normed(block, x, "mlp norm", shape)
         y = _mlp(block, second, shape, dims)
         if spelling.norms_first:
-            slopes = [Gradient(each, hands_on=True) for each in (y, attended)]
             both = y.like("both", base=y.storage)
-            block.add([y, attended], [both], slopes, block.traffic(y, y, attended))
+            handed_on(block, [y, attended], both, block.traffic(y, y, attended))
         else:
             both = residual(block, attended, y, bias=False, drops=False)
         out = residual(block, both, x, bias=False, drops=False)

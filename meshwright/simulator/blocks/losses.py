@@ -4,15 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, LossKernel
-from meshwright.simulator.graph import (
-    Block,
-    Gradient,
-    Size,
-    Tensor,
-    Traffic,
-    Transfer,
-    copy,
-)
+from meshwright.simulator.graph import Block, Gradient, Size, Tensor, Traffic, Transfer, copy
 from meshwright.simulator.layout import Axis
 
 FP32_BYTES = 4

@@ -232,17 +232,3 @@ def sum_flops(operators: tuple[Operator, ...]) -> int:
     """Return the FLOPs of all matrix products among *operators*."""
     products = Gemm | ImplicitGemm | FlashAttention
     return sum(item.flops for item in operators if isinstance(item, products))
-
-
-def gemm_backward(forward: Gemm) -> tuple[Gemm, Gemm]:
-    """Return the products for the input's and the weight's gradient of ``y = x w``.
-
-    >>> dgrad, wgrad = gemm_backward(Gemm("y", m=8, n=4, k=2))
-    >>> (dgrad.m, dgrad.n, dgrad.k), (wgrad.m, wgrad.n, wgrad.k)
-    ((8, 2, 4), (2, 4, 8))
-    """
-    name, m, n, k = forward.name, forward.m, forward.n, forward.k
-    return (
-        forward._replace(name=f"{name} input gradient", n=k, k=n),
-        forward._replace(name=f"{name} weight gradient", m=k, n=n, k=m),
-    )

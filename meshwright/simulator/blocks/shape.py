@@ -97,11 +97,6 @@ class WeightShape:
         """Width of the MLP of one rank."""
         return self.model.ffn_hidden_size // self.tp
 
-    @property
-    def mlp_in_width(self) -> int:
-        """Outputs of the first MLP product of one rank (gate and value where gated)."""
-        return self.local_ffn_width * (2 if self.model.gated_mlp else 1)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape(WeightShape):

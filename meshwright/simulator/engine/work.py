@@ -111,9 +111,6 @@ class Hidden(NamedTuple):
     backward_ps: int = 0
 
 
-NOTHING_HIDDEN = Hidden()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
     """One pipeline rank: its virtual stages, and what follows its last action.

@@ -16,6 +16,7 @@ from meshwright.simulator.graph.pointwise import (
     copy,
     cut,
     dropout,
+    handed_on,
     last_dim,
     pointwise,
     view,
@@ -213,8 +214,7 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     slope = Gradient(turned, tuple(read[1:]), (one,))
     inputs = [turned, *read[1:]]
     across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
-    parts = [Gradient(each, hands_on=True) for each in (along, across)]
-    return block.add([along, across], [wide.like(f"rotated {x.name}")], parts, two)
+    return handed_on(block, [along, across], wide.like(f"rotated {x.name}"), two)
 
 
 def _half_by_half(block: Block, x: Tensor) -> Tensor:

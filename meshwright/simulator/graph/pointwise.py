@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from meshwright.simulator.graph.block import Block
-from meshwright.simulator.graph.operators import Gradient, Traffic
+from meshwright.simulator.graph.operators import Gradient, Traffic, Work
 from meshwright.simulator.graph.tensors import PARTIAL, Dim, Placement, Tensor
 
 STATISTIC_BYTES = 4  # norm statistics and log-sum-exp are fp32
@@ -54,6 +54,11 @@ def pointwise(
     backward = block.traffic(*inputs, out, *read)
     gradients = [Gradient(x, read, (backward,) if x is first else (), at=x.at) for x in inputs]
     return block.add([*inputs, *beside], [out], gradients, block.traffic(*inputs, *beside, out))
+
+
+def handed_on(block: Block, parts: Sequence[Tensor], out: Tensor, *work: Work) -> Tensor:
+    """Return *out*, the sum of *parts* or all they hold: its gradient goes on to each as it is."""
+    return block.add(parts, [out], [Gradient(each, hands_on=True) for each in parts], *work)
 
 
 def view(block: Block, x: Tensor, *dims: Dim, renamed: tuple[Dim, Dim] | None = None) -> Tensor:
@@ -248,8 +253,7 @@ def activation(
     gate, up = inner if len(inner) == len(parts) else cut(block, inner[0], *parts)
     opened = pointwise(block, "opened gate", gate)
     if lowering.is_local:
-        shifted = up.like(f"{up.name} shifted")
-        up = block.add([up], [shifted], [Gradient(up, hands_on=True)], block.traffic(up, up))
+        up = handed_on(block, [up], up.like(f"{up.name} shifted"), block.traffic(up, up))
     return pointwise(block, "activation", opened, up, last=last)
 
 
@@ -287,7 +291,7 @@ def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
     summed = block.add([x, scaled], [wide.like("sum")], both, two)
     scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
     bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
-    share = block.add([bent], [bent.like("share")], [Gradient(bent, hands_on=True)], one)
+    share = handed_on(block, [bent], bent.like("share"), one)
     wider = None if _same(x, wide) else wide.like("slope")
     slopes = [
         Gradient(half, (share,), (block.traffic(half, share, half, half),), makes=wider),

@@ -10,10 +10,7 @@ from meshwright.simulator.ledger.closing import (
 )
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
 from meshwright.simulator.ledger.messages import message_collectives
-from meshwright.simulator.ledger.rank import (
-    pass_entries,
-    rank_ledger,
-)
+from meshwright.simulator.ledger.rank import pass_entries, rank_ledger
 from meshwright.simulator.ledger.replicas import (
     Exchange,
     bucket_exchanges,

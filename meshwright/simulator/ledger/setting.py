@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import (
-    Mesh,
-    ParallelPlan,
-    Stage,
-    TrainingJob,
-    plan_stages,
-)
+from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, TrainingJob, plan_stages
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
     Replication,
@@ -20,12 +14,7 @@ from meshwright.simulator.replication import (
     reduced_parts,
     replication_of,
 )
-from meshwright.simulator.schedules import (
-    MOST_GATHERED,
-    NO_REFETCHES,
-    Refetches,
-    count_refetches,
-)
+from meshwright.simulator.schedules import MOST_GATHERED, NO_REFETCHES, Refetches, count_refetches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from meshwright.simulator.memory.held_messages import (
     PipelinePlace,
     held_between_steps,
     held_spans,
+    most_messages,
 )
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
@@ -76,6 +77,7 @@ __all__ = [
     "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
+    "most_messages",
     "num_communicators",
     "pair_bytes",
     "pass_levels",

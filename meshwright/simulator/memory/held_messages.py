@@ -71,6 +71,16 @@ def held_between_steps(sent: Sequence[SentBytes]) -> int:
     return sum(2 * each.gradient for each in sent)
 
 
+def most_messages(vpp: int, larger: int) -> int:
+    """Return how many messages a rank holds at most.
+
+    Modules of its *vpp* virtual stages hold an input and its gradient each, three more wait for
+    their pass or are sent, and two for each microbatch by which groups are *larger* than the
+    pipeline.
+    """
+    return 2 * vpp + 3 + 2 * larger
+
+
 def held_spans(actions: Sequence[Action], place: PipelinePlace) -> Iterator[HeldSpans]:
     """Yield what a rank holds beside what its passes keep and need.
 
@@ -126,16 +136,16 @@ class _Interleaved:
     @classmethod
     def of(cls, actions: Sequence[Action], place: PipelinePlace) -> "_Interleaved":
         """Return the variables of a rank that runs *actions*."""
-        num_microbatches = max(action.microbatch for action in actions) + 1
-        forward: Numbers = []
-        backward: Numbers = []
-        began, ended = ([0] * (len(actions) // 2) for _ in Phase)
-        for position, (phase, virtual_stage, microbatch) in enumerate(actions):
-            is_forward = phase is Phase.FORWARD
-            number = virtual_stage * num_microbatches + microbatch
-            (forward if is_forward else backward).append(number)
-            (began if is_forward else ended)[number] = position
-        return cls(place, num_microbatches, forward, backward, began, ended)
+        phases, virtual_stages, microbatches = zip(*actions, strict=True)
+        count = max(microbatches) + 1
+        pairs = zip(virtual_stages, microbatches, strict=True)
+        numbers = [stage * count + microbatch for stage, microbatch in pairs]
+        order: dict[Phase, Numbers] = {phase: [] for phase in Phase}
+        times = {phase: [0] * (len(actions) // 2) for phase in Phase}
+        for position, (phase, number) in enumerate(zip(phases, numbers, strict=True)):
+            order[phase].append(number)
+            times[phase][number] = position
+        return cls(place, count, *order.values(), *times.values())
 
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""

@@ -190,9 +190,9 @@ class RankMemory:
 
     parameters_bytes: int
     gradients_bytes: int
-    optimizer_states_bytes: int
-    update_temporary_bytes: int
-    virtual_stages: tuple[VirtualStageMemory, ...]
+    optimizer_states_bytes: int = 0
+    update_temporary_bytes: int = 0
+    virtual_stages: tuple[VirtualStageMemory, ...] = ()
     host_bytes: int = 0
     message_buffers_bytes: int = 0
     holds_sent: bool = False

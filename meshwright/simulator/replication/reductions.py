@@ -6,11 +6,7 @@ from itertools import pairwise
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.replication.buckets import (
-    bucket_parts,
-    listed_buckets,
-    unit_parts,
-)
+from meshwright.simulator.replication.buckets import bucket_parts, listed_buckets, unit_parts
 from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
 from meshwright.simulator.replication.flat_units import flat_parts
 from meshwright.simulator.replication.parts import StagePart, cut_at

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,12 +31,14 @@ class Action(NamedTuple):
         return f"{self.phase}{self.virtual_stage}.{self.microbatch}"
 
 
-ActionLists = list[list[Action]]
-
-
 def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> range:
     """Return the pairs of a schedule whose passes run one after the other."""
     return range(0)
+
+
+def one_of_each_rank(pp: int, _num_microbatches: int) -> int:
+    """Return the size of a group of as many microbatches as a pipeline has ranks."""
+    return pp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +49,7 @@ class Schedule:
         name: Registry key.
         title: One line for people.
         source: Where it was published.
-        actions: ``(pp, num_microbatches, vpp) -> `` one ordered action list per pipeline rank.
-        rank_actions: ``(pp_rank, pp, num_microbatches, vpp) -> `` the list of one rank.
+        rank_actions: ``(pp_rank, pp, num_microbatches, vpp) -> `` the ordered actions of a rank.
         in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the most virtual-stage passes of
             a rank that wait for their backward at one time.
         around_last: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward and the backward
@@ -57,6 +59,8 @@ class Schedule:
         refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
         pairs: ``(pp_rank, pp, num_microbatches, vpp) -> `` where in the list of a rank forward
             passes are that run beside the backward pass behind them.
+        group: ``(pp, num_microbatches) -> `` how many microbatches go through a virtual stage in a
+            row, before the first of them goes on to the rank's next one.
         interleaves: Whether it takes more than one virtual stage a rank.
         holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
     """
@@ -64,15 +68,19 @@ class Schedule:
     name: str
     title: str
     source: str
-    actions: Callable[[int, int, int], ActionLists]
     rank_actions: Callable[[int, int, int, int], list[Action]]
     in_flight: Callable[[int, int, int, int], int]
     around_last: Callable[[int, int, int, int], list[tuple[int, int]]]
     bubble_fraction: Callable[[int, int, int], float]
     refusal: Callable[[int, int, int], str | None]
     pairs: Callable[[int, int, int, int], range] = no_pairs
+    group: Callable[[int, int], int] = one_of_each_rank
     interleaves: bool = False
     holds_sent: bool = False
+
+    def actions(self, pp: int, num_microbatches: int, vpp: int = 1) -> list[list[Action]]:
+        """Return the ordered actions of each pipeline rank."""
+        return [self.rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
 
     @property
     def runs_beside(self) -> bool:
@@ -122,6 +130,7 @@ def steady_pairs(warmup: int, num_passes: int) -> range:
     return range(warmup, max(warmup, 2 * num_passes - warmup), 2)
 
 
+@lru_cache(maxsize=256)
 def single_stage_passes(num_microbatches: int) -> tuple[list[Action], list[Action]]:
     """Return the forward and the backward passes of a rank with one virtual stage."""
     forward = [Action(Phase.FORWARD, 0, index) for index in range(num_microbatches)]

@@ -2,7 +2,6 @@
 
 from meshwright.simulator.schedules.actions import (
     Action,
-    ActionLists,
     Schedule,
     all_passes,
     plain_bubble_fraction,
@@ -11,17 +10,12 @@ from meshwright.simulator.schedules.actions import (
 )
 
 
-def gpipe(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
-    """Return the GPipe order, one list per pipeline rank.
+def _rank_actions(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    """Return the actions of a rank.
 
-    >>> " ".join(str(action) for action in gpipe(2, 2)[0])
+    >>> " ".join(str(action) for action in _rank_actions(0, 2, 2, 1))
     'F0.0 F0.1 B0.0 B0.1'
     """
-    assert vpp == 1
-    return [_rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
-
-
-def _rank_actions(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
     forward, backward = single_stage_passes(num_microbatches)
     # Without a pipeline no framework has a schedule: gradients of microbatches are accumulated one
     # by one (`forward_backward_no_pipelining`, megatron/core/pipeline_parallel/schedules.py).
@@ -38,7 +32,6 @@ GPIPE = Schedule(
     name="gpipe",
     title="all forward passes, then all backward passes; every microbatch in flight",
     source="Huang et al. 2019, GPipe (arXiv 1811.06965)",
-    actions=gpipe,
     rank_actions=_rank_actions,
     in_flight=_in_flight,
     around_last=all_passes,

@@ -4,7 +4,7 @@ Microbatches go through a rank's virtual stages in groups.  Runtimes differ in t
 and so in the numbers of microbatches that they take.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import sub
@@ -12,7 +12,6 @@ from operator import sub
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
     Action,
-    ActionLists,
     Phase,
     Schedule,
     alternate,
@@ -103,12 +102,9 @@ class _Order:
         ahead = 2 * (pp - pp_rank - 1) + self.beside
         return ahead + (vpp - 1) * self.group(pp, num_microbatches)
 
-    def of_ranks(
-        self, ranks: Iterable[int], pp: int, num_microbatches: int, vpp: int
-    ) -> ActionLists:
+    def rank_actions(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
         passes = _passes(self.group(pp, num_microbatches), num_microbatches, vpp)
-        size = pp, num_microbatches, vpp
-        return [alternate(*passes, self.warmup(rank, *size)) for rank in ranks]
+        return alternate(*passes, self.warmup(pp_rank, pp, num_microbatches, vpp))
 
     def in_flight(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
         warmup = self.warmup(pp_rank, pp, num_microbatches, vpp)
@@ -144,13 +140,13 @@ def interleaved(
         name="interleaved",
         title="1F1B over several virtual stages a rank: bubble / vpp, more messages and memory",
         source="Narayanan et al. 2021 (arXiv 2104.04473), sec. 2.2",
-        actions=lambda pp, *others: order.of_ranks(range(pp), pp, *others),
-        rank_actions=lambda rank, *size: order.of_ranks([rank], *size)[0],
+        rank_actions=order.rank_actions,
         in_flight=order.in_flight,
         around_last=order.around_last,
         bubble_fraction=plain_bubble_fraction,
         refusal=lambda *size: _refusal(runtime, group_size, *size),
         pairs=order.pairs if beside else no_pairs,
+        group=order.group,
         interleaves=True,
         holds_sent=True,
     )

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from meshwright.simulator.schedules.actions import (
     Action,
-    ActionLists,
     Schedule,
     all_passes,
     alternate,
@@ -20,18 +19,12 @@ BESIDE_REFUSAL = (
 )
 
 
-def one_f_one_b(pp: int, num_microbatches: int, vpp: int = 1) -> ActionLists:
-    """Return the 1F1B order, one list per pipeline rank.
+def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    """Return the actions of a rank.
 
-    >>> ["".join(f"{a.phase}{a.microbatch}" for a in rank) for rank in one_f_one_b(2, 3)]
+    >>> ["".join(f"{a.phase}{a.microbatch}" for a in _rank_actions(r, 2, 3, 1)) for r in (0, 1)]
     ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
     """
-    assert vpp == 1
-    forward, backward = single_stage_passes(num_microbatches)
-    return [alternate(forward, backward, pp - 1 - rank) for rank in range(pp)]
-
-
-def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
     return alternate(*single_stage_passes(num_microbatches), pp - 1 - pp_rank)
 
 
@@ -50,7 +43,6 @@ ONE_F_ONE_B = Schedule(
     name="1f1b",
     title="one forward, one backward; at most p - r microbatches in flight on rank r",
     source="Narayanan et al. 2019, PipeDream (SOSP 2019); flushed form: arXiv 2104.04473, sec. 2.2",
-    actions=one_f_one_b,
     rank_actions=_rank_actions,
     in_flight=_in_flight,
     around_last=all_passes,
@@ -63,7 +55,6 @@ ONE_F_ONE_B = Schedule(
 # combined_1f1b.py of core 0.16); a pipeline needs virtual stages for it.
 ONE_F_BESIDE_ONE_B = replace(
     ONE_F_ONE_B,
-    actions=lambda _pp, count, _vpp: [alternate(*single_stage_passes(count), 1)],
     rank_actions=lambda _rank, _pp, count, _vpp: alternate(*single_stage_passes(count), 1),
     in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
     pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),

@@ -346,9 +346,6 @@ def _other_device(replica: Replica, passes: list[PassTasks], index: int) -> Grap
     memory = RankMemory(
         parameters_bytes=replica.num_parameters * state.parameter,
         gradients_bytes=0,  # they are made and leave in the backward pass, whose holds count them
-        optimizer_states_bytes=0,
-        update_temporary_bytes=0,
-        virtual_stages=(),
     )
     tensors = [
         each

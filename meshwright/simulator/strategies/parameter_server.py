@@ -18,7 +18,13 @@ from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage, whole_model
-from meshwright.simulator.memory import RankMemory, StateBytes, block_bytes, virtual_stage_memory
+from meshwright.simulator.memory import (
+    RankMemory,
+    StateBytes,
+    block_bytes,
+    virtual_stage_memory,
+    with_states,
+)
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
 from meshwright.simulator.strategies.async_rounds import WorkerRound, account_rounds
@@ -320,13 +326,10 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
         memory = RankMemory(
             parameters_bytes=num_parameters * state.parameter,
             gradients_bytes=num_parameters * state.gradient,
-            optimizer_states_bytes=0,
-            update_temporary_bytes=0,
-            virtual_stages=(),
         )
         if place in participants.servers:
             own, own_holds = _server_memory(participants, state, worker, rounds)
-            memory, task_bytes = _together(memory, own), [*task_bytes, *own_holds]
+            memory, task_bytes = with_states(memory, own), [*task_bytes, *own_holds]
         yield GraphDevice(
             compute=place.device,
             links=place.links,
@@ -360,17 +363,5 @@ def _server_memory(
         parameters_bytes=shard * state.parameter,
         gradients_bytes=0 if participants.options.asynchronous else shard * state.gradient,
         optimizer_states_bytes=shard * state.optimizer,
-        update_temporary_bytes=0,
-        virtual_stages=(),
     )
     return memory, [TaskBytes(task, 0, arrived) for task in updates]
-
-
-def _together(one: RankMemory, other: RankMemory) -> RankMemory:
-    return RankMemory(
-        parameters_bytes=one.parameters_bytes + other.parameters_bytes,
-        gradients_bytes=one.gradients_bytes + other.gradients_bytes,
-        optimizer_states_bytes=one.optimizer_states_bytes + other.optimizer_states_bytes,
-        update_temporary_bytes=0,
-        virtual_stages=(),
-    )

@@ -8,12 +8,10 @@ what runs it.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from meshwright.planner.cli import STEP_WIDTH, check_outputs, progress_bar, show, write_text
-from meshwright.planner.options import MAX_GPUS
+from meshwright.planner.options import MAX_GPUS, argument, option
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.validate.cli.options import ValidateOutput, check_range
 from meshwright.validate.ranks import Backend
@@ -31,21 +29,13 @@ DEFAULT_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's
 class CountOptions:
     """Which script to count, and as whom."""
 
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGS]", help="As after torchrun; or -- -m MODULE [ARGS]."),
-    ] = None
-    rank: Annotated[int, typer.Option(metavar="R", help="Which rank it is.")] = 0
-    world: Annotated[
-        int | None, typer.Option(metavar="N", help="How many ranks there are [the plan's, or 1].")
-    ] = None
-    steps: Annotated[
-        int, typer.Option(metavar="K", help="Optimizer steps to run; the last is counted.")
-    ] = DEFAULT_STEPS
-    plan: Annotated[
-        str | None,
-        typer.Option(metavar="PLAN", help="A plan.json; compare with what it predicts."),
-    ] = None
+    script: list[str] | None = argument(
+        None, "SCRIPT [ARGS]", "As after torchrun; or -- -m MODULE [ARGS]."
+    )
+    rank: int = option(0, "R", "Which rank it is.")
+    world: int | None = option(None, "N", "How many ranks there are [the plan's, or 1].")
+    steps: int = option(DEFAULT_STEPS, "K", "Optimizer steps to run; the last is counted.")
+    plan: str | None = option(None, "PLAN", "A plan.json; compare with what it predicts.")
 
 
 def run_count(options: CountOptions, output: ValidateOutput) -> int:

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
-from typing import Annotated
 
-import typer
-
-from meshwright.planner.options import OutputOptions, option_name
+from meshwright.planner.options import OutputOptions, argument, option, option_name
 from meshwright.simulator import PlanError
 from meshwright.validate.launch import Launcher
 from meshwright.validate.ranks import Backend
@@ -32,54 +29,32 @@ class Mode(StrEnum):
 class ValidateOptions:
     """Which plan to check, and against what."""
 
-    plan: Annotated[
-        str | None, typer.Argument(metavar="PLAN", help="A plan.json of search or simulate.")
-    ] = None
-    backend: Annotated[
-        Backend | None,
-        typer.Option(
-            metavar="|".join(Backend),
-            help="One rank without data, all on CPUs or GPUs, one really computed [fake].",
-        ),
-    ] = None
-    rank: Annotated[
-        int | None,
-        typer.Option(metavar="R", help="Only this rank [fake: one of each kind, probe: 0]."),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="Probe: where it computes [cuda if there]."),
-    ] = None
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes on this machine [the plan's].")
-    ] = None
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Steps to time [{DEFAULT_STEPS}].")
-    ] = None
-    timeout: Annotated[
-        float | None,
-        typer.Option(metavar="S", help=f"Longest timed step, seconds [{DEFAULT_TIMEOUT_S:g}]."),
-    ] = None
-    emit: Annotated[
-        Launcher | None,
-        typer.Option(
-            metavar="|".join(Launcher),
-            help="Write into --out what runs the plan on a cluster, with nccl unless told.",
-        ),
-    ] = None
-    collect: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Compare with the results of such a run.")
-    ] = None
+    plan: str | None = argument(None, "PLAN", "A plan.json of search or simulate.")
+    backend: Backend | None = option(
+        None,
+        "|".join(Backend),
+        "One rank without data, all on CPUs or GPUs, one really computed [fake].",
+    )
+    rank: int | None = option(None, "R", "Only this rank [fake: one of each kind, probe: 0].")
+    device: str | None = option(None, "cpu|cuda", "Probe: where it computes [cuda if there].")
+    ranks: int | None = option(None, "N", "Processes on this machine [the plan's].")
+    steps: int | None = option(None, "N", f"Steps to time [{DEFAULT_STEPS}].")
+    timeout: float | None = option(
+        None, "S", f"Longest timed step, seconds [{DEFAULT_TIMEOUT_S:g}]."
+    )
+    emit: Launcher | None = option(
+        None,
+        "|".join(Launcher),
+        "Write into --out what runs the plan on a cluster, with nccl unless told.",
+    )
+    collect: str | None = option(None, "DIR", "Compare with the results of such a run.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidateOutput(OutputOptions):
     """Where the report goes besides the terminal."""
 
-    out: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Write the report, its data and each rank's."),
-    ] = None
+    out: str | None = option(None, "DIR", "Write the report, its data and each rank's.")
 
 
 # Where an option means something; elsewhere it is refused.

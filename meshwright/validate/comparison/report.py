@@ -13,6 +13,7 @@ from meshwright.planner.reports import (
     Json,
     job_fields,
     json_text,
+    named,
     new_folder,
     plan_document,
     plan_fields,
@@ -132,10 +133,7 @@ def validation_document(validation: Validation) -> dict[str, Json]:
         "cluster": saved.cluster.name,
         "stack": saved.stack.name,
         "plan": plan_fields(saved.plan),
-        "backend": validation.backend,
-        "num_microbatches": validation.num_microbatches,
-        "num_microbatches_run": validation.num_microbatches_run,
-        "agrees": validation.agrees,
+        **named(validation, "backend", "num_microbatches", "num_microbatches_run", "agrees"),
         "ranks": [
             {
                 "ranks": list(kind.ranks),
@@ -153,10 +151,7 @@ def failure_document(failure: RunFailure) -> dict[str, Json]:
     return {
         "agrees": False,
         "failure": {
-            "rank": failure.rank,
-            "phase": failure.phase,
-            "kind": failure.kind,
-            "cause": failure.cause,
+            **named(failure, "rank", "phase", "kind", "cause"),
             "others": list(failure.others),
         },
     }
@@ -178,15 +173,8 @@ def write_validation(validation: Validation, folder: Path) -> None:
 
 def check_fields(check: Check) -> dict[str, Json]:
     """Return a check as JSON."""
-    return {
-        "quantity": check.quantity,
-        "unit": check.unit,
-        "predicted": check.predicted,
-        "measured": check.measured,
-        "difference_fraction": check.difference_fraction,
-        "verdict": check.verdict,
-        "reason": check.reason,
-    }
+    values = ("predicted", "measured", "difference_fraction")
+    return named(check, "quantity", "unit", *values, "verdict", "reason")
 
 
 def _rank_rows(kind: RankKind) -> list[tuple[str, ...]]:

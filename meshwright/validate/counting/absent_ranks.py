@@ -8,10 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined] # documented, not declared
-    GradBucket,
-    distributed_c10d,
-)
+from torch.distributed import GradBucket, distributed_c10d  # type: ignore[attr-defined] # documented, not declared
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.validate.counting.finished_work import done, finished_work, outputs_filled

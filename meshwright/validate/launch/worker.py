@@ -17,12 +17,7 @@ from meshwright.simulator import PlanError
 from meshwright.validate.launch.environment import WorkerEnvironment
 from meshwright.validate.launch.last_words import failures_kept, watch_for_end
 from meshwright.validate.launch.progress import enter_phase
-from meshwright.validate.launch.records import (
-    SPEC_NAME,
-    Heartbeat,
-    claim_rank,
-    keep_measurement,
-)
+from meshwright.validate.launch.records import SPEC_NAME, Heartbeat, claim_rank, keep_measurement
 from meshwright.validate.launch.spec import (
     MEASURE_VARIABLE,
     MEASURES,

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import (
-    COMMUNICATION,
-    CostModel,
-    PlanError,
-    build_step,
-    simulate,
-)
+from meshwright.simulator import COMMUNICATION, CostModel, PlanError, build_step, simulate
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import HEAD, parameters_by_kind
@@ -315,17 +309,7 @@ def _run(
 
     memory = DeviceMemory(device)
     with fake_ranks(rank, saved.plan.world_size):
-        program = build_program(
-            ProgramRequest(
-                job=saved.job,
-                plan=saved.plan,
-                stack=saved.stack,
-                rank=rank,
-                device=device,
-                initialise=True,
-                num_microbatches=saved.plan.num_microbatches(saved.job),
-            )
-        )
+        program = build_program(ProgramRequest.of(saved, rank, device, initialise=True))
         with stages_seen() as stages:
             program.run_step(0)
         memory.forget_peaks()

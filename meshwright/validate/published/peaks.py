@@ -8,7 +8,6 @@ matrix products work in, of which the deterministic mode sets one (cuBLAS:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from meshwright.hwprofiles import (
     GIBI,
@@ -24,16 +23,12 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator import (
-    ModelSpec,
-    ParallelPlan,
-    TrainingJob,
-    resolve_stages,
-    simulate,
-)
+from meshwright.planner.reports import named
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, resolve_stages, simulate
 from meshwright.simulator.memory import workspace_bytes
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.rows import (
+    SIZES,
     Count,
     Note,
     OptionalPositive,
@@ -188,11 +183,10 @@ def _libraries(row: PublishedPeak, stack: StackProfile) -> StackProfile:
 
 def _model(row: PublishedPeak) -> ModelSpec:
     switches = row.switches
-    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size")
     has_bias = "disable-bias-linear" not in switches
     data: dict[str, object] = {
         "name": "published",
-        **{field: getattr(row, field) for field in (*sizes, "vocab_size", "seq_len")},
+        **named(row, *SIZES),
         "gated_mlp": "swiglu" in switches,
         "tied_embeddings": "untie-embeddings-and-output-weights" not in switches,
         "positions": "rotary" if "position-embedding-type" in switches else "learned",
@@ -222,25 +216,19 @@ def _experts(row: PublishedPeak) -> dict[str, object]:
 
 def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
     switches = row.switches
-    return ParallelPlan(
-        tp=row.tp,
-        pp=row.pp,
-        cp=row.cp,
-        dp=row.dp,
-        num_virtual_stages=row.vpp,
-        microbatch_size=row.microbatch_size,
-        schedule="interleaved" if row.vpp > 1 else "1f1b",
-        zero_stage=_zero_stage(switches),
-        sequence_parallel="sequence-parallel" in switches,
-        recompute=Recompute.FULL if "recompute" in switches else Recompute.NONE,
-        attention=_attention(row),
-        stages=_stages(row, model),
-        ep=int(switches.get("expert-model-parallel-size", 1)),
-        etp=int(switches["expert-tensor-parallel-size"])
-        if "expert-tensor-parallel-size" in switches
-        else None,
-        **_context(row),
-    )
+    etp = switches.get("expert-tensor-parallel-size")
+    own = {
+        "num_virtual_stages": row.vpp,
+        "schedule": "interleaved" if row.vpp > 1 else "1f1b",
+        "zero_stage": _zero_stage(switches),
+        "sequence_parallel": "sequence-parallel" in switches,
+        "recompute": Recompute.FULL if "recompute" in switches else Recompute.NONE,
+        "attention": _attention(row),
+        "stages": _stages(row, model),
+        "ep": int(switches.get("expert-model-parallel-size", 1)),
+        "etp": None if etp is None else int(etp),
+    }
+    return ParallelPlan.of({**row.plan_columns, **own, **_context(row)})
 
 
 def _zero_stage(switches: Mapping[str, str]) -> int:
@@ -248,14 +236,7 @@ def _zero_stage(switches: Mapping[str, str]) -> int:
     return 3 if "use-megatron-fsdp" in switches else int("use-distributed-optimizer" in switches)
 
 
-class Swaps(TypedDict, total=False):
-    """What a plan says of a ring of swaps."""
-
-    cp_type: ContextParallel
-    cp_inner: int
-
-
-def _context(row: PublishedPeak) -> Swaps:
+def _context(row: PublishedPeak) -> dict[str, object]:
     """Return what a ring of swaps is said to have: its inner ranks are the first size."""
     sizes = row.switches.get("hierarchical-context-parallel-sizes")
     if sizes is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from meshwright.hwprofiles import GIBI, KILO
+from meshwright.planner.reports import named
 from meshwright.validate.published.scoreboard import (
     Comparison,
     Quantity,
@@ -55,37 +56,24 @@ def scoreboard_json(board: Scoreboard) -> str:
     document = {
         "summaries": [
             {
-                "quantity": item.quantity,
-                "source": item.source,
-                "num_rows": item.num_rows,
-                "mean_abs_fraction": item.mean_abs_fraction,
-                "median_abs_fraction": item.median_abs_fraction,
-                "bias_fraction": item.bias_fraction,
-                "worst": {"id": item.worst.id, "error_fraction": item.worst.error_fraction},
+                **named(item, "quantity", "source", "num_rows"),
+                **named(item, "mean_abs_fraction", "median_abs_fraction", "bias_fraction"),
+                "worst": named(item.worst, "id", "error_fraction"),
             }
             for item in board.summaries
         ],
         "comparisons": [
             {
-                "id": row.id,
-                "source": row.source,
-                "quantity": row.quantity,
+                **named(row, "id", "source", "quantity"),
                 "unit": "B" if row.quantity is Quantity.MEMORY else "s",
-                "published": row.published,
-                "predicted": row.predicted,
-                "error_fraction": row.error_fraction,
-                "rel_tol": row.rel_tol,
+                **named(row, "published", "predicted", "error_fraction", "rel_tol"),
             }
             for row in board.comparisons
         ],
         "verdicts": [
             {
-                "id": item.id,
-                "source": item.source,
-                "out_of_memory": item.out_of_memory,
-                "device_bytes": item.device_bytes,
-                "usable_bytes": item.usable_bytes,
-                "is_called_right": item.is_called_right,
+                **named(item, "id", "source", "out_of_memory"),
+                **named(item, "device_bytes", "usable_bytes", "is_called_right"),
             }
             for item in board.verdicts
         ],

@@ -8,6 +8,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from meshwright.hwprofiles import FileKind, ProfileError, nearest_names
+from meshwright.planner.reports import Json, named
+from meshwright.simulator.layout import PLAN_FIELDS
 
 
 def empty_is_none(value: object) -> object:
@@ -23,12 +25,23 @@ Tolerance = Annotated[float, Field(gt=0, le=1)]
 OptionalPositive = Annotated[Positive | None, BeforeValidator(empty_is_none)]
 
 
+SIZES = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size"),
+    *("vocab_size", "seq_len"),
+)
+
+
 class Row(BaseModel):
     """A line of a table."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Text
+
+    @property
+    def plan_columns(self) -> dict[str, Json]:
+        """The columns that are called as the field of a plan that they say."""
+        return named(self, *(name for name in PLAN_FIELDS if name in type(self).model_fields))
 
 
 R = TypeVar("R", bound=Row)

@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     load_stack,
 )
+from meshwright.planner.reports import named
 from meshwright.simulator import (
     ModelSpec,
     ParallelPlan,
@@ -29,6 +30,7 @@ from meshwright.simulator.layout import num_predictions
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.families import ROUTING, SWITCHES, Family
 from meshwright.validate.published.rows import (
+    SIZES,
     Count,
     Note,
     OptionalPositive,
@@ -102,20 +104,8 @@ class _ModelRow(_SourcedRow):
     @property
     def model(self) -> ModelSpec:
         """The model that the row describes."""
-        sizes = {
-            field: getattr(self, field)
-            for field in (
-                "num_layers",
-                "hidden_size",
-                "num_heads",
-                "num_kv_heads",
-                "ffn_hidden_size",
-                "vocab_size",
-                "seq_len",
-            )
-        }
-        data = {"name": self.id, "source": self.source, **sizes, **SWITCHES[self.family]}
-        return parse_model({**data, **self.own_parts}, origin=self.id)
+        data = {"name": self.id, "source": self.source, **named(self, *SIZES)}
+        return parse_model({**data, **SWITCHES[self.family], **self.own_parts}, origin=self.id)
 
     @property
     def own_parts(self) -> dict[str, object]:
@@ -197,10 +187,8 @@ class PublishedRun(_ModelRow):
         if not self.num_experts:
             return {**predictions}
         sizes = {
-            "num_experts": self.num_experts,
-            "experts_per_token": self.experts_per_token,
+            **named(self, "num_experts", "experts_per_token", "shared_hidden_size"),
             "hidden_size": self.expert_hidden_size,
-            "shared_hidden_size": self.shared_hidden_size,
             "first_dense_layers": self.dense_layers,
         }
         return {**predictions, "experts": {**sizes, **ROUTING.get(self.family, {})}}
@@ -220,33 +208,18 @@ class PublishedRun(_ModelRow):
         """How the run is laid out."""
         kept, moments, *_ = (*self.gradients, None, None)
         wanted = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
-        return ParallelPlan(
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            cp_type=self.cp_type,
-            dp=self.dp,
-            ep=self.ep,
-            etp=self.etp,
-            dispatcher=next(
-                (each for each in self.dispatcher if isinstance(each, Dispatcher)), None
-            ),
-            expert_overlap=next(
-                (each for each in self.dispatcher if isinstance(each, ExpertOverlap)), None
-            ),
-            num_virtual_stages=self.vpp,
-            microbatch_size=self.microbatch_size,
-            zero_stage=self.zero_stage,
-            gradient_precision=kept,
-            reduce_precision=kept,
-            moment_precision=moments,
-            sequence_parallel=self.sequence_parallel,
-            recompute=self.recompute,
-            recompute_modules=self.recompute_modules,
-            attention=self.attention,
-            schedule=self.schedule,
-            stages=resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
-        )
+        ways = [each for each in self.dispatcher if isinstance(each, Dispatcher)]
+        overlaps = [each for each in self.dispatcher if isinstance(each, ExpertOverlap)]
+        own = {
+            "dispatcher": ways[0] if ways else None,
+            "expert_overlap": overlaps[0] if overlaps else None,
+            "num_virtual_stages": self.vpp,
+            "gradient_precision": kept,
+            "reduce_precision": kept,
+            "moment_precision": moments,
+            "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
+        }
+        return ParallelPlan.of({**self.plan_columns, **own})
 
 
 class PublishedLayer(_ModelRow):

@@ -199,14 +199,7 @@ def layer_time_s(layer: PublishedLayer) -> float:
         seq_len=layer.seq_len,
         precision=layer.precision,
     )
-    plan = ParallelPlan(
-        tp=layer.tp,
-        microbatch_size=layer.microbatch_size,
-        sequence_parallel=layer.sequence_parallel,
-        recompute=layer.recompute,
-        attention=layer.attention,
-        stages=(layer.num_layers,),
-    )
+    plan = ParallelPlan.of({**layer.plan_columns, "stages": (layer.num_layers,)})
     costs = CostModel(load_cluster(layer.cluster), stack, plan.world_size)
     cost = costs.block_cost(BlockShape.of(job, plan, stack), "layer")
     phase = cost.forward if layer.phase is PublishedPhase.FORWARD else cost.backward

@@ -6,22 +6,16 @@ from dataclasses import replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, Strategy
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import (
-    AsyncRun,
-    ParameterServer,
-    PlanError,
-    StageMemory,
-    StepResult,
-    simulate,
-)
+from meshwright.simulator import AsyncRun, ParameterServer, PlanError, StepResult, simulate
 from meshwright.simulator.account import rank_flops
 from meshwright.simulator.engine import TaskKind
 from meshwright.simulator.ledger import NORM_BYTES
-from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
+from meshwright.validate.ranks.measurement import CollectiveCount
 from meshwright.validate.ranks.prediction import (
     RECEIVE,
     SEND,
     RankPrediction,
+    bytes_of,
     default_ranks,
     pipeline_rank,
     predict_ranks,
@@ -114,7 +108,7 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
         collectives=tuple(sorted(calls)),
         peak_bytes=members[rank].peak_bytes,
         reserved_bytes=result.memory.overheads.reserved_bytes(members[rank].peak_bytes),
-        bytes_at_peak=_kinds(members[rank]),
+        bytes_at_peak=bytes_of(members[rank]),
         step_time_s=result.step_ps / PS_PER_S,
     )
 
@@ -127,15 +121,6 @@ def _norm_sums(saved: SavedPlan, rank: int) -> list[CollectiveCount]:
         return []
     op = CollectiveOp.ALL_REDUCE.value
     return [CollectiveCount(SERVERS, op, layout.num_servers, NORM_BYTES, 1)]
-
-
-def _kinds(memory: StageMemory) -> dict[ByteKind, int]:
-    return {
-        ByteKind.PARAMETERS: memory.parameters_bytes,
-        ByteKind.GRADIENTS: memory.gradients_bytes,
-        ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
-        ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
-    }
 
 
 def _device_messages(result: StepResult, device: int) -> Iterator[tuple[str, str, int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, StepResult, simulate
+from meshwright.simulator import ParallelPlan, StageMemory, StepResult, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,
     HostTraffic,
@@ -131,16 +131,21 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
         flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
         collectives=_collectives(saved, pp_rank),
         peak_bytes=memory.peak_bytes,
-        bytes_at_peak={
-            ByteKind.PARAMETERS: memory.parameters_bytes,
-            ByteKind.GRADIENTS: memory.gradients_bytes,
-            ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
-            ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
-        },
+        bytes_at_peak=bytes_of(memory),
         reserved_bytes=result.memory.overheads.reserved_bytes(memory.peak_bytes),
         step_time_s=result.step_ps / PS_PER_S,
         host_bytes=memory.host_bytes,
     )
+
+
+def bytes_of(memory: StageMemory) -> dict[ByteKind, int]:
+    """Return the bytes of each kind of a rank at its peak."""
+    return {
+        ByteKind.PARAMETERS: memory.parameters_bytes,
+        ByteKind.GRADIENTS: memory.gradients_bytes,
+        ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
+        ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
+    }
 
 
 def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:

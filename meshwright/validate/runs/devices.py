@@ -26,15 +26,7 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
     Raises:
         PlanError: If PyTorch cannot express the plan.
     """
-    request = ProgramRequest(
-        job=saved.job,
-        plan=saved.plan,
-        stack=saved.stack,
-        rank=0,
-        device=torch.device("cpu"),
-        initialise=False,
-        num_microbatches=saved.plan.num_microbatches(saved.job),
-    )
+    request = ProgramRequest.of(saved, 0, torch.device("cpu"), initialise=False)
     with fake_cluster(0, 1):
         program = build_data_parallel_module(request)
         return tuple(

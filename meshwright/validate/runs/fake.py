@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -95,18 +96,8 @@ def counted_step(saved: SavedPlan, rank: int) -> Iterator["RankOracle"]:
 
     device = _device(saved)
     with fake_cluster(rank, num_processes(saved.plan, saved.stack)):
-        program = build_program(
-            ProgramRequest(
-                job=saved.job,
-                plan=saved.plan,
-                stack=saved.stack,
-                rank=rank,
-                device=device,
-                initialise=False,
-                num_microbatches=saved.plan.num_microbatches(saved.job),
-                routing=Routing(is_balanced=True),
-            )
-        )
+        request = ProgramRequest.of(saved, rank, device, initialise=False)
+        program = build_program(replace(request, routing=Routing(is_balanced=True)))
         oracle = RankOracle(program.groups, device)
         with oracle:
             for _ in run_counted(program, oracle, program.settling_steps + 1):

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -65,16 +65,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     saved = without_dropout(saved)
     device = _device(spec)
     memory = DeviceMemory(device)
-    request = ProgramRequest(
-        job=saved.job,
-        plan=saved.plan,
-        stack=saved.stack,
-        rank=rank,
-        device=device,
-        initialise=True,
-        num_microbatches=saved.plan.num_microbatches(saved.job),
-        dropout=0.0,
-    )
+    request = replace(ProgramRequest.of(saved, rank, device, initialise=True), dropout=0.0)
     program = build_program(request)
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)

@@ -27,20 +27,10 @@ from meshwright.validate.scripts.gpu import (
     idle_gpu,
 )
 from meshwright.validate.scripts.libraries import libraries_answered
-from meshwright.validate.scripts.mail import (
-    Letter,
-    LetterMissingError,
-    LetterSentError,
-    Mail,
-)
+from meshwright.validate.scripts.mail import Letter, LetterMissingError, LetterSentError, Mail
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
-from meshwright.validate.scripts.torchrun import (
-    as_rank,
-    launched,
-    launches_answered,
-    run_script,
-)
+from meshwright.validate.scripts.torchrun import as_rank, launched, launches_answered, run_script
 
 MOST_SHOWN = 20
 

@@ -1,9 +1,13 @@
-"""What README.md says of whole layouts: published ones, the proven best, GPT-3's days."""
+"""What pages say of whole layouts: published ones, the proven best, GPT-3's days, walks."""
 
 from typing import NamedTuple
 
 from documents.tables import table
 from documents.terminal import Step, best_of, step_of
+from meshwright.hwprofiles import PS_PER_S
+from walking.run import walk_lines
+from walking.searches import SEARCHES
+from walking.walk import walk
 
 HEAD = (
     "layout of 3,072 A100 (`--stack megatron-lm-2021 --recompute full`, batch as published)",
@@ -63,3 +67,15 @@ def _told(degrees: dict[str, int]) -> str:
     vpp = degrees["num_virtual_stages"]
     virtual = f", vpp {vpp}" if vpp > 1 else ""
     return f"{mesh}{virtual}, microbatch {degrees['microbatch_size']}"
+
+
+def walked_searches() -> str:
+    """Return what came of turning every switch of the best plans of searches."""
+    rows = []
+    for name, search in SEARCHES.items():
+        walked = walk(search.run())
+        best = walked.result.plans[0]
+        what = f"`{name}`, {search.num_gpus:,} GPUs of {search.cluster}, {search.stack}"
+        faster = "; ".join(walk_lines(walked)) or "nothing"
+        rows.append((what, f"{best.step_ps / PS_PER_S:.4g} s", walked.num_simulated, faster))
+    return table(("search", "proven", "switched plans", "faster"), rows)

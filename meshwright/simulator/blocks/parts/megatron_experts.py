@@ -37,6 +37,7 @@ from meshwright.simulator.graph import (
     activation,
     biased,
     cast,
+    handed_on,
     last_dim,
     place,
     pointwise,
@@ -61,10 +62,7 @@ def megatron(
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if beside is None:
         return out
-    gradients = [Gradient(each, hands_on=True) for each in (out, beside)]
-    return block.add(
-        [out, beside], [out.like("all experts out")], gradients, block.traffic(x, x, x)
-    )
+    return handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
 
 
 def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
@@ -93,7 +91,7 @@ def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
     told = shares.like(shares.name, base=shares.storage)
     gather = Transfer(CollectiveOp.ALL_GATHER, axis, size)
-    return block.add([shares], [told], [Gradient(shares, hands_on=True)], gather)
+    return handed_on(block, [shares], told, gather)
 
 
 def _fused(
@@ -179,8 +177,7 @@ def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) 
     ]
     work = Traffic(3 * apart.nbytes + made.nbytes)
     added = block.add([made, weights, weight], [added], gradients, work)
-    slopes = [Gradient(added, hands_on=True)]
-    joined = block.add([added], [joined], slopes, Traffic(added.nbytes + joined.nbytes))
+    joined = handed_on(block, [added], joined, Traffic(added.nbytes + joined.nbytes))
     return cast(block, joined, "outputs cast", made.width)
 
 
@@ -196,9 +193,8 @@ def _opened_at_once(
     is_free = bits is not None and bits.opens_experts
     if experts.activation == "clamped":
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
-        joined, slopes = inner.like("bounded"), [Gradient(x, hands_on=True) for x in parts]
         bounding = () if is_free else (block.traffic(inner, inner),)
-        inner = block.add(parts, [joined], slopes, *bounding)
+        inner = handed_on(block, parts, inner.like("bounded"), *bounding)
     out = last_dim(inner, "activation", dims.inner)
     traffic = () if is_free else (block.traffic(inner, out),)
     back = () if is_free else (block.traffic(inner, inner, out),)
@@ -324,8 +320,7 @@ def _sequential(
     parts = [_rows(block, each, part, dims.num_local) for each in read]
     outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
-    back = [Gradient(each, hands_on=True) for each in outs]
-    made = block.add(outs, [made], back, block.traffic(made, made))
+    made = handed_on(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
     in_other_order = counts if dims.mesh.told in block.mesh else ()
     made = _returned(block, made, rows, at, dims, in_other_order)
@@ -376,9 +371,8 @@ def _with_bias(block: Block, out: Tensor, weights: Tensor) -> Tensor:
         Gradient(weights, (weights,), (work,), at=weights.at),
     ]
     spread = block.add([weights, vector], [spread], gradients, work, scratch=((), twice))
-    both = [Gradient(each, hands_on=True) for each in (out, spread)]
     made = out.like("outputs with bias", base=out.storage)
-    return block.add([out, spread], [made], both, block.traffic(out, out, out))
+    return handed_on(block, [out, spread], made, block.traffic(out, out, out))
 
 
 def _linear(block: Block, x: Tensor, out: Dim, split: Dim, dims: RoutedDims) -> Tensor:

@@ -30,6 +30,7 @@ from meshwright.simulator.graph import (
     Tensor,
     activation,
     cast,
+    handed_on,
     place,
     pointwise,
     product_gradients,
@@ -66,7 +67,9 @@ def torchtitan(
     result = _weighted(block, shares, unsorted, dims)
     block.hold(rows, back, unsorted, *names)
     result = place(block, view(block, result, *x.dims), outside)
-    return result if out is None else _sum(block, out, result)
+    if out is None:
+        return result
+    return handed_on(block, [out, result], out.like("all experts out"), block.traffic(out, out))
 
 
 def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:
@@ -79,12 +82,8 @@ def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) ->
     names = _counts(block, rows, x, dims) if is_divided else ()
     given = exchanged(block, rows, dims)
     one_more = Dim("rows and an empty one", dims.arrived.size + 1)
-    more = block.add(
-        [given],
-        [given.like(one_more.name, dims=(one_more, hidden))],
-        [Gradient(given, hands_on=True)],
-        block.traffic(given, given),
-    )
+    more = given.like(one_more.name, dims=(one_more, hidden))
+    more = handed_on(block, [given], more, block.traffic(given, given))
     own = Dim("own experts", dims.num_local)
     space = dims.arrived.size + ALIGNED_ROWS * own.size
     padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
@@ -144,10 +143,3 @@ def _weighted(block: Block, shares: Tensor, rows: Tensor, dims: RoutedDims) -> T
     moves = block.traffic(wide, out)
     block.add([shares, wide], [out], gradients, work, moves, kind=Kind.OTHER)
     return cast(block, out, "experts out", block.width)
-
-
-def _sum(block: Block, one: Tensor, other: Tensor) -> Tensor:
-    gradients = [Gradient(each, hands_on=True) for each in (one, other)]
-    return block.add(
-        [one, other], [one.like("all experts out")], gradients, block.traffic(one, one)
-    )

@@ -33,6 +33,7 @@ from meshwright.simulator.graph import (
     Tensor,
     activation,
     cast,
+    handed_on,
     pointwise,
     view,
 )
@@ -129,7 +130,7 @@ def _own(block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: E
     inverse = numbers(rows, "inverse order")
     wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(made=(inverse,)))
     out = wide.like("sums of one row")
-    out = block.add([wide], [out], [Gradient(wide, hands_on=True)], block.traffic(wide, out))
+    out = handed_on(block, [wide], out, block.traffic(wide, out))
     block.hold(cleared, made, wide, order, *names)
     return out
 
@@ -216,8 +217,7 @@ def _added(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
     """Return *x* with *biases*, if there are any, added in place."""
     for each in biases:
         out = x.like(f"{x.name} biased", base=x.storage)
-        both = [Gradient(x, hands_on=True), Gradient(each, hands_on=True)]
-        x = block.add([x, each], [out], both, block.traffic(x, x, each))
+        x = handed_on(block, [x, each], out, block.traffic(x, x, each))
     return x
 
 

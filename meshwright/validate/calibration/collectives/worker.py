@@ -15,9 +15,7 @@ def main() -> None:
     """Read the job and take part in it."""
     job = CollectiveJob.loads(sys.stdin.read())
     end_without(job.parent)
-    from meshwright.validate.calibration.collectives.benchmark_rank import (  # noqa: PLC0415
-        take_part,
-    )
+    from meshwright.validate.calibration.collectives.benchmark_rank import take_part  # noqa: PLC0415
 
     take_part(job, int(os.environ["RANK"]))
 

@@ -1,6 +1,6 @@
 """Profiles made of rows: constants with a source that says what they rest on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from meshwright.hwprofiles import (
     FlashKernels,
     Link,
     Precision,
+    Profile,
     Source,
 )
 from meshwright.simulator.blocks import MemoryBound
@@ -82,30 +83,25 @@ def calibrated_device(
     device = starting_device(machine, rows, name, known=known, peak=peak)
     floor = launch_floor(rows, machine.accelerator)
     source = evidence(machine, file.date)
-    device = _with_memory(device, rows, floor, source)
-    device = _with_gemm(device, rows, floor, source)
+    memory = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
+    if memory:
+        kernels = {"memory": fit_memory(rows, device, floor)}
+        device = _with_fit(device, kernels, memory, floor, source)
+    products = [row for row in rows if row.case.group is CaseGroup.GEMM]
+    if products:
+        device = _with_fit(device, {"gemm": fit_gemm(rows, device, floor)}, products, floor, source)
     return _with_flash(device, rows, floor, source, known)
 
 
-def _with_memory(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
-    used = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
-    if not used:
-        return device
-    fitted = device.model_copy(update={"memory": fit_memory(rows, device, floor)})
+def _with_fit(
+    device: Device, kernels: Mapping[str, Profile], used: list[Row], floor: LaunchFloor, source: str
+) -> Device:
+    """Return *device* with fitted *kernels*, which say how far they are off the rows *used*."""
+    fitted = device.model_copy(update=kernels)
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
     provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
-    return fitted.model_copy(update={"memory": fitted.memory.model_copy(update=provenance)})
-
-
-def _with_gemm(device: Device, rows: list[Row], floor: LaunchFloor, source: str) -> Device:
-    used = [row for row in rows if row.case.group is CaseGroup.GEMM]
-    if not used:
-        return device
-    gemm = fit_gemm(rows, device, floor)
-    fitted = device.model_copy(update={"gemm": gemm})
-    errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
-    provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
-    return fitted.model_copy(update={"gemm": gemm.model_copy(update=provenance)})
+    told = {name: each.model_copy(update=provenance) for name, each in kernels.items()}
+    return device.model_copy(update=told)
 
 
 def _with_flash(

@@ -7,14 +7,7 @@ hidden behind anything; and the attention kernel is PyTorch's own, which was mea
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwright.hwprofiles import (
-    MEGA,
-    Source,
-    list_stacks,
-    load_stack,
-    parse_time,
-    profile_toml,
-)
+from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack, parse_time, profile_toml
 from meshwright.planner.reports import write_whole
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL

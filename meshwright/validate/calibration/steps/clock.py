@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,18 +70,8 @@ def measure_steps(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement
 
 
 def _program(saved: SavedPlan, rank: int) -> RankProgram:
-    return build_program(
-        ProgramRequest(
-            job=saved.job,
-            plan=saved.plan,
-            stack=saved.stack,
-            rank=rank,
-            device=torch.device("cpu"),
-            initialise=True,
-            num_microbatches=saved.plan.num_microbatches(saved.job),
-            dropout=0.0,
-        )
-    )
+    request = ProgramRequest.of(saved, rank, torch.device("cpu"), initialise=True)
+    return build_program(replace(request, dropout=0.0))
 
 
 def _timed_steps(program: RankProgram, plan: int, spec: RunSpec, rank: int) -> Iterator[StepRecord]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.hwprofiles import Offload, StackProfile
+from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
@@ -55,6 +56,21 @@ class ProgramRequest:
     num_microbatches: int
     dropout: float = 0.1
     routing: Routing = field(default_factory=Routing)
+
+    @classmethod
+    def of(
+        cls, saved: SavedPlan, rank: int, device: torch.device, *, initialise: bool
+    ) -> "ProgramRequest":
+        """Return the request of a rank of *saved*, for whole steps."""
+        return cls(
+            job=saved.job,
+            plan=saved.plan,
+            stack=saved.stack,
+            rank=rank,
+            device=device,
+            initialise=initialise,
+            num_microbatches=saved.plan.num_microbatches(saved.job),
+        )
 
     @property
     def vocab_size(self) -> int:

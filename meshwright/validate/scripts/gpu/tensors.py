@@ -14,12 +14,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.simulator import PlanError
-from meshwright.validate.counting import (
-    communication_of,
-    current_fake_mode,
-    is_wrapper,
-    tensors_in,
-)
+from meshwright.validate.counting import communication_of, current_fake_mode, is_wrapper, tensors_in
 from meshwright.validate.scripts.gpu.memories import HOST, ScriptMemories, is_gpu
 from meshwright.validate.scripts.gpu.places import script_place
 

@@ -1,0 +1,1 @@
+"""A walk over the switches of proven best plans: what is turned, of which searches."""
