@@ -22,6 +22,7 @@ from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.model import args as qwen3_args
 from torchtitan.models.qwen3.model import model as qwen3
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
@@ -39,7 +40,7 @@ from witnesses.expert_layers import (
     counted,
     derived,
 )
-from witnesses.torchtitan_job import answers, moe_args, places, rows_answered
+from witnesses.torchtitan_job import answers, counts, moe_args, places, rows_answered
 
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -80,6 +81,27 @@ def transformers_layer(model: ModelSpec) -> Run:
 def test_an_expert_layer_of_transformers_is_byte_exact(model: ModelSpec) -> None:
     found = counted(lambda: transformers_layer(model), NUM_SEQUENCES, TOKENS)
     assert derived(model, "fsdp") == found
+
+
+@pytest.mark.parametrize("model", [SPEC, HEADS, OSS], ids=["mixtral", "qwen3", "gpt-oss"])
+def test_a_layer_of_transformers_with_experts_of_several_ranks_is_byte_exact(
+    model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sinks", with_sinks)
+    monkeypatch.setattr(torch, "histc", counts)
+    experts, ep = model.experts, 4
+    assert experts is not None
+    rows = NUM_SEQUENCES * TOKENS * experts.experts_per_token
+    with fake_cluster(0, ep), rows_answered(rows // ep), default_dtype(torch.bfloat16):
+        mesh = init_device_mesh("cpu", (ep, 1), mesh_dim_names=("ep", "tp"))
+        run = gpt_oss_layer() if model is OSS else transformers_layer(model)
+        layer = module_of(run)
+        names = [f"mlp.experts.{name}" for name, _ in layer.mlp.experts.named_parameters()]
+        styles = dict.fromkeys(names, "grouped_gemm") | {"mlp.experts": "ep_dispatch_experts"}
+        apply_expert_parallelism(layer, mesh["ep"], mesh["tp"], styles)
+        given = [Given((NUM_SEQUENCES, TOKENS, model.hidden_size))]
+        found = count_pass(run, given, RankOracle({tuple(range(ep)): "ep"}))
+    assert derived(model, "fsdp", ep=ep) == found
 
 
 class Sinks(torch.autograd.Function):
@@ -243,9 +265,15 @@ def test_a_layer_of_torchtitan_with_experts_of_several_ranks_is_byte_exact(
     )
 
 
-def model_of(run: Run) -> object:
-    """Return a model of the one layer that *run* passes through, its experts named as a MoE's."""
+def module_of(run: Run) -> torch.nn.Module:
+    """Return the one layer that *run* passes through."""
     cells = [each.cell_contents for each in run.__closure__]
     (layer,) = (each for each in cells if isinstance(each, torch.nn.Module))
+    return layer
+
+
+def model_of(run: Run) -> object:
+    """Return a model of the one layer that *run* passes through, its experts named as a MoE's."""
+    layer = module_of(run)
     layer.moe_enabled, layer.moe = True, getattr(layer, "moe", None) or layer.feed_forward
     return SimpleNamespace(layers={"0": layer})

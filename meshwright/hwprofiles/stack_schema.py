@@ -295,12 +295,11 @@ def _check_experts(stack: StackProfile) -> None:
     """Raise ProfileError where experts would be divided among ranks as no code here does it."""
     is_flat = stack.units is Units.FLAT
     in_buckets = stack.megatron_layers and (max(stack.zero_stages) <= 1 or is_flat)
-    in_units = stack.is_fully_sharded and not stack.transformers_layers
-    if stack.expert_parallel and not (in_buckets or in_units):
+    if stack.expert_parallel and not (in_buckets or stack.is_fully_sharded):
         raise ProfileError(
-            "expert_parallel: true is of Megatron-Core's layers and optimizer, or of torchtitan's "
+            "expert_parallel: true is of Megatron-Core's layers and optimizer, or of fully_shard's "
             "units; allowed: with megatron_layers and zero_stages 0 and 1, or units flat; or "
-            "zero_stages 3 alone without transformers_layers"
+            "units root or ends"
         )
     if stack.expert_parallel != bool(stack.dispatchers):
         raise ProfileError(

@@ -93,6 +93,11 @@ ROUTED = GROUPED.model_copy(
         ),
     }
 )
+UNSHARED = ROUTED.model_copy(
+    update={
+        "experts": ROUTED.experts.model_copy(update={"num_experts": 8, "shared_hidden_size": 0})
+    }
+)
 # One dense layer before those with experts: stages of two kinds.
 PART_ROUTED = ROUTED.model_copy(
     update={"experts": ROUTED.experts.model_copy(update={"first_dense_layers": 1})}
@@ -455,6 +460,15 @@ CASES = {
         32,
         limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=2),
         changes=(("casts_shards_alone", False),),
+        imbalance=1.5,
+    ),
+    "experts of transformers in sharded units": Case(
+        UNSHARED,
+        "a100-4xhdr200",
+        "fsdp",
+        8,
+        16,
+        limits=SpaceLimits(max_tp=1, max_pp=1, max_microbatch_size=2),
         imbalance=1.5,
     ),
     "experts cut along their widths": Case(

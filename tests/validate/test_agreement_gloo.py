@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import (  # noqa: E402
     Attention,
+    ContextParallel,
     Offload,
     Precision,
     Recompute,
@@ -63,6 +64,7 @@ GROUPED = LLAMA.model_copy(
 SQUARED = GPT.model_copy(update={"activation": "squared relu"})
 PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
+ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -92,6 +94,7 @@ INTERLEAVED: dict[str, Any] = {
 }
 UNEVEN = INTERLEAVED | {"stages": (1, 0, 2, 1)}
 SP: dict[str, Any] = {"sequence_parallel": True}
+RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
@@ -115,6 +118,9 @@ CASES = {
     "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "titan experts": saved(GROUPED, "torchtitan", dp=4, ep=2),
+    "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
+    "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),
+    "fsdp experts hsdp, full": saved(ROUTED, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
     "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and

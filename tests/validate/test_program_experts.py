@@ -49,6 +49,8 @@ SHARING = MIXTRAL.model_copy(update=HEADS | {"experts": EXPERTS.model_copy(updat
 MIXED = SHARING.model_copy(
     update={"num_layers": 4, "experts": EXPERTS.model_copy(update=SHARED | {"layer_step": 2})}
 )
+# Experts beside which nothing else counts: what is gathered and reduced of them decides.
+WIDE = MIXTRAL.model_copy(update={"experts": EXPERTS.model_copy(update={"hidden_size": 3072})})
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 
@@ -83,7 +85,12 @@ CASES = {
     "titan ep of all ranks, pp": saved(
         SHARING.model_copy(update={"qk_norm": "none"}), "torchtitan", pp=2, dp=4, ep=4
     ),
-    "titan, experts cut": saved(MIXTRAL, "torchtitan", dp=16, ep=2),
+    "titan, experts cut": saved(WIDE, "torchtitan", dp=16, ep=2),
+    "titan, experts over cp, hsdp, full": saved(
+        WIDE, "torchtitan", dp=4, dp_shard=2, cp=2, ep=2, recompute=Recompute.FULL
+    ),
+    "fsdp, ep": saved(WIDE, "fsdp", dp=4, ep=2),
+    "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", dp=4, ep=4, recompute=Recompute.FULL),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 
@@ -138,9 +145,6 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
     few = replace(usual, job=replace(usual.job, seq_len=6))
     refuses(few, r"a rank's 6 tokens go to 12 experts in all, which num_experts=8 does not divide")
-    titan = saved(MIXTRAL, "torchtitan", dp=2, ep=2, recompute=Recompute.FULL)
-    refuses(titan, "no PyTorch program with experts and recompute=full; allowed: none, selective")
-    refuses(saved(MIXTRAL, "torchtitan", cp=2, ep=2), "experts and cp=2; allowed: 1")
     split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan", **SPLIT)
     refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
     predicting = MIXTRAL.model_copy(update={"prediction_layers": 1})

@@ -1,4 +1,7 @@
-"""GPT-2 and Llama of transformers under Accelerate, one rank: DDP, or FSDP2."""
+"""GPT-2, Llama and Mixtral of transformers, one rank: Accelerate's DDP or FSDP2, or its own FSDP2.
+
+With experts transformers shards the model itself, as `DistributedConfig` says.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,22 +13,27 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     masking_utils,
 )
+from transformers.distributed import DistributedConfig
 
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import TrainingJob
+from meshwright.validate.programs.pytorch.optimizer import trained_tensors
 from meshwright.validate.ranks import ByteKind
 from witnesses.boundary import addresses_answered
 from witnesses.groups import groups_of
+from witnesses.torchtitan_job import counts, rows_answered
 
 BLOCKS = {GPT2LMHeadModel: "GPT2Block", LlamaForCausalLM: "LlamaDecoderLayer"}
 
@@ -50,9 +58,10 @@ def answers() -> Iterator[None]:
         yield
 
 
-def job(saved: SavedPlan) -> "HuggingFaceJob":
+def job(saved: SavedPlan) -> "HuggingFaceJob | DistributedJob":
     """Return a rank of the job."""
-    return HuggingFaceJob(saved)
+    kind = HuggingFaceJob if saved.job.transformer.experts is None else DistributedJob
+    return kind(saved)
 
 
 class HuggingFaceJob:
@@ -110,6 +119,63 @@ class HuggingFaceJob:
                 yield state, ByteKind.OPTIMIZER
 
 
+class DistributedJob:
+    """A rank of a job that transformers divides by itself; it must be made on a fake cluster.
+
+    As its Trainer does with a model that is divided already, gradients are clipped by Accelerate,
+    mesh by mesh.
+
+    Args:
+        saved: Which job.
+    """
+
+    def __init__(self, saved: SavedPlan) -> None:
+        self._saved = saved
+        plan = saved.plan
+        config = DistributedConfig(
+            fsdp_size=plan.num_shards,
+            dp_replicate_size=plan.dp // plan.num_shards,
+            ep_size=plan.ep,
+            fsdp_mixed_precision=saved.job.precision is Precision.BF16,
+        )
+        config, _, meshes = PreTrainedModel.prepare_distribute_model(config)
+        model = language_model(saved.job)
+        if plan.recompute is Recompute.FULL:
+            model.gradient_checkpointing_enable()
+        self._model = PreTrainedModel.maybe_distribute_model(model, config, meshes)
+        groups: dict[object, list[nn.Parameter]] = {}
+        for each in self._model.parameters():
+            groups.setdefault(each.device_mesh, []).append(each)
+        chosen = [{"params": group} for group in groups.values()]
+        self._optimizer = torch.optim.AdamW(chosen, lr=1e-3, fused=True)
+        self._accelerator = Accelerator(cpu=True)
+
+    @property
+    def groups(self) -> Mapping[tuple[int, ...], str]:
+        """Axis of each process group, by its global ranks."""
+        return groups_of(self._saved.plan, dist.get_rank())
+
+    def run_step(self, _step: int) -> list[Tensor]:
+        """Run one whole training step."""
+        job, plan = self._saved.job, self._saved.plan
+        experts = job.transformer.experts
+        rows = plan.microbatch_size * job.seq_len * experts.experts_per_token // plan.ep
+        for _ in range(plan.num_microbatches(job)):
+            ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
+            with rows_answered(rows), patch.object(torch, "histc", counts):
+                self._model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        self._accelerator._clip_grad_norm_dtensor_aware([*self._model.parameters()], 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return []
+
+    def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
+        """Yield weights, gradients, states, and the buffers of the model."""
+        for buffer in self._model.buffers():
+            yield buffer, ByteKind.ACTIVATIONS
+        yield from trained_tensors(self._model.parameters(), self._optimizer)
+
+
 def sharding(model: PreTrainedModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's FSDP2 with a unit a block."""
     plugin = FullyShardedDataParallelPlugin(
@@ -142,15 +208,23 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
                 tie_word_embeddings=model.tied_embeddings,
             )
         )
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.ffn_hidden_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_kv_heads,
-            max_position_embeddings=job.seq_len,
-            tie_word_embeddings=model.tied_embeddings,
-        )
+    sizes = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "max_position_embeddings": job.seq_len,
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+    if model.experts is None:
+        return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=model.ffn_hidden_size))
+    config = MixtralConfig(
+        **sizes,
+        intermediate_size=model.experts.hidden_size,
+        num_local_experts=model.experts.num_experts,
+        num_experts_per_tok=model.experts.experts_per_token,
+        experts_implementation="grouped_mm",
     )
+    config._experts_implementation = "grouped_mm"
+    return MixtralForCausalLM(config)

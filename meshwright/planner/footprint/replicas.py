@@ -57,7 +57,8 @@ class Kind(NamedTuple):
         # Only whether a layout has replicas, sets of shards, and units of experts, decides its
         # parts: any degrees above 1 stand for all.
         plan = space.plan_without_stages(index)
-        ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded)
+        # Without replicas tensor ranks alone could have other experts, which no such stack offers.
+        ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded and has_replicas)
         has_sets = plan.num_shards < plan.dp_cp
         dp, shard = (4, 2) if has_sets else (1 + has_replicas, None)
         # First: ranks that cut sequences may have experts between them.

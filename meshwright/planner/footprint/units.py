@@ -61,7 +61,7 @@ class UnitStates(NamedTuple):
         steps = np.minimum(space.num_microbatches[indices], 2) - 1
         own = space.num_shards[indices]
         ep = space.column("ep")[indices]
-        of_experts = np.where(ep > 1, own // ep, 1)
+        of_experts = np.where(ep > 1, np.maximum(1, own // ep), 1)
         columns = [table.index[indices], own, of_experts, 2 * member + steps]
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)

@@ -11,9 +11,10 @@ from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.kinds import ADDED, Ending, Written, keeps_output, walk, written
 from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperators
+from meshwright.simulator.blocks.parts import EXPERTS
 from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.graph import Backward, Memory, Tensor, column
+from meshwright.simulator.graph import Backward, Memory, NestedMemory, Size, Tensor, column
 from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
@@ -65,6 +66,12 @@ class _Walk:
     def expert_operators(self) -> list[ExpertOperators]:
         """What of that runs while tokens are with the ranks of experts."""
         return _operator_rows(expert_operators(self.found), self.count)
+
+    @cached_property
+    def nested(self) -> list[NestedMemory]:
+        """What lives around its routed experts, of each shape."""
+        memory = NestedMemory.of(self.found.found, EXPERTS)
+        return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
 
 
 class _Row(NamedTuple):
@@ -149,6 +156,11 @@ class BlockTable:
             self._memory[key] = _without_output(memory, shape, kind)
         return self._memory[key]
 
+    def nested_memory(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> NestedMemory:
+        """Return what lives around the routed experts of a block."""
+        walked, _, row = self._row(shape, kind, ending)
+        return walked.nested[row]
+
     def saved_tensors(
         self, shape: BlockShape, kind: BlockKind, *, repeats: bool = True
     ) -> tuple[NamedBytes, ...]:
@@ -181,13 +193,16 @@ class BlockTable:
 
     def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
         """Keep what *walked* has found of each of *shapes*, in the row that each has there."""
-        columns = (
-            repeat(size, walked.count) if isinstance(size, int) else size.tolist()
-            for size in Memory.of(walked.found.found)
-        )
-        rows = [BlockMemory(*sizes) for sizes in zip(*columns, strict=True)]
+        memory = Memory.of(walked.found.found)
+        rows = [BlockMemory(*row) for row in _rows_of(memory, walked.count)]
         for shape, row in shapes.items():
             self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
+
+
+def _rows_of(sizes: Iterable[Size], count: int) -> Iterator[tuple[int, ...]]:
+    """Yield *sizes* of each of *count* shapes, of which they hold columns."""
+    columns = (repeat(size, count) if isinstance(size, int) else size.tolist() for size in sizes)
+    yield from zip(*columns, strict=True)
 
 
 @lru_cache  # a table's shapes hash slowly, and each is asked for of every stage

@@ -26,7 +26,7 @@ from meshwright.simulator.graph.linear import (
     whole_product,
 )
 from meshwright.simulator.graph.lowering import EightBits, Lowering, WeightGradients
-from meshwright.simulator.graph.memory import Memory
+from meshwright.simulator.graph.memory import Memory, NestedMemory
 from meshwright.simulator.graph.operators import (
     Convolution,
     Exchange,
@@ -104,6 +104,7 @@ __all__ = [
     "Lowering",
     "Memory",
     "Mesh",
+    "NestedMemory",
     "NormFormula",
     "Operator",
     "Phase",

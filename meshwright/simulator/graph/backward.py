@@ -86,6 +86,7 @@ class Backward:
             if of.storage in given_up:
                 self._named.add(_name(tape, region, each.token))
         again = placed_again(node)
+        tape.begin(node[0], Phase.BACKWARD)
         for op in again:
             tape.run(op, Phase.BACKWARD)
         scratch = [each for op in node for each in op.backward_scratch]

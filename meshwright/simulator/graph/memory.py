@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.simulator.graph.backward import Backward
+from meshwright.simulator.graph.tape import Phase, Run
 from meshwright.simulator.graph.tensors import Size, largest
 
 
@@ -62,6 +63,93 @@ class Memory(NamedTuple):
             sent=output.nbytes,
             buffer=largest([0, *(each.nbytes for each in tape.block.buffers)]),
         )
+
+
+class NestedMemory(NamedTuple):
+    """Bytes of a pass through a block around a part of it whose weights are a unit of their own.
+
+    All are the most that lives beside what forward keeps; 0 of what there is not.
+
+    Args:
+        before: Forward, until the part begins.
+        entry: When it does.
+        inside: While it runs.
+        behind: From there on.
+        is_repeated: 1 if the part runs again before its backward begins, else 0; where what it
+            hands on is read by no one, it begins before that, and *back_inside* has both.
+        again_before: Until it does.
+        again: While it does.
+        again_behind: From there on, until backward reaches what is behind it.
+        back_behind: Backward, until it reaches the part.
+        back_entry: When it does, or when the part runs again before that.
+        back_inside: While that of the part runs.
+        back_before: From there on.
+        back_done: When the part's gradients are there.
+    """
+
+    before: Size
+    entry: Size
+    inside: Size
+    behind: Size
+    is_repeated: Size
+    again_before: Size
+    again: Size
+    again_behind: Size
+    back_behind: Size
+    back_entry: Size
+    back_inside: Size
+    back_before: Size
+    back_done: Size
+
+    @classmethod
+    def of(cls, walk: Backward, part: str) -> "NestedMemory":
+        """Return the bytes around *part* in *walk*."""
+        tape = walk.tape
+        levels = _levels([each.nbytes * sign for each, sign in tape.storages.events])
+        (ran, returned), last = tape.marks, len(levels) - 1
+        forward, again, back = (_span(tape.runs, phase, part, last) for phase in Phase)
+        if forward is None or back is None:
+            return cls(*[0] * len(cls._fields))
+        if again is not None and back.begin < again.begin:
+            again = None
+
+        def most(first: int, last: int) -> Size:
+            return _most(levels[first : last + 1]) - levels[returned]
+
+        end = min(forward.end, ran)
+        return cls(
+            before=most(0, forward.begin),
+            entry=levels[forward.begin] - levels[returned],
+            inside=most(forward.begin, end),
+            behind=most(end, ran),
+            is_repeated=int(again is not None),
+            again_before=most(returned, again.begin) if again else 0,
+            again=most(again.begin, again.end) if again else 0,
+            again_behind=most(again.end, again.over) if again else 0,
+            back_behind=most(again.over if again else returned, back.begin),
+            back_entry=levels[(again or back).begin] - levels[returned],
+            back_inside=most(back.begin, back.end),
+            back_before=most(back.end, last),
+            back_done=levels[back.end] - levels[returned],
+        )
+
+
+class _Span(NamedTuple):
+    """After how many events a part begins and has ended in a phase, and the phase is over."""
+
+    begin: int
+    end: int
+    over: int
+
+
+def _span(runs: Sequence[Run], phase: Phase, part: str, last: int) -> _Span | None:
+    """Return where a *part* runs in a *phase* of so many events; None if it does not."""
+    own = [index for index, run in enumerate(runs) if run.phase is phase]
+    inside = [index for index in own if part in runs[index].operator.region]
+    if not inside:
+        return None
+    begins = [*(run.begin for run in runs), last]
+    return _Span(begins[inside[0]], begins[inside[-1] + 1], begins[own[-1] + 1])
 
 
 def _arriving_is_free(walk: Backward) -> int:

@@ -36,6 +36,14 @@ class Step(NamedTuple):
     work: Work
 
 
+class Run(NamedTuple):
+    """An operator in a phase, and after how many events it began."""
+
+    phase: Phase
+    operator: Operator
+    begin: int
+
+
 class Marks(NamedTuple):
     """After how many events a forward pass has run, and has returned."""
 
@@ -100,6 +108,7 @@ class Tape:
         repetition: What of it runs again in backward.
         storages: What came and went.
         steps: What ran, in order.
+        runs: Which operators did, of a node's backward the first.
         marks: When forward was over.
         saved: What backward reads, by node.
         order: What the walk follows.
@@ -109,6 +118,7 @@ class Tape:
     repetition: Repetition = field(default_factory=Repetition)
     storages: Storages = field(default_factory=Storages)
     steps: list[Step] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     marks: Marks = NOT_RUN
     saved: dict[int, list[Tensor]] = field(default_factory=dict)
     order: Order = field(init=False)
@@ -150,10 +160,15 @@ class Tape:
 
     def run(self, op: Operator, phase: Phase) -> None:
         """Run one operator forward."""
+        self.begin(op, phase)
         self.storages.hold(*(out for out in op.outputs if out.base is None))
         self.storages.touch(*op.scratch)
         self.copy_tokens(op.inputs[0], op.outputs[0], op.work)
         self.steps += [Step(phase, op, work) for work in op.work]
+
+    def begin(self, op: Operator, phase: Phase) -> None:
+        """Note that an operator begins."""
+        self.runs.append(Run(phase, op, len(self.storages.events)))
 
     def copy_tokens(self, one: Tensor, other: Tensor, work: Iterable[Work]) -> None:
         """Hold, for a moment, the copy of all tokens that a gather or a scatter makes."""

@@ -3,6 +3,7 @@
 What a stack lacks is said once, in whole numbers, and read for one plan and for columns of plans.
 """
 
+import sys
 from collections.abc import Iterator
 from math import gcd
 from operator import eq, gt
@@ -38,10 +39,6 @@ from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 # Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
 SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 OFFLOADS = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
-WITHOUT_EXPERT_RANKS = (
-    "each rank gathers all experts of a layer; how transformers itself divides them (ep_size of "
-    "its DistributedConfig) is not modelled"
-)
 
 
 def stack_gaps(stack: StackProfile, job: TrainingJob) -> Iterator[Gap]:
@@ -81,8 +78,7 @@ def _trait_gaps(stack: StackProfile) -> Iterator[Gap]:
             effect = () if acts_on is None else (Condition(acts_on, gt, 1),)
             is_on = Condition(field.name, gt, field.code(field.default))
             said = field.name if field.kind is bool else f"{field.name} > {field.default}"
-            why = WITHOUT_EXPERT_RANKS if field.name == "ep" and stack.transformers_layers else ""
-            yield Gap(field.name, said, (is_on, *effect), (field.default,), why=why)
+            yield Gap(field.name, said, (is_on, *effect), (field.default,))
 
 
 def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
@@ -113,13 +109,12 @@ def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[
     """
     if stack.is_fully_sharded:
         num = experts.num_experts
-        cuts = Condition(DP_CP, lambda ranks, total: total % ranks != 0, num)
-        whole = Condition("dp_shard", eq, PLAN_FIELDS["dp_shard"].code(None))
-        reason = f"dp that does not divide the {num} experts"
-        ranks = "dp x cp" if stack.context_parallel else "dp"
+        cuts = Condition(SHARDS, lambda ranks, total: total % ranks != 0, num)
+        reason = f"a set of shards that does not divide the {num} experts"
+        ranks = "dp_shard x cp" if stack.context_parallel else "dp_shard"
         allowed = f"a divisor of the {num} experts for {ranks}"
-        yield Gap(Axis.DP, reason, (cuts, whole, Condition("ep", eq, 1)), (allowed,))
-        yield from _sharded_expert_gaps(experts, width)
+        yield Gap(Axis.DP, reason, (cuts, Condition("ep", eq, 1)), (allowed,))
+        yield from _sharded_expert_gaps(stack, experts, width)
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (OFFLOADS, Condition("ep", gt, 1)), (Offload.NONE,))
     split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
@@ -129,9 +124,10 @@ def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
-def _sharded_expert_gaps(experts: Experts, width: int) -> Iterator[Gap]:
+def _sharded_expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[Gap]:
     """Yield the plans whose ranks of experts share no equal shards of them, or not so many ranks.
 
+    transformers shards whole experts alone (`apply_fully_sharded_data_parallelism` of 5.23).
     torchtitan knows as many ranks of an expert as of other layers, or one (`_validate` of 0.2.2,
     distributed/parallel_dims.py).  Where a set of shards has more ranks than there are experts, it
     cuts each along its widths (`apply_fsdp`, models/llama4/infra/parallelize.py), which fully_shard
@@ -139,10 +135,13 @@ def _sharded_expert_gaps(experts: Experts, width: int) -> Iterator[Gap]:
     """
     num, divided = experts.num_experts, Condition("ep", gt, 1)
     yield Gap("etp", "etp beside tp", (divided, Condition("etp", gt, 1)), ("1, or that of tp",))
-    cuts = Condition(SHARDS, lambda ranks, total: (total % ranks != 0) & (ranks <= total), num)
+    most = num if not stack.transformers_layers else sys.maxsize
+    cuts = Condition(SHARDS, lambda ranks, total: (total % ranks != 0) & (ranks <= most), num)
     reason = f"ep > 1 and a set of shards that does not divide the {num} experts"
     allowed = (f"a divisor of the {num} experts for dp_shard x cp",)
     yield Gap(Axis.DP, reason, (divided, cuts), allowed)
+    if stack.transformers_layers:
+        return
     widths = gcd(experts.hidden_size, width)
     uneven = Condition(EXPERT_SHARDS, lambda ranks, size: size % ranks != 0, widths)
     reason = f"shards of an expert that do not divide its widths, {experts.hidden_size} and {width}"

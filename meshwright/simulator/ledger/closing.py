@@ -142,7 +142,7 @@ def gradient_norm(
             for own in (False, True)
         )
         sums = [
-            *_expert_norms(of_experts, mesh, replication),
+            *_expert_norms(of_experts, mesh, replication, shape.stack),
             (Axis.DP, norms, replication.span),
             (Axis.TP, norms, mesh.span(Axis.TP)),
             (Axis.PP, NORM_BYTES, mesh.span(Axis.PP)),
@@ -156,18 +156,18 @@ def gradient_norm(
 
 
 def _expert_norms(
-    nbytes: int, mesh: Mesh, replication: Replication
+    nbytes: int, mesh: Mesh, replication: Replication, stack: StackProfile
 ) -> list[tuple[MeshAxis, int, GroupSpan]]:
     """Return the sums of the norms of experts that other ranks hold, so many bytes of them.
 
     One goes over both axes of a set of shards where these ranks are a mesh of their own, as they
-    are for the loss if all replicas share one set (`_flatten` of torchtitan 0.2.2,
+    are for a sum of tokens if all replicas share one set (`_flatten` of torchtitan 0.2.2,
     distributed/parallel_dims.py).
     """
     experts = replication.experts
     if experts is None:
         return []
-    if replication.replica_span is None:
+    if replication.replica_span is None and stack.sums_tokens:
         return [(Axis.DP, nbytes, replication.span)]
     over_ep = ExpertAxis.EP, nbytes, mesh.span(ExpertAxis.EP)
     return [(experts.axis, nbytes, experts.span), over_ep]

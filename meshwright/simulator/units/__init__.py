@@ -1,6 +1,6 @@
 """The memory of states that are gathered unit by unit, as fully_shard does."""
 
-from meshwright.simulator.units.bytes import ENDINGS, PassBytes, StageWeights, UnitBytes
+from meshwright.simulator.units.bytes import ENDINGS, PassBytes, UnitBytes
 from meshwright.simulator.units.memory import (
     RankStates,
     StageUnits,
@@ -9,6 +9,7 @@ from meshwright.simulator.units.memory import (
 )
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
+from meshwright.simulator.units.weights import StageWeights
 
 __all__ = [
     "ENDINGS",

@@ -3,35 +3,25 @@
 Sizes are whole numbers, or columns of them over layouts that are alike in structure.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
-from meshwright.simulator.graph import Size, several
+from meshwright.simulator.graph import NestedMemory, Size, chosen, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer, layer_kinds
+from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer
 from meshwright.simulator.replication import (
-    EndUnits,
     is_tied,
     keeps_last_layer,
-    stage_parameters,
 )
 from meshwright.simulator.units.sharding import Sharding
+from meshwright.simulator.units.weights import EndUnit, StageWeights, layer_kind
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
-
-
-def layer_kind(shape: BlockShape) -> BlockKind:
-    """Return the first kind of a model's layers: where they are units, all have the same bytes.
-
-    A window changes neither parameters nor what is kept; experts are refused beside other layers.
-    """
-    return layer_kinds(shape.trained)[0]
 
 
 class LayerBytes(NamedTuple):
@@ -42,12 +32,14 @@ class LayerBytes(NamedTuple):
         work: Workspaces, forward and backward; its weights' gradients stay.
         sent: Of a backward whose gradient lies in a message's buffer.
         adding: Of a backward whose weights' gradients are added to sums at once.
+        nested: What lives around its experts, where they are a unit of their own.
     """
 
     saved: Size
     work: tuple[Size, Size]
     sent: Size
     adding: Size
+    nested: NestedMemory
 
 
 class PassBytes(NamedTuple):
@@ -117,75 +109,13 @@ class PassBytes(NamedTuple):
 def _layer_bytes(table: BlockTable, shape: BlockShape, kind: BlockKind) -> LayerBytes:
     adding, kept, sent = (table.memory(shape, kind, each) for each in ENDINGS)
     work = kept.forward, kept.backward
-    return LayerBytes(saved=adding.saved, work=work, sent=sent.backward, adding=adding.backward)
-
-
-class EndUnit(NamedTuple):
-    """Parameters of a unit beside the layers, and those of the last of its weights."""
-
-    size: Size
-    last: Size
-
-
-class StageWeights(NamedTuple):
-    """Parameters of a stage on one rank; which units there are is structure.
-
-    Args:
-        total: Of the stage, but for experts of which other ranks hold others.
-        layer: Of one layer, without those.
-        layer_experts: Those of one layer.
-        matrix: Of the table, or of the output matrix.
-        positions: Of the embedding beside its table.
-        tp: Ranks that share a table.
-        roots: Units that are gathered before all; they stay.
-        table: The unit of the table, if it is one.
-        head: The unit of the head, if it is one.
-    """
-
-    total: Size
-    layer: Size
-    layer_experts: Size
-    matrix: Size
-    positions: Size
-    tp: Size
-    roots: tuple[EndUnit, ...]
-    table: tuple[EndUnit, ...]
-    head: tuple[EndUnit, ...]
-
-    @classmethod
-    def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
-        """Return the parameters of *stage*."""
-        ends, matrix = (
-            EndUnits.of(shape, stage, 1),
-            shape.local_vocab_size * shape.model.hidden_size,
-        )
-        last = matrix
-        if shape.stack.units is Units.ROOT:
-            last = matrix * (stage.has_head and not is_tied(shape, stage))
-        elif not is_tied(shape, stage):
-            last = sum(ends.root)  # of positions alone, however few words there are beside them
-        kind = layer_kind(shape)
-        experts = shape.expert_parameters.get(kind, 0)
-        return cls(
-            total=stage_parameters(shape, stage) - stage.num_layers * experts,
-            layer=shape.parameters[kind] - experts,
-            layer_experts=experts,
-            matrix=matrix,
-            positions=shape.parameters[EMBEDDING] - matrix,
-            tp=shape.ends_tp,
-            roots=(
-                *(EndUnit(size, size) for size in ends.root[:-1]),
-                *(EndUnit(size, last) for size in ends.root[-1:]),
-            ),
-            table=tuple(_matrix_units(ends.table, matrix)),
-            head=tuple(_matrix_units(ends.head, matrix)),
-        )
-
-
-def _matrix_units(size: int, matrix: int) -> Iterator[EndUnit]:
-    """Yield the unit of so many parameters that ends with a table or an output matrix, if any."""
-    if size:
-        yield EndUnit(size, matrix)
+    return LayerBytes(
+        saved=adding.saved,
+        work=work,
+        sent=sent.backward,
+        adding=adding.backward,
+        nested=table.nested_memory(shape, kind, ENDINGS[1]),
+    )
 
 
 class Unit(NamedTuple):
@@ -196,10 +126,11 @@ class Unit(NamedTuple):
         wire: Gradients as they are reduced.
         share: What comes out of their reduction, also in the format in which it is kept.
         replicas: A reduced share as the all-reduce over replicas had it, which stays until backward
-            is over beside one in the format in which it is kept.
+            is over.
         kept: What this rank keeps of the gradients.
         last: Gradient of the last weight, which the loop that fills the reduction's buffer still
             has (`foreach_reduce` of PyTorch 2.13).
+        divided: Where one rank alone divides gradients, a tensor of their size.
     """
 
     weights: Size = 0
@@ -208,6 +139,7 @@ class Unit(NamedTuple):
     replicas: Size = 0
     kept: Size = 0
     last: Size = 0
+    divided: Size = 0
 
     @classmethod
     def of(cls, unit: EndUnit, sharding: Sharding) -> "Unit":
@@ -223,9 +155,10 @@ class Unit(NamedTuple):
             weights=size * state.gathered_parameter,
             wire=size * reduce_bytes,
             share=share * (reduce_bytes + is_cast * state.sharded_parameter),
-            replicas=share * reduce_bytes * is_cast * several(sharding.num_replicas),
+            replicas=share * reduce_bytes * several(sharding.num_replicas),
             kept=0 if leaves else sharding.kept_bytes(size),
             last=last * state.gathered_parameter * several(sharding.num_ranks),
+            divided=size * reduce_bytes * (1 - several(sharding.num_ranks)),
         )
 
     def beside(self, other: "Unit") -> "Unit":
@@ -235,6 +168,11 @@ class Unit(NamedTuple):
     def without(self, other: "Unit") -> "Unit":
         """Return the bytes of what is left without another, a part of it."""
         return Unit(*(one - less for one, less in zip(self, other, strict=True)))
+
+
+def _end(units: tuple[EndUnit, ...], sharding: Sharding) -> Unit:
+    """Return the bytes of the only one of *units*, if there is one."""
+    return Unit.of(units[0], sharding) if units else Unit()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,11 +186,16 @@ class UnitBytes:
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
         last: Roots and table, as far as they are there: reduced when all layers are.
+        prefetches: Whether a layer that begins has all of the next gathered, not its unit alone.
         has_head: Whether the head is a unit.
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
             a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
         gathers_experts: The same of experts.
+        cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
+            that share them, else 0.
+        casts_shares: Whether reduced shares are kept in another format; else the first of a step
+            are kept as they are.
         is_copied: Whether gradients are summed in another format than a backward pass makes.
         end_gradient: Gradients of a pipeline's embedding as a backward pass makes them, beside the
             first copy of the largest in the format in which they are summed.
@@ -273,10 +216,13 @@ class UnitBytes:
     table: Unit
     head: Unit
     last: tuple[Unit, ...]
+    prefetches: bool
     has_head: bool
     keeps_last: bool
     gathers: Size
     gathers_experts: Size
+    cuts_experts: Size
+    casts_shares: bool
     is_copied: bool
     end_gradient: Size
     positions: Size
@@ -292,10 +238,8 @@ class UnitBytes:
     ) -> "UnitBytes":
         """Return the bytes of *stage*, of blocks like those of *shape*, from its *weights*."""
         (state, reduce_bytes), has_head = sharding.parameter, bool(weights.head)
-        roots, tables, heads = (
-            tuple(Unit.of(each, sharding) for each in units)
-            for units in (weights.roots, weights.table, weights.head)
-        )
+        roots = tuple(Unit.of(each, sharding) for each in weights.roots)
+        table, head = (_end(units, sharding) for units in (weights.table, weights.head))
         makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
         stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
         others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
@@ -303,24 +247,25 @@ class UnitBytes:
         rest: Size = others * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
         positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
-        sharded_bytes = 0 if sharding.on_host else state.sharded_parameter
         made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
-        experts = Unit.of(EndUnit(weights.layer_experts, 0), sharding.of_experts)
+        experts = Unit.of(weights.experts, sharding.of_experts)
         whole = Unit.of(EndUnit(weights.total, 0), sharding)
-        of_experts = stage.num_layers * weights.layer_experts
         return cls(
             layer=Unit.of(EndUnit(weights.layer, 0), sharding).beside(experts),
             experts=experts,
             roots=roots,
-            table=tables[0] if tables else Unit(),
-            head=heads[0] if heads else Unit(),
-            last=(*roots, *tables),
+            table=table,
+            head=head,
+            last=(*roots, table) if weights.table else roots,
+            prefetches=shape.stack.prefetches_units,
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
             gathers_experts=several(sharding.num_expert_ranks),
+            cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0),
+            casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
             end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
@@ -328,13 +273,23 @@ class UnitBytes:
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
             gradients=whole.kept + stage.num_layers * experts.kept,
             surplus=others * reduce_bytes,  # it stays whole
-            shard=sharding.shares(weights.total, of_experts) * sharded_bytes,
+            shard=sharding.shard_bytes(weights.total, stage.num_layers * weights.layer_experts),
         )
 
     @property
     def buffer(self) -> Size:
         """In which the weights of a layer are gathered."""
-        return self.dense.weights * self.gathers + self.expert_buffer
+        return self.dense_buffer + self.expert_buffer
+
+    @property
+    def dense_buffer(self) -> Size:
+        """In which the weights of a layer but those of its experts are gathered."""
+        return self.dense.weights * self.gathers
+
+    @property
+    def ahead(self) -> Size:
+        """In which what is gathered ahead of a layer lies."""
+        return self.buffer if self.prefetches else self.dense_buffer
 
     @property
     def expert_buffer(self) -> Size:

@@ -18,10 +18,11 @@ from meshwright.simulator.memory import (
     message_buffer_bytes,
 )
 from meshwright.simulator.replication import Replication, held_parameters
-from meshwright.simulator.units.bytes import PassBytes, StageWeights, UnitBytes
+from meshwright.simulator.units.bytes import PassBytes, UnitBytes
 from meshwright.simulator.units.passes import StagePass, fuller, reduction
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, SummingPeaks
+from meshwright.simulator.units.weights import StageWeights
 
 NO_PEAK: PassPeak[Size] = PassPeak(0, 0)
 NO_PEAKS: PassPeaks[Size] = PassPeaks(NO_PEAK, NO_PEAK, NO_PEAK)

@@ -15,6 +15,7 @@ from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
+from meshwright.simulator.units.nested import NestedUnit, is_apart, replica_bytes
 from meshwright.simulator.units.sharding import Sharding
 
 
@@ -50,6 +51,12 @@ class StagePass(NamedTuple):
         """Weights of all units."""
         ends = self.units.root + self.units.table.weights + self.units.head.weights
         return ends + self.stage.num_layers * self.units.layer.weights
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether experts are gathered, freed and reduced by themselves within their layer."""
+        sharding = self.sharding
+        return sharding.divides_experts and sharding.reshards and not sharding.keeps_units
 
     @property
     def sends_output(self) -> bool:
@@ -93,7 +100,7 @@ class StagePass(NamedTuple):
             here = passes.head[1] + units.root + units.head.weights + stay
             moments += [PassPeak(here, late), *_after_head(self, late, first=first, whole=whole)]
         for done in extreme_layers(stage):
-            here = self._layer_backward(done, whole=whole)
+            here = self._layer_backward(done, first=first, whole=whole)
             moments.append(PassPeak(here, absent - done * appeared))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
@@ -109,19 +116,21 @@ class StagePass(NamedTuple):
         """What its head frees before its layers' backward."""
         return self.passes.freed_head if self.stage.has_head else 0
 
-    def _layer_backward(self, done: int, *, whole: bool) -> Size:
+    def _layer_backward(self, done: int, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment of a layer's backward when *done* layers have run theirs."""
         passes, stage, sharding, units = self
         place = stage.num_layers - 1 - done
         others: Size = units.root + units.head_gradient - self.freed_head
         others = others - passes.saved_layers(stage, place + 1)
+        if self.is_nested and not whole:
+            return others + _nested_backward(self, done, first=first)
         if sharding.keeps_units:
             others = others + units.head.weights
         else:
             # The unit behind has left the input of its reduction: FSDP2 holds on to one such buffer
             # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
             left = units.dense.wire if done else units.head.wire
-            others = others + left + done * units.layer.replicas + units.head.replicas
+            others = others + left + replica_bytes(units, done, first=first)
         arrives = self.sends_output and not done
         layer = passes.layer(stage, place)
         work = layer.sent if arrives else layer.work[1]
@@ -160,7 +169,7 @@ class StagePass(NamedTuple):
             return larger(table, fetch) + self.gathered_bytes
         table = largest((table, fetch, units.cut_table + units.positions))
         here = table + units.root + units.table.weights + units.head_gradient
-        moments = [here + units.layer.wire]
+        moments = [here + units.dense.wire]
         weights = gradients = sum(unit.weights for unit in units.last)
         kept: Size = 0
         for unit in units.last:
@@ -170,8 +179,19 @@ class StagePass(NamedTuple):
             gradients = gradients - unit.weights
             moments.append(weights + gradients + unit.last + unit.wire + unit.share + kept)
             kept = kept + unit.kept * first
-        replicas = stage.num_layers * units.layer.replicas + units.head.replicas
-        return largest(moments) + replicas
+        return largest(moments) + replica_bytes(units, stage.num_layers, first=first)
+
+
+def _nested_backward(stage_pass: StagePass, done: int, *, first: bool) -> Size:
+    """Return what a layer's backward needs whose experts are a unit of their own."""
+    passes, stage, _, units = stage_pass
+    is_last = done == stage.num_layers - 1
+    behind = units.table.weights * units.gathers if is_last else units.ahead
+    left = units.dense.wire if done else units.head.wire
+    unit = NestedUnit(passes.layer(stage, stage.num_layers - 1 - done).nested, units)
+    kept = first * units.experts.kept + is_apart(units, first=first) * units.experts.replicas
+    moments = unit.backward(passes.message, left, behind, is_first=not done, kept=kept)
+    return largest(moments) + replica_bytes(units, done, first=first)
 
 
 def extreme_layers(stage: Stage) -> list[int]:
@@ -221,8 +241,13 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
     layers, behind = stage.num_layers, stage.num_layers - 1 - place
     # The output counts as kept, and is what the last layer makes.
     counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
-    here = passes.layer(stage, place).work[0] - counted - passes.saved_layers(stage, place + 1)
-    here = here + units.root + whole * units.head.weights
+    others = units.root - counted - passes.saved_layers(stage, place + 1)
+    if stage_pass.is_nested and not whole:
+        nested = NestedUnit(passes.layer(stage, place).nested, units)
+        ahead = units.ahead if behind else units.head.weights * units.gathers
+        yield from (others + each for each in nested.forward(ahead, is_first=not place))
+        return
+    here = others + passes.layer(stage, place).work[0] + whole * units.head.weights
     if sharding.reshards:
         gathered = behind + 1 if whole else 1
     else:
@@ -268,8 +293,10 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     yield held + buffer + passes.message - saved
     held = held - frees * units.table.weights
     if layers:
-        yield held + buffer + copies * units.layer.weights + passes.message - saved
-        held, buffer = held + (not frees) * layers * units.layer.weights, units.buffer
+        first = units.dense if stage_pass.is_nested else units.layer
+        yield held + buffer + copies * first.weights + passes.message - saved
+        held = held + (not frees) * layers * units.layer.weights
+        buffer = units.expert_buffer if stage_pass.is_nested else units.buffer
     if units.has_head:
         held = held + copies * units.head.weights
         yield held + buffer + passes.message - passes.saved_head
@@ -320,7 +347,8 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     for unit, shared, count in (*runs, (units.head, own, 1)):
         shard = unit.wire // shared.num_ranks
         if count:
-            beside = larger(unit.wire, unit.last * scale + shard)
+            divided = unit.divided if unit is units.experts else 0
+            beside = largest((unit.wire, unit.last * scale + shard, shard + divided))
             most = larger(most, beside - unit.weights - gone)
         gone = gone + count * (unit.weights + unit.wire - shard)
     return PassPeak(output + most, stage_pass.late_bytes - units.shard)

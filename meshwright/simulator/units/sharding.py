@@ -86,3 +86,8 @@ class Sharding(NamedTuple):
         whole, (state, reduce_bytes) = self.keeps_whole_gradients, self.parameter
         shards = chosen(whole, 1, self.num_ranks)
         return -(-num_parameters // shards) * chosen(whole, reduce_bytes, state.gradient)
+
+    def shard_bytes(self, num_parameters: Size, num_experts: Size) -> Size:
+        """Return what a rank keeps of reduced gradients on its device; see `shares`."""
+        kept = 0 if self.on_host else self.parameter.state.sharded_parameter
+        return self.shares(num_parameters, num_experts) * kept

@@ -13,8 +13,8 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory import PassPeak
 from meshwright.simulator.replication import is_tied
-from meshwright.simulator.units.bytes import StageWeights
 from meshwright.simulator.units.passes import StagePass, extreme_layers, fullest
+from meshwright.simulator.units.weights import StageWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

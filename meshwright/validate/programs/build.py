@@ -28,6 +28,7 @@ WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
+    "fsdp": QWEN,
     "megatron-core": (
         *QWEN,
         LayerFact.PREDICTION_LAYERS,

@@ -203,6 +203,8 @@ def _usual_axis(axis: ExpertAxis, plan: ParallelPlan) -> MeshAxis:
         (plan.tp, plan.num_shards): Axis.DP,
         (plan.tp, plan.cp): Axis.CP,
     }
+    if plan.cp > 1:
+        usual |= {(plan.tp * plan.cp, plan.dp): Axis.DP}
     num_ranks = plan.expert_shards if axis is ExpertAxis.EDP else mesh.degree(axis)
     return usual.get((mesh.stride(axis), num_ranks), axis)
 

@@ -3,6 +3,13 @@
 from meshwright.simulator.blocks.parts.context import context_parallel
 from meshwright.simulator.blocks.parts.experts import routed
 from meshwright.simulator.blocks.parts.latent import latent_attention
-from meshwright.simulator.blocks.parts.routing import ExpertMesh, hottest_share
+from meshwright.simulator.blocks.parts.routing import EXPERTS, ExpertMesh, hottest_share
 
-__all__ = ["ExpertMesh", "context_parallel", "hottest_share", "latent_attention", "routed"]
+__all__ = [
+    "EXPERTS",
+    "ExpertMesh",
+    "context_parallel",
+    "hottest_share",
+    "latent_attention",
+    "routed",
+]

@@ -124,7 +124,7 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
 def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention to keys and values that go to the next rank by an all-to-all."""
     pair, others = _pair(key), heads.ranks - 1
-    size, wide = pair.nbytes, 2 * pair.nbytes
+    size, wide = pair.nbytes, _in_fp32_bytes(pair)
     forward = [_sent(size, others)]
     backward = [_sent(size, 1), _sent(size, others - 1, wide), _sent(wide, 1)]
     # What is attended to and what comes in meanwhile; of two ranks there is no more to come.
@@ -134,14 +134,18 @@ def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Hea
 
 def _gathered_once(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention to keys and values that are gathered beside the first step."""
-    size, ranks = _pair(key).nbytes, heads.ranks
-    gather = Exchange(CollectiveOp.ALL_GATHER, Axis.CP, size * ranks, 1)
-    moves = [gather], [gather, _sent(2 * size, ranks - 1)]
+    pair, ranks = _pair(key), heads.ranks
+    gather = Exchange(CollectiveOp.ALL_GATHER, Axis.CP, pair.nbytes * ranks, 1)
+    moves = [gather], [gather, _sent(_in_fp32_bytes(pair), ranks - 1)]
     return _in_fp32(block, (query, key, value), heads, moves, Dim("received", ranks))
 
 
 def _sent(size: Size, steps: Size, beside: Size = 0) -> Exchange:
     return Exchange(CollectiveOp.ALL_TO_ALL, Axis.CP, size, steps, beside)
+
+
+def _in_fp32_bytes(x: Tensor) -> Size:
+    return x.like("in fp32", width=STATISTIC_BYTES).nbytes
 
 
 def _in_fp32(
@@ -158,7 +162,7 @@ def _in_fp32(
     """
     query, key, value = given
     pair, ranks = _pair(key), heads.ranks
-    last = _sent(2 * pair.nbytes, 1)._replace(waits=True)
+    last = _sent(_in_fp32_bytes(pair), 1)._replace(waits=True)
     out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
     # Bytes of an element, halved: a step's output is cast (6), and taken from the sum, multiplied
     # and taken from it again (32); gradients are zeroed (4), added (10), cast in the end (6), of

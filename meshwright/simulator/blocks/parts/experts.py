@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
-from meshwright.simulator.blocks.parts.pytorch_experts import torchtitan, transformers
 from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
+from meshwright.simulator.blocks.parts.titan_experts import torchtitan
+from meshwright.simulator.blocks.parts.transformers_experts import transformers
 from meshwright.simulator.graph import Block, Placement, Tensor, place
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts

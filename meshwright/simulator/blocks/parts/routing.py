@@ -37,6 +37,7 @@ from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import Experts
 
 INT32_BYTES = 4
+EXPERTS = "experts"  # the part of a block whose weights are a unit of their own, if ranks divide it
 
 
 class Taken(NamedTuple):
@@ -236,6 +237,13 @@ def moved(
     back = None if out.at == x.at else gradient_place(x.at)
     gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
     return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
+
+
+def told(block: Block, rows: Tensor, counts: Tensor, *splits: Tensor) -> tuple[Tensor, ...]:
+    """Tell each rank how many *rows* it gets, in *counts*; return these and *splits* of them."""
+    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, counts.nbytes)
+    block.add([rows], [counts, *splits], [], call)
+    return (counts, *splits)
 
 
 def exchanged(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:

@@ -21,12 +21,14 @@ from meshwright.validate.programs.experts.rows import (
     row_map,
 )
 from meshwright.validate.programs.experts.titan import GroupedExperts, RoutedGroup, TitanExperts
+from meshwright.validate.programs.experts.transformers import OwnExperts, TransformersExperts
 
 __all__ = [
     "Dispatch",
     "ExpertGroup",
     "GroupedExperts",
     "GroupedProduct",
+    "OwnExperts",
     "PlainExperts",
     "PutBack",
     "Reordered",
@@ -35,6 +37,7 @@ __all__ = [
     "SortedWeights",
     "Taken",
     "TitanExperts",
+    "TransformersExperts",
     "WeighedSwiglu",
     "chosen_places",
     "exchanged",

@@ -23,10 +23,17 @@ ROUTE_SCALE = 1.0  # a kernel, whatever the number
 
 
 class RoutedGroup(NamedTuple):
-    """Who shares experts, and how tokens are sent to them."""
+    """Who shares experts, and how tokens are sent to them.
+
+    Args:
+        ranks: With which this one shares experts.
+        routing: Of tokens.
+        of_transformers: A layer's experts are those of transformers, else torchtitan's.
+    """
 
     ranks: ExpertGroup
     routing: Routing
+    of_transformers: bool = False
 
 
 class GroupedExperts(nn.Module):
@@ -40,7 +47,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
         super().__init__()
-        group, routing = routed
+        group, routing = routed.ranks, routed.routing
         num, inner = experts.num_experts // group.num_ep, experts.hidden_size
         self.group, self.routing = group, routing
         self.gate = nn.Parameter(torch.empty(num, inner, hidden_size))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from meshwright.hwprofiles import Precision, StackProfile, Units
 from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
 from meshwright.validate.programs.contract import ProgramRequest
-from meshwright.validate.programs.experts import GroupedExperts
+from meshwright.validate.programs.experts import GroupedExperts, OwnExperts
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.layout import RankLayout
 from meshwright.validate.programs.pytorch.parts import Embedding, Head
@@ -76,13 +76,38 @@ class ExpertShards(NamedTuple):
     ) -> None:
         """Make the experts of each layer a unit, before the layer is one.
 
-        `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2.
+        `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2; in the same way
+        `apply_fully_sharded_data_parallelism` of transformers/distributed/fsdp.py, 5.23.
         """
         stays = _kept_layer(stage, stack)
         for layer in stage.layers.values():
-            for module in layer.modules():
-                if isinstance(module, GroupedExperts):
-                    self._shard(module, policy, frees=reshards and layer is not stays)
+            for module in _expert_modules(layer):
+                self._shard(module, policy, frees=reshards and layer is not stays)
+
+    def gather_ahead(self, stage: VirtualStage) -> None:
+        """Have both units of the next layer gathered as one begins, forward and backward.
+
+        `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2.
+        """
+        layers = [*stage.layers.values()]
+        units = [[layer, *_expert_modules(layer)] for layer in layers]
+        ends: list[nn.Module] = []
+        heads: list[nn.Module] = []
+        if isinstance(stage.embedding, Embedding):
+            ends = [stage.embedding.words]
+        if isinstance(stage.head, Head):
+            heads = [stage.head.norm, stage.head.output]
+        for index, layer in enumerate(layers):
+            behind = units[index + 1] if layer is not layers[-1] else heads
+            _fsdp(layer).set_modules_to_forward_prefetch([*map(_fsdp, behind)])
+            before = units[index - 1] if index else ends
+            _fsdp(layer).set_modules_to_backward_prefetch([*map(_fsdp, before)])
+        if not layers:
+            return
+        for end in ends:
+            _fsdp(end).set_modules_to_forward_prefetch([_fsdp(layers[0])])
+        for head in heads[1:]:
+            _fsdp(head).set_modules_to_backward_prefetch([_fsdp(layers[-1])])
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy, *, frees: bool) -> None:
         fully_shard(
@@ -92,10 +117,20 @@ class ExpertShards(NamedTuple):
             reshard_after_forward=frees,
             shard_placement_fn=(lambda _: Shard(1)) if self.cuts_widths else None,
         )
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(self.num_batches)
+        unit = _fsdp(module)
+        unit.set_gradient_divide_factor(self.num_batches)
         # NCCL alone divides as it adds.  One rank alone, told to sum, would divide twice (2.13).
-        module.set_force_sum_reduction_for_comms(self.mesh["edp"].size() > 1)
+        unit.set_force_sum_reduction_for_comms(self.mesh["edp"].size() > 1)
+
+
+def _expert_modules(layer: nn.Module) -> list[nn.Module]:
+    """Return the experts of a layer, if it has some."""
+    return [each for each in layer.modules() if isinstance(each, GroupedExperts | OwnExperts)]
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def _kept_layer(stage: VirtualStage, stack: StackProfile) -> nn.Module | None:
@@ -154,8 +189,7 @@ def shard_stage(
     if head and stack.units is Units.ENDS:
         shard(head, frees=False)
     shard(stage)
-    assert isinstance(stage, FSDPModule)
-    return stage
+    return _fsdp(stage)
 
 
 @contextmanager

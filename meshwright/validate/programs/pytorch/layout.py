@@ -42,6 +42,7 @@ class RankLayout:
         groups: Axis of each group by its ranks.
         experts: Who shares experts with this rank.
         expert_mesh: Of dims `EXPERT_DIMS`, where ranks have different experts; else None.
+        sums_tokens: Whether a step first sums the tokens of its batch.
     """
 
     mesh: DeviceMesh
@@ -52,6 +53,7 @@ class RankLayout:
     groups: dict[tuple[int, ...], str]
     experts: ExpertGroup
     expert_mesh: DeviceMesh | None
+    sums_tokens: bool
 
     def coordinate(self, dim: str) -> int:
         """Return this rank's position along a dim of the mesh."""
@@ -78,8 +80,12 @@ class RankLayout:
 
     @property
     def expert_norm_meshes(self) -> list[DeviceMesh]:
-        """The meshes over which norms of experts are summed: as one where these are all ranks."""
-        if self.expert_mesh is None or self.mesh["dp_replicate"].size() == 1:
+        """The meshes over which norms of experts are summed: as one where these are all ranks.
+
+        So they are where tokens are summed, for which these ranks are a mesh, too.
+        """
+        is_one = self.sums_tokens and self.mesh["dp_replicate"].size() == 1
+        if self.expert_mesh is None or is_one:
             return [self.mesh["dp_shard"]]
         return [self.expert_mesh["edp"], self.expert_mesh["ep"]]
 
@@ -108,6 +114,7 @@ def make_layout(request: ProgramRequest) -> RankLayout:
         groups=groups,
         experts=_expert_group(plan, expert_mesh),
         expert_mesh=expert_mesh,
+        sums_tokens=request.stack.sums_tokens,
     )
 
 

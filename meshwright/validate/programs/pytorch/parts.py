@@ -9,7 +9,12 @@ from torch.distributed.tensor import DTensor, Partial
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import Routing, initial_weight
-from meshwright.validate.programs.experts import PlainExperts, RoutedGroup, TitanExperts
+from meshwright.validate.programs.experts import (
+    PlainExperts,
+    RoutedGroup,
+    TitanExperts,
+    TransformersExperts,
+)
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
     AttentionCore,
@@ -167,6 +172,8 @@ class PlainParts:
         shared = Mlp(model, self, width, bias=False) if width else None
         if self.of_experts is None:
             return PlainExperts(experts, model.hidden_size, Routing(), shared)
+        if self.of_experts.of_transformers:
+            return TransformersExperts(experts, model.hidden_size, self.of_experts)
         return TitanExperts(experts, model.hidden_size, self.of_experts, shared)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
@@ -291,7 +298,7 @@ def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}shared_in.weight", 2 * shared, width)
         return whole[-shared:] if module == "expand" else whole[:shared]
-    if module == "experts" and tensor != "out":
+    if module == "experts" and tensor in ("gate", "up"):
         both = initial_weight(f"{layer}experts_in.weight", (num, 2 * inner, width))
         return both[:, inner:] if tensor == "up" else both[:, :inner]
     shapes = {

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from meshwright.hwprofiles import MEBI, Offload, Precision, Recompute
+from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import (
     chosen_formats,
@@ -109,14 +109,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     ]
     if model.experts is not None:
         refuse_routing(request.job, plan)
-        refusals += [
-            (plan.cp > 1, "experts and cp", f"{plan.cp}; allowed: 1"),
-            (
-                plan.recompute is Recompute.FULL,
-                "experts and recompute",
-                f"{plan.recompute}; allowed: {Recompute.NONE}, {Recompute.SELECTIVE}",
-            ),
-        ]
     for is_refused, name, text in refusals:
         if is_refused:
             raise PlanError(f"{model.name} has no PyTorch program with {name}={text}")
@@ -328,7 +320,9 @@ def _whole_stage(
         dropout=request.dropout,
         fuses_qkv=request.fuses_qkv,
         cp=layout.context,
-        experts=RoutedGroup(layout.experts, request.routing),
+        experts=RoutedGroup(
+            layout.experts, request.routing, of_transformers=request.stack.transformers_layers
+        ),
     )
     return build_stage(request, index, parts, device)
 
@@ -356,6 +350,8 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
         reshards=reshards,
         offloads=plan.offload is Offload.PARAMETERS,
     )
+    if experts is not None and request.stack.prefetches_units:
+        experts.gather_ahead(stage)
     return stage
 
 

@@ -1,0 +1,145 @@
+"""Routed experts as torchtitan writes them, in PyTorch's operators."""
+
+from collections.abc import Callable
+
+from meshwright.simulator.blocks.parts.routing import (
+    EXPERTS,
+    INT32_BYTES,
+    Numbers,
+    RoutedDims,
+    exchanged,
+    grouped,
+    logits_of,
+    moved,
+    normalised,
+    numbers,
+    score,
+    starts,
+    taken,
+    told,
+)
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    STATISTIC_BYTES,
+    Block,
+    Dim,
+    Gradient,
+    Kind,
+    Placement,
+    Reads,
+    Tensor,
+    activation,
+    cast,
+    handed_on,
+    place,
+    pointwise,
+    product_gradients,
+    product_work,
+    rounded_up,
+    view,
+)
+
+ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
+Shared = Callable[[Block, Tensor], Tensor]
+
+
+def torchtitan(
+    block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what `MoE` makes of tokens (torchtitan/models/moe/moe.py of 0.2.2).
+
+    Rows are copied once more, behind each other in whole lines of the grouped product; scores weigh
+    what the experts made.
+    """
+    flat, hidden = dims.flat(block, x), x.dims[-1]
+    scores = score(block, logits_of(block, flat, dims))
+    shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
+    shares = pointwise(block, "scaled shares", normalised(block, shares), reads=Reads.NOTHING)
+    # Nobody reads its sorted shares, but they and the rows of each expert have names.
+    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
+    block.add([rows], [*names], [])
+    with block.part(EXPERTS):
+        back = _grouped_experts(block, rows, x, dims)
+    out = None if shared is None else shared(block, x)
+    order = numbers(rows, "order of rows")
+    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
+    result = _weighted(block, shares, unsorted, dims)
+    block.hold(rows, back, unsorted, *names)
+    result = place(block, view(block, result, *x.dims), outside)
+    if out is None:
+        return result
+    return handed_on(block, [out, result], out.like("all experts out"), block.traffic(out, out))
+
+
+def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what `GroupedExperts` makes of a rank's *rows*, sorted by expert, of tokens *x*.
+
+    Other ranks' experts get theirs and send them back (`ExpertParallel` of torchtitan 0.2.2,
+    distributed/expert_parallel.py); only a call's arguments hold them while they are copied.
+    """
+    hidden, is_divided = rows.dims[-1], dims.mesh.ranks > 1
+    names = _counts(block, rows, x, dims) if is_divided else ()
+    given = exchanged(block, rows, dims)
+    one_more = Dim("rows and an empty one", dims.arrived.size + 1)
+    more = given.like(one_more.name, dims=(one_more, hidden))
+    more = handed_on(block, [given], more, block.traffic(given, given))
+    own = Dim("own experts", dims.num_local)
+    space = dims.arrived.size + ALIGNED_ROWS * own.size
+    padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
+    places = numbers(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
+    begin = x.like("starts of own experts", dims=(own,), at={}, width=INT32_BYTES)
+    lines = moved(block, more, padded.name, (padded, hidden), Numbers(made=(places, begin)))
+    block.hold(*names, *((given,) if is_divided else ()))
+    made = _computed(block, lines, dims, block.operators[-1].outputs[2])
+    back = moved(block, made, "rows in order", (one_more, hidden), Numbers((places,)))
+    cut = back.like("rows again", dims=(dims.arrived, hidden), base=back.storage)
+    cut = block.add([back], [cut], [Gradient(back)])
+    if not is_divided:
+        return cut
+    cut = exchanged(block, cut, dims, back=True)
+    block.hold(made)
+    return cut
+
+
+def _counts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
+    """Tell each rank how many rows it gets for its experts, and return that with both splits."""
+    counts = starts(x, dims, NUMBER_BYTES)
+    ranks = Dim("ranks of experts", dims.mesh.ranks)
+    splits = (x.like(name, dims=(ranks,), at={}, width=NUMBER_BYTES) for name in ("sent", "got"))
+    return told(block, rows, counts, *splits)
+
+
+def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> Tensor:
+    """Return what experts make of *lines*: gate and value are products of their own."""
+    hidden = lines.dims[-1]
+
+    def multiplied(x: Tensor, out: Dim, split: Dim) -> Tensor:
+        return grouped(block, x, out, dims, split=split, reads=(begin,))
+
+    if block.lowering.is_eager:
+        gate = multiplied(lines, dims.gate, dims.gate)
+        opened = pointwise(block, "opened gate", gate)
+        up = multiplied(lines, dims.up, dims.up)
+        inner = pointwise(block, "activation", opened, up, last=dims.inner)
+    else:
+        with block.one_price():
+            gate, up = (multiplied(lines, each, each) for each in (dims.gate, dims.up))
+        inner = activation(block, gate, up, parts=(dims.gate, dims.up), last=dims.inner)
+    return multiplied(inner, hidden, dims.inner)
+
+
+def _weighted(block: Block, shares: Tensor, rows: Tensor, dims: RoutedDims) -> Tensor:
+    """Return the sum of a token's *rows* times their *shares*, made in fp32.
+
+    Rows of so few experts are no work beside their traffic.
+    """
+    hidden = rows.dims[-1]
+    by_token = view(block, rows, dims.tokens, dims.chosen, hidden)
+    wide = cast(block, by_token, "rows in fp32", STATISTIC_BYTES)
+    out = wide.like("weighted", dims=(dims.tokens, hidden))
+    work = product_work(shares, wide, out.dims)
+    gradients = product_gradients(shares, wide, out)
+    moves = block.traffic(wide, out)
+    block.add([shares, wide], [out], gradients, work, moves, kind=Kind.OTHER)
+    return cast(block, out, "experts out", block.width)

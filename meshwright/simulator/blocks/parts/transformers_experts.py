@@ -1,0 +1,237 @@
+"""Routed experts as transformers writes them, in PyTorch's operators.
+
+On one rank `grouped_mm_experts_forward` of transformers/integrations/moe.py, 5.23; where other
+ranks have other experts `AllToAllEP` of transformers/distributed/expert_parallel.py around it.
+"""
+
+from typing import NamedTuple
+
+from meshwright.simulator.blocks.parts.clamped import clamped
+from meshwright.simulator.blocks.parts.routing import (
+    EXPERTS,
+    INT32_BYTES,
+    Numbers,
+    RoutedDims,
+    exchanged,
+    grouped,
+    logits_of,
+    moved,
+    normalised,
+    numbers,
+    score,
+    starts,
+    taken,
+    told,
+)
+from meshwright.simulator.graph import (
+    NUMBER_BYTES,
+    Block,
+    Dim,
+    Gradient,
+    Placement,
+    Reads,
+    Tensor,
+    activation,
+    cast,
+    handed_on,
+    pointwise,
+    view,
+)
+from meshwright.simulator.layout import ExpertAxis
+from meshwright.simulator.model import Experts
+
+MASK_BYTES = 1
+
+
+def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
+    """Return what grouped experts make of tokens."""
+    flat = dims.flat(block, x)
+    logits = logits_of(block, flat, dims, bias=experts.bias)
+    shares = _shares(block, logits, experts, dims)
+    run = _exchanged if dims.mesh.ranks > 1 else _sorted
+    with block.part(EXPERTS):
+        result = run(block, flat, shares, dims, experts)
+    block.hold(logits, shares)
+    return view(block, result, *x.dims)
+
+
+def _sorted(
+    block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return what all experts make of tokens, as they are here."""
+    hidden = flat.dims[-1]
+    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    shares = view(block, shares, dims.rows)
+    order = numbers(rows, "order of rows")
+    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
+    names, begin = _counted(block, rows, dims)
+    made = _run(block, rows, experts, dims, Known(begin, names[0]))
+    wide = _rows_weighted(block, made, weights)
+    inverse = numbers(rows, "inverse order")
+    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(made=(inverse,)))
+    total = _summed(block, wide, dims, copies_back=True)
+    result = cast(block, total, "experts out", block.width)
+    block.hold(shares, wide, *names)
+    return result
+
+
+def _exchanged(
+    block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return what experts make of tokens that go to their ranks and come back.
+
+    What comes is sorted once more, and weighed by ones; shares weigh it where it came from.
+    """
+    hidden = flat.dims[-1]
+    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    order, sent = numbers(rows, "order of rows"), starts(flat, dims, NUMBER_BYTES)
+    block.add([rows], [order, sent], [])
+    got = told(block, rows, starts(flat, dims, NUMBER_BYTES))
+    given = exchanged(block, rows, dims)
+    ones = given.like("ones", dims=given.dims[:1])
+    names = given, numbers(given, "experts of rows"), ones
+    block.add([given], [*names[1:]], [])
+    block.hold(rows, sent, *got)
+    made = _own(block, given, ones, dims, experts)
+    back = exchanged(block, made, dims, back=True)
+    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(read=(order,)))
+    wide = _rows_weighted(block, unsorted, view(block, shares, dims.rows))
+    total = _summed(block, wide, dims, copies_back=False)
+    block.hold(order, *names, made, back, unsorted)
+    return cast(block, total, "experts out", block.width)
+
+
+def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) -> Tensor:
+    """Return the sums of each token's rows; their gradient is spread out, perhaps as a copy."""
+    by_token = view(block, wide, dims.tokens, dims.chosen, wide.dims[-1])
+    total = by_token.like("sums", dims=(dims.tokens, wide.dims[-1]))
+    work, back = block.traffic(by_token, total), Gradient(by_token, hands_on=not copies_back)
+    return block.add([by_token], [total], [back], work)
+
+
+def _own(block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
+    """Return what a rank's experts make of rows that were *given*, in their order.
+
+    A mask says which rows are of none of them, though none is: it clears them before a product and
+    behind each.
+    """
+    hidden = given.dims[-1]
+    rows = taken(block, given, "rows by expert", (dims.arrived, hidden)).values
+    order, weights = numbers(rows, "order by expert"), ones.like("weights of rows")
+    block.add([ones], [weights, order], [])
+    names, begin = _counted(block, rows, dims)
+    mask = rows.like("rows of no expert", dims=rows.dims[:1], width=MASK_BYTES)
+    block.add([names[0]], [mask], [])
+    cleared = pointwise(
+        block, "cleared rows", rows, reads=Reads.NOTHING, in_place=True, beside=(mask,)
+    )
+    made = _run(block, cleared, experts, dims, Known(begin, names[0], mask))
+    wide = pointwise(block, "weighted rows", made, reads=Reads.NOTHING, beside=(weights,))
+    inverse = numbers(rows, "inverse order")
+    wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(made=(inverse,)))
+    out = wide.like("sums of one row")
+    out = handed_on(block, [wide], out, block.traffic(wide, out))
+    block.hold(cleared, made, wide, order, *names)
+    return out
+
+
+def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return what sorting *rows* names, the sorted experts of rows first, and where experts begin.
+
+    How many rows each has is counted of narrower numbers.
+    """
+    own = Dim("own experts", dims.num_local)
+    each = rows.like("rows of experts", dims=(own,), at={}, width=INT32_BYTES)
+    begin = each.like("starts of experts")
+    names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), each
+    block.add([rows], [*names, begin], [])
+    return names, begin
+
+
+def _shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
+    """Return a token's shares of its experts, in the format that weighs what these make."""
+    few = dims.tokens, dims.chosen
+    if experts.scores == "softmax of chosen":
+        chosen = taken(block, logits, "chosen logits", few).values
+        return pointwise(block, "shares", chosen, reads=Reads.OUTPUT)
+    scores = score(block, logits)
+    shares = taken(block, scores, "shares", few).values
+    shares = normalised(block, shares, in_place=True)
+    return cast(block, shares, "shares cast", block.width) if experts.casts_shares else shares
+
+
+class Known(NamedTuple):
+    """What is known of sorted rows.
+
+    Args:
+        begin: Where those of each expert begin.
+        of_rows: The expert of each.
+        mask: Which of them are of no expert of this rank, where other ranks have others.
+    """
+
+    begin: Tensor
+    of_rows: Tensor
+    mask: Tensor | None = None
+
+
+def _run(block: Block, rows: Tensor, experts: Experts, dims: RoutedDims, known: Known) -> Tensor:
+    """Return what experts make of sorted *rows*.
+
+    The biases of rows have names until those of the next product are there.
+    """
+    hidden, parts, both = rows.dims[-1], (dims.gate, dims.up), dims.first
+    begin, of_rows, mask = known
+    first = [_biases(block, rows, both, dims, of_rows)] if experts.bias else []
+    inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
+    inner = _cleared(block, _added(block, inner, *first), mask)
+    if experts.activation == "clamped":
+        inner = clamped(block, inner, parts, dims.inner, by_slices=True)
+    else:
+        inner = activation(block, inner, parts=parts, last=dims.inner)
+    second = [_biases(block, rows, hidden, dims, of_rows)] if experts.bias else []
+    block.hold(*first)
+    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
+    made = _cleared(block, _added(block, made, *second), mask)
+    block.hold(*second)
+    return made
+
+
+def _cleared(block: Block, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return *x* without the rows of a *mask*, if there is one."""
+    if mask is None:
+        return x
+    return pointwise(block, f"{x.name} cleared", x, reads=Reads.NOTHING, beside=(mask,))
+
+
+def _biases(block: Block, rows: Tensor, out: Dim, dims: RoutedDims, of: Tensor) -> Tensor:
+    """Return the bias of each row's expert, read by its number."""
+    at: Placement = {ExpertAxis.EP: dims.experts}
+    weight = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
+    made = rows.like(f"{out.name} biases", dims=(rows.dims[0], out), width=block.width)
+    traffic = block.traffic(made, made)
+    back = Gradient(weight, (of,), (traffic,), at=weight.at)
+    return block.add([weight], [made], [back], traffic)
+
+
+def _added(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
+    """Return *x* with *biases*, if there are any, added in place."""
+    for each in biases:
+        out = x.like(f"{x.name} biased", base=x.storage)
+        x = handed_on(block, [x, each], out, block.traffic(x, x, each))
+    return x
+
+
+def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return *rows* times a weight each, in its format; its gradient is a sum over its row."""
+    spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
+    block.add([weights], [spread], [Gradient(weights)])
+    wide = rows.like("weighted rows", width=weights.width)
+    traffic = block.traffic(rows, wide)
+    gradients = [
+        Gradient(rows, (weights, rows), (traffic, traffic)),
+        Gradient(spread, (weights, rows)),
+    ]
+    # Where it is cast, that comes before the other gradient is summed over columns.
+    is_cast = wide.width > rows.width
+    last = wide.like("gradient in fp32") if is_cast else weights.like("sum of gradient")
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), (last,)))

@@ -1,0 +1,103 @@
+"""The fullest moments around experts that are a unit of their own within that of their layer.
+
+PyTorch's fully_shard (torch/distributed/fsdp/_fully_shard of 2.13).  Forward, the buffer that a
+unit was gathered in stays until the next unit's weights are copied out; backward it goes at once.
+Each unit has the next gathered when it begins backward: the layer its experts, these the layer
+before.  torchtitan has both of the next layer gathered as a layer begins, forward and backward, as
+what waits for the host would delay it (`apply_fsdp` of 0.2.2, models/llama4/infra/parallelize.py).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.simulator.graph import NestedMemory, Size, chosen
+from meshwright.simulator.units.bytes import Unit, UnitBytes
+
+
+class NestedUnit(NamedTuple):
+    """Experts within a layer's unit, and what is gathered ahead.
+
+    Args:
+        nested: What passes need around them.
+        units: Of the stage.
+    """
+
+    nested: NestedMemory
+    units: UnitBytes
+
+    def forward(self, behind: Size, *, is_first: bool) -> Iterator[Size]:
+        """Yield what lives forward, beside what is kept and other layers' weights.
+
+        Args:
+            behind: Buffer of what is gathered behind the layer.
+            is_first: Nothing was gathered ahead of it.
+        """
+        nested, units = self.nested, self.units
+        dense, experts = units.dense.weights, units.experts.weights
+        ahead = behind if units.prefetches else 0
+        own = units.dense_buffer + ahead
+        if units.prefetches and not is_first:
+            own = own + units.expert_buffer
+        yield nested.before + dense + own
+        whole = dense + experts + units.expert_buffer + ahead
+        yield nested.entry + whole + units.cuts_experts * experts
+        yield nested.inside + whole
+        yield nested.behind + dense + units.expert_buffer + ahead
+
+    def backward(
+        self, message: Size, left: Size, behind: Size, *, is_first: bool, kept: Size
+    ) -> Iterator[Size]:
+        """Yield the same backward, until the layer's own gradients are reduced.
+
+        Args:
+            message: Gradient of the layer's output.
+            left: Input of the last reduction.
+            behind: Buffer of what is gathered behind the layer.
+            is_first: Nothing was gathered ahead of its experts.
+            kept: What stays of the experts' reduced gradients.
+        """
+        nested, units = self.nested, self.units
+        dense, experts, buffer = units.dense.weights, units.experts, units.expert_buffer
+        # Experts that run again are gathered as they are forward, and stay; the buffer goes as they
+        # return, as the outermost unit that runs then (`_post_forward` of FSDPState).
+        is_again = nested.is_repeated == 1
+        early: Size = behind if units.prefetches else 0
+        waits: Size = 0 if units.prefetches and is_first else buffer
+        ready: Size = waits if units.prefetches else 0
+        beside: Size = left + dense
+        yield message + units.dense_buffer + ready + beside
+        beside = beside + early
+        yield chosen(is_again, nested.again_before + waits + beside, 0)
+        whole: Size = beside + experts.weights
+        yield chosen(is_again, nested.again + whole + buffer, 0)
+        yield chosen(is_again, nested.again_behind + whole, 0)
+        yield nested.back_behind + chosen(is_again, whole, beside + waits)
+        shuffled: Size = units.cuts_experts * experts.weights
+        yield nested.back_entry + whole + shuffled + buffer
+        beside = dense + behind
+        yield nested.back_inside + experts.weights + beside + left
+        yield from reduced(nested.back_done + beside, experts, cuts=units.cuts_experts)
+        yield nested.back_before - experts.weights + kept + beside + experts.wire
+
+
+def reduced(here: Size, unit: Unit, *, cuts: Size) -> Iterator[Size]:
+    """Yield what lives while the gradients of a *unit*, which are *here*, are reduced.
+
+    Where it is cut along its widths each is first replaced by a copy in another order, and gathered
+    weights are such copies (`foreach_all_gather_copy_out`).  One rank alone divides them into a
+    tensor that it copies to what comes out (`foreach_reduce`).
+    """
+    yield here + unit.wire + cuts * unit.last
+    yield here - unit.weights + unit.last + unit.wire + unit.share
+    yield here - unit.weights + unit.wire + 2 * unit.divided
+
+
+def replica_bytes(units: UnitBytes, done: int, *, first: bool) -> Size:
+    """Return what reductions over replicas have left when *done* layers have run backward."""
+    left = done * units.layer.replicas + units.head.replicas
+    return is_apart(units, first=first) * left
+
+
+def is_apart(units: UnitBytes, *, first: bool) -> bool:
+    """Tell whether what replicas summed is not what is kept, as a *first* one without a cast is."""
+    return units.casts_shares or not first

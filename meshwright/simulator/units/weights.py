@@ -1,0 +1,120 @@
+"""Parameters of a stage on one rank, unit by unit."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Units
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import Size
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec, layer_kinds
+from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
+
+
+def layer_kind(shape: BlockShape) -> BlockKind:
+    """Return the first kind of a model's layers: where they are units, all have the same bytes.
+
+    A window changes neither parameters nor what is kept; experts are refused beside other layers.
+    """
+    return layer_kinds(shape.trained)[0]
+
+
+class EndUnit(NamedTuple):
+    """Parameters of a unit beside the layers, and those of the last of its weights."""
+
+    size: Size
+    last: Size
+
+
+class StageWeights(NamedTuple):
+    """Parameters of a stage on one rank; which units there are is structure.
+
+    Args:
+        total: Of the stage, but for experts of which other ranks hold others.
+        layer: Of one layer, without those.
+        layer_experts: Those of one layer.
+        last_experts: Those of the last of their tensors.
+        num_experts: How many experts of a layer it has.
+        matrix: Of the table, or of the output matrix.
+        positions: Of the embedding beside its table.
+        tp: Ranks that share a table.
+        roots: Units that are gathered before all; they stay.
+        table: The unit of the table, if it is one.
+        head: The unit of the head, if it is one.
+    """
+
+    total: Size
+    layer: Size
+    layer_experts: Size
+    last_experts: Size
+    num_experts: Size
+    matrix: Size
+    positions: Size
+    tp: Size
+    roots: tuple[EndUnit, ...]
+    table: tuple[EndUnit, ...]
+    head: tuple[EndUnit, ...]
+
+    @property
+    def experts(self) -> EndUnit:
+        """The unit of a layer's experts."""
+        return EndUnit(self.layer_experts, self.last_experts)
+
+    @classmethod
+    def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
+        """Return the parameters of *stage*."""
+        ends, matrix = (
+            EndUnits.of(shape, stage, 1),
+            shape.local_vocab_size * shape.model.hidden_size,
+        )
+        last = matrix
+        if shape.stack.units is Units.ROOT:
+            last = matrix * (stage.has_head and not is_tied(shape, stage))
+        elif not is_tied(shape, stage):
+            last = sum(ends.root)  # of positions alone, however few words there are beside them
+        kind = layer_kind(shape)
+        experts = shape.expert_parameters.get(kind, 0)
+        return cls(
+            total=stage_parameters(shape, stage) - stage.num_layers * experts,
+            layer=shape.parameters[kind] - experts,
+            layer_experts=experts,
+            last_experts=_last_experts(shape, experts),
+            num_experts=num_own_experts(shape),
+            matrix=matrix,
+            positions=shape.parameters[EMBEDDING] - matrix,
+            tp=shape.ends_tp,
+            roots=(
+                *(EndUnit(size, size) for size in ends.root[:-1]),
+                *(EndUnit(size, last) for size in ends.root[-1:]),
+            ),
+            table=tuple(_matrix_units(ends.table, matrix)),
+            head=tuple(_matrix_units(ends.head, matrix)),
+        )
+
+
+def _last_experts(shape: BlockShape, num_parameters: int) -> int:
+    """Return how many of the parameters of a layer's experts are in the last tensor of them.
+
+    That is the second matrix of all experts, or its biases; the parts of the first are as large.
+    """
+    if not num_parameters:
+        return 0
+    experts = shape.model.experts
+    assert experts is not None
+    if experts.bias:
+        return num_own_experts(shape) * shape.model.hidden_size
+    return num_parameters // (experts.num_parts + 1)
+
+
+def num_own_experts(shape: BlockShape) -> int:
+    """Return how many routed experts of a layer a rank has."""
+    model = shape.trained
+    if not isinstance(model, ModelSpec) or model.experts is None:
+        return 0
+    return model.experts.num_experts // shape.ep
+
+
+def _matrix_units(size: int, matrix: int) -> Iterator[EndUnit]:
+    """Yield the unit of so many parameters that ends with a table or an output matrix, if any."""
+    if size:
+        yield EndUnit(size, matrix)

@@ -1,0 +1,139 @@
+"""Routed experts as transformers 5.23 writes them: integrations/moe.py, all experts on a rank.
+
+Where other ranks have other experts rows go there and come back, each expert's once more in order
+(`AllToAllEP` of distributed/expert_parallel.py).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.simulator.model import Experts
+from meshwright.validate.programs.experts.group import exchanged
+from meshwright.validate.programs.experts.products import GroupedWeights
+from meshwright.validate.programs.experts.routing import Taken, chosen_places
+from meshwright.validate.programs.experts.titan import RoutedGroup
+from meshwright.validate.programs.fused import PackedSwiglu
+
+
+class OwnExperts(nn.Module):
+    """A rank's experts, in grouped products; gate and value are one.
+
+    Args:
+        experts: Of a layer.
+        hidden_size: Width of tokens.
+        routed: Who has the other experts, and how tokens are sent to them.
+    """
+
+    def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
+        super().__init__()
+        group, routing = routed.ranks, routed.routing
+        num, inner = experts.num_experts // group.num_ep, experts.hidden_size
+        self.group, self.routing = group, routing
+        self.experts_in = nn.Parameter(torch.empty(num, 2 * inner, hidden_size))
+        self.experts_out = nn.Parameter(torch.empty(num, hidden_size, inner))
+
+    def forward(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        """Return the sums of what experts make of *tokens*, each times its share.
+
+        Args:
+            tokens: ``[tokens, width]``.
+            places: Experts of each, ``[tokens, k]``.
+            shares: Of the same shape.
+        """
+        if self.group.ep is None:
+            return self._computed(tokens, places, shares).to(tokens.dtype)
+        return self._exchanged(tokens, places, shares).to(tokens.dtype)
+
+    def _exchanged(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        order, sent, got, given, own = self._dispatched(tokens, places)
+        ones = torch.ones_like(own, dtype=given.dtype)
+        made = self._computed(given, own, ones)
+        back = exchanged(made, got, sent, self.group)
+        unsorted = torch.empty_like(back)
+        unsorted[order] = back
+        rows = unsorted.unflatten(0, shares.shape)
+        return (rows * shares.unsqueeze(-1)).sum(dim=1)
+
+    def _dispatched(
+        self, tokens: Tensor, places: Tensor
+    ) -> tuple[Tensor, list[int], list[int], Tensor, Tensor]:
+        """Return the order of rows, how many go and come, those that came, and their experts."""
+        num_ranks, num = self.group.num_ep, len(self.experts_in)
+        flat = places.flatten()
+        order = flat.argsort()
+        rows = tokens[order // places.shape[1]]
+        counts = flat.new_zeros(num_ranks * num).scatter_add_(0, flat, torch.ones_like(flat))
+        told = torch.empty_like(counts)
+        dist.all_to_all_single(told, counts, group=self.group.ep)
+        if self.routing.is_balanced:
+            sent = got = [len(rows) // num_ranks] * num_ranks
+        else:
+            sent, got = (each.view(num_ranks, num).sum(dim=1).tolist() for each in (counts, told))
+        given = exchanged(rows, sent, got, self.group)
+        own = torch.arange(num, device=flat.device).repeat(num_ranks)
+        own = own.repeat_interleave(told, output_size=sum(got)).unsqueeze(-1)
+        return order, sent, got, given, own
+
+    def _computed(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        """Return the same of experts that are all here.
+
+        Where ranks divide them a mask clears rows of others, of which there are none by then.
+        """
+        chosen, num_tokens, num = places.shape[1], len(tokens), len(self.experts_in)
+        numbers, order = places.flatten().sort()
+        rows = tokens[order // chosen]
+        weights = shares.flatten()[order]
+        counted = numbers.int()
+        sizes = counted.new_zeros(num)
+        if not self.routing.is_balanced:
+            sizes = counted.bincount(minlength=num).int()
+        starts = sizes.cumsum(0, dtype=torch.int32)
+        each = [len(rows) // num] * num if self.routing.is_balanced else sizes.tolist()
+        mask = (numbers >= num).unsqueeze(-1) if self.group.ep is not None else None
+        if mask is not None:
+            rows.masked_fill_(mask, 0.0)
+        made = _cleared(GroupedWeights.apply(rows, self.experts_in, each), mask)
+        made = PackedSwiglu.apply(made)
+        made = _cleared(GroupedWeights.apply(made, self.experts_out, each), mask)
+        wide = made * weights.unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        wide = wide[inverse]
+        total = wide.view(num_tokens, chosen, -1).sum(dim=1).to(tokens.dtype)
+        del numbers, counted, starts  # named until here, as there
+        return total
+
+
+def _cleared(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else rows.masked_fill(mask, 0.0)
+
+
+class TransformersExperts(nn.Module):
+    """Routed experts of one rank.
+
+    Args:
+        experts: Of a layer.
+        hidden_size: Width of tokens.
+        routed: Who has the other experts, and how tokens are sent to them.
+    """
+
+    def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
+        super().__init__()
+        self.facts, self.routing = experts, routed.routing
+        self.router = nn.Linear(hidden_size, experts.num_experts, bias=False)
+        self.experts = OwnExperts(experts, hidden_size, routed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what experts make of ``[batch, tokens, width]``."""
+        flat = inputs.flatten(0, 1)
+        logits = self.router(flat)
+        scores = logits.float().softmax(dim=-1)
+        places = chosen_places(scores, self.facts.experts_per_token, self.routing)
+        shares = Taken.apply(scores, places)
+        del scores
+        shares /= shares.sum(dim=-1, keepdim=True)
+        if self.facts.casts_shares:
+            shares = shares.to(logits.dtype)
+        out: Tensor = self.experts(flat, places, shares)
+        return out.view_as(inputs)
