@@ -87,7 +87,8 @@ def _ring(
 def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention to gathered keys and values (AttnFuncWithCPAndKVAllGather).
 
-    They are put in order, and gathered again for backward.  Nothing runs meanwhile.
+    They are put in order, and gathered again for backward, where all gradients live until the end:
+    both halves of the queries attend to the tokens up to their own.  Nothing runs meanwhile.
     """
     given = [
         x if x.base is None else copy(block, x, f"{x.name} apart", copies_back=False)
@@ -102,9 +103,20 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     )
     # Gradients of all tokens are added up of two parts, and put in the order of the ranks.
     back = Traffic(4 * moved.nbytes)
-    others = [[each.like(name) for each in gathered] for name in ("gradients", "of a part")]
-    unordered = gathered[0].like("not in order yet")
-    lives = ([*gathered, unordered], [*gathered, *others[0], *others[1], query.like("parts")])
+    half = Dim("half of the tokens", query.dims[0].size // 2)
+    others = Dim("others", heads.ranks - 1)
+    # Sums, of which the last ones are put in the order of the ranks; own parts count as what is
+    # handed on, which is not there yet.
+    sums = [gathered[0].like("gradients"), _times(given[1], others)]
+    parts = [
+        *(each.like("gradients of a part") for each in gathered),
+        *(each.like("gradients of own", dims=(half, *each.dims[1:])) for each in given),
+        query.like("gradients of parts"),
+    ]
+    lives = (
+        [*gathered, gathered[0].like("not in order yet")],
+        [*gathered, *sums, *parts, _times(given[0], others)],
+    )
     beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
 

@@ -30,7 +30,7 @@ class _GatheredAttention(AutogradFunction):
         ctx: Context, query: Tensor, key: Tensor, value: Tensor, cp: ContextGroup
     ) -> Tensor:
         key, value = key.contiguous(), value.contiguous()  # else a part of a product keeps it
-        keys, values = (_all_tokens(each, cp) for each in (key, value))
+        keys, values = _all_tokens((key, value), cp)
         found = []
         for rows in _halves(query, cp):
             own = query[rows]
@@ -50,8 +50,9 @@ class _GatheredAttention(AutogradFunction):
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         cp: ContextGroup = ctx.cp
         gradient, of_query = gradient.contiguous(), torch.zeros_like(query)
-        keys, values = (_all_tokens(each, cp) for each in (key, value))
+        keys, values = _all_tokens((key, value), cp)
         of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+        parts: list[Tensor] = []  # all live until the end, one gradient of each half of the queries
         for rows in _halves(query, cp):
             numbers = log_sum_exp[..., rows].contiguous()
             for seen, causal in _seen(rows, cp):
@@ -60,8 +61,10 @@ class _GatheredAttention(AutogradFunction):
                 of_query[rows] += slopes[0]
                 of_keys[seen] += slopes[1]
                 of_values[seen] += slopes[2]
-                del saved, slopes  # as large as all tokens, and so are those of the next call
-        del keys, values
+                parts += slopes[0 if causal else 1 :]
+                del slopes
+        of_keys = _reordered(of_keys, _by_rank(cp.size))
+        of_values = _reordered(of_values, _by_rank(cp.size))
         return of_query, _summed(of_keys, cp), _summed(of_values, cp), None
 
 
@@ -80,19 +83,38 @@ def _seen(rows: slice, cp: ContextGroup) -> Iterator[tuple[slice, bool]]:
         yield slice(first), False
 
 
-def _all_tokens(own: Tensor, cp: ContextGroup) -> Tensor:
+def _all_tokens(given: tuple[Tensor, Tensor], cp: ContextGroup) -> list[Tensor]:
     """Gather the tokens of all ranks and put them in order."""
-    arrived = own.new_empty((cp.size * len(own), *own.shape[1:]))
-    all_gather(arrived, own, cp.group)
-    early, late = arrived.unflatten(0, (cp.size, -1)).chunk(2, dim=1)
-    return torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)])
+    arrived = [
+        all_gather(own.new_empty((cp.size * len(own), *own.shape[1:])), own, cp.group)
+        for own in given
+    ]
+    places = _by_rank(cp.size)
+    order = sorted(range(len(places)), key=places.__getitem__)
+    for number, each in enumerate(arrived):
+        arrived[number] = _reordered(each, order)
+    return arrived
+
+
+def _by_rank(size: int) -> list[int]:
+    """Return which parts of a sequence the ranks have, an early and a late one each.
+
+    >>> _by_rank(2)
+    [0, 3, 1, 2]
+    """
+    return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
+
+
+def _reordered(whole: Tensor, order: list[int]) -> Tensor:
+    """Return a copy of *whole* with as many parts as *order* has in that order."""
+    parts = whole.unflatten(0, (len(order), -1))
+    return parts.index_select(0, torch.tensor(order, device=whole.device)).flatten(0, 1)
 
 
 def _summed(whole: Tensor, cp: ContextGroup) -> Tensor:
     """Sum gradients of all tokens over the ranks, each its own tokens."""
-    early, late = (half.unflatten(0, (cp.size, -1)) for half in whole.chunk(2))
-    parts = torch.cat([early, late.flip(0)], dim=1)
-    return reduce_scatter(torch.empty_like(parts[0]), parts.flatten(0, 1), cp.group)
+    own = whole.new_empty((len(whole) // cp.size, *whole.shape[1:]))
+    return reduce_scatter(own, whole, cp.group)
 
 
 class GatheredCore(nn.Module):

@@ -71,26 +71,25 @@ class _RingAttention(AutogradFunction):
         query, last, out, log_sum_exp = ctx.saved_tensors
         cp: ContextGroup = ctx.cp
         gradient, of_query = gradient.contiguous(), torch.zeros_like(query)
-        held = last.unsqueeze(0)  # keys and values, and behind them what is summed of gradients
+        # Keys and values, and behind them what is summed of their gradients: sent and received.
+        buffers = last.new_empty((2, 2, *last.shape)).unbind()
+        buffers[0][0].copy_(last)
         for number in range(1, cp.size + 1):
-            is_last = number == cp.size
-            arriving = last.new_empty((2, *last.shape))
-            if is_last:
-                works = _exchange(held[1], arriving[1], -1, cp)
-            else:
-                works = _exchange(held, arriving[: len(held)], -1, cp)
+            held, arriving = buffers[number % 2 - 1], buffers[number % 2]
+            parts = slice(1 if number == cp.size else 0, 1 if number == 1 else 2)
+            works = _exchange(held[parts], arriving[parts], -1, cp)
             step = _Step.of(cp, (cp.rank + number) % cp.size)
             part, pair = step.queries, held[0][:, step.keys]
             saved = [query[part], *pair, out[part], log_sum_exp[..., part].contiguous()]
             found = flash_attention_backward(gradient[part], saved, 0, causal=step.causal)
             of_query[part] += found[0]
             _wait(works)
-            if len(held) == 1:
+            if number == 1:
                 arriving[1].zero_()
             for whole, each in zip(arriving[1], found[1:], strict=True):
                 whole[step.keys] += each
-            held = arriving
-        return of_query, held[1].clone(), None
+            del found, saved, pair
+        return of_query, arriving[1].clone(), None
 
 
 def _exchange(
