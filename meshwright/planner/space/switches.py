@@ -86,14 +86,7 @@ class Place(NamedTuple):
 
 
 def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted) -> list[Setting]:
-    """Return the settings of all switches at *place*, the stack's habits first.
-
-    Args:
-        job: What is trained.
-        stack: With what software.
-        place: Where.
-        wanted: Values that are asked for, by the name of the field; all others are free.
-    """
+    """Return the settings of switches at *place* with values that are *wanted*, habits first."""
     if stack.strategy is not Strategy.MESH or place.is_lacking:
         return [USUAL]
     choices = (
@@ -114,13 +107,11 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
     )
+    # One rank shards nothing: without these two its states are as at stage 0.
     is_stage_0 = place.is_whole and place.zero_stage and "zero_stage" not in wanted
-    return [each for each in known if _go_together(each) and not (is_stage_0 and _is_plain(each))]
-
-
-def _is_plain(setting: Setting) -> bool:
-    """Return whether one rank, which shards nothing, has states as at stage 0."""
-    return all(setting[name] == USUAL[name] for name in ("moment_precision", "offload"))
+    plain = {name: USUAL[name] for name in ("moment_precision", "offload")}.items()
+    kept = (each for each in known if not (is_stage_0 and plain <= each.items()))
+    return [each for each in kept if _go_together(each)]
 
 
 def _go_together(setting: Setting) -> bool:
