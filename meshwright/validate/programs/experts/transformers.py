@@ -129,7 +129,7 @@ class TransformersExperts(nn.Module):
         flat = inputs.flatten(0, 1)
         logits = self.router(flat)
         scores = logits.float().softmax(dim=-1)
-        places = chosen_places(scores, self.facts.experts_per_token, self.routing)
+        places = chosen_places(scores, self.facts, self.routing)
         shares = Taken.apply(scores, places)
         del scores
         shares /= shares.sum(dim=-1, keepdim=True)
