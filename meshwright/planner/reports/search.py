@@ -116,14 +116,8 @@ def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[str]:
         for each in SEARCHED_FIELDS
         if each not in shown
         and (value := _value(result, plan, each)) not in {None, ()}
-        and not (_is_plain(each) and value == each.default)
+        and not (each.default_goes_without_saying and value == each.default)
     ]
-
-
-def _is_plain(field: PlanField) -> bool:
-    """Return whether nobody is told of the default of a field."""
-    declaration = field.declaration
-    return bool(declaration.axis or declaration.of_experts or declaration.is_asked)
 
 
 def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:

@@ -101,9 +101,8 @@ def _layout(result: SweepResult, rows: Sequence[Row]) -> tuple[list[Column], lis
         if field.name in varied or field.name == "stages" or values <= {NONE}:
             continue
         declaration, head = field.declaration, str(field.declaration.heading)
-        is_axis = declaration.axis is not None
-        if len(values) == 1 and not (is_axis and declaration.is_basic):
-            if not (is_axis or declaration.of_experts) or values != {str(field.default)}:
+        if len(values) == 1 and not (declaration.axis and declaration.is_basic):
+            if not field.default_goes_without_saying or values != {str(field.default)}:
                 shared.append(f"{head}={values.pop()}")
             continue
         cells = [_shown(row, field.name) for row in rows]

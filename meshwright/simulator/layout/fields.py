@@ -114,6 +114,12 @@ class PlanField:
         return self.declaration.of_experts and self.kind is int
 
     @property
+    def default_goes_without_saying(self) -> bool:
+        """Whether no table of plans says that all of them have the default."""
+        declaration = self.declaration
+        return declaration.axis is not None or declaration.of_experts or declaration.is_asked
+
+    @property
     def limit(self) -> str:
         """Name of the largest value that a search may take.
 
