@@ -1,8 +1,11 @@
-"""torchtitan is imported by its witness first, which keeps it from asking for a GPU."""
+"""Frameworks are imported by their witnesses first.
 
-from witnesses import torchtitan_job
+These keep torchtitan from asking for a GPU, and let Megatron-Core find what stands for Apex.
+"""
 
-__all__ = ["torchtitan_job"]
+from witnesses import megatron_job, torchtitan_job
+
+__all__ = ["megatron_job", "torchtitan_job"]
 
 # Imports torchtitan 0.3, whose counts are recorded.
 collect_ignore = ["witnesses/torchtitan_0_3_job.py"]
