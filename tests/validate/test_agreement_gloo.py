@@ -63,6 +63,12 @@ GROUPED = LLAMA.model_copy(
 )
 SQUARED = GPT.model_copy(update={"activation": "squared relu"})
 PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
+OLMO = LLAMA.model_copy(update={"norm_places": "after", "qk_norm": "width"})
+GEMMA = LLAMA.model_copy(
+    update={"norm_places": "both", "scaled_embeddings": True, "logit_softcap": 0.1}
+)
+FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
+NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
@@ -98,10 +104,10 @@ RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
-    "ddp accumulates, full": saved(LLAMA, "ddp", dp=2, recompute=FULL),
-    "fsdp keeps": saved(LLAMA, "fsdp", dp=2, reshard_after_forward=False),
-    "hsdp": saved(GPT, "fsdp", dp=4, dp_shard=2),
-    "fsdp offloads": saved(GPT, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
+    "ddp accumulates, full": saved(FALCON, "ddp", dp=2, recompute=FULL),
+    "fsdp keeps": saved(OLMO, "fsdp", dp=2, reshard_after_forward=False),
+    "hsdp": saved(GEMMA, "fsdp", dp=4, dp_shard=2),
+    "fsdp offloads": saved(NEOX, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
     "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
     "titan tp": saved(GPT, "torchtitan", tp=2),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),

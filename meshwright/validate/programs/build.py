@@ -26,9 +26,20 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
 WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+PLAIN = (
+    LayerFact.HEAD_NORM,
+    LayerFact.WIDTH_NORM,
+    LayerFact.HEAD_DIM,
+    LayerFact.NORM_PLACES,
+    LayerFact.PARALLEL_MLP,
+    LayerFact.ROTARY_FRACTION,
+    LayerFact.LOGIT_SOFTCAP,
+    LayerFact.SCALED_EMBEDDINGS,
+)
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "fsdp": QWEN,
+    "ddp": PLAIN,
+    "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
     "megatron-core": (
         *QWEN,
         LayerFact.PREDICTION_LAYERS,
