@@ -256,7 +256,11 @@ ACTIVATION_BYTES = 256 * 512 * 2
 BODIES: dict[str, tuple[Callable[..., object], tuple[object, ...], float]] = {
     "swiglu": (swiglu._init_fn, (bf16(*LARGE), bf16(*LARGE)), 1),
     "swiglu backward": (packed_swiglu_backward._init_fn, (bf16(*LARGE), bf16(256, 1024)), 2),
-    "rotary": (partial(rotate._init_fn, inverse=False), (bf16(64, 1, 4, 512), 0, 1e4, (0,)), 1),
+    "rotary": (
+        partial(rotate._init_fn, inverse=False),
+        (bf16(64, 1, 4, 512), 0, 1e4, (0,), 512),
+        1,
+    ),
     "added": (bias_dropout_add._init_fn, (bf16(*LARGE), bf16(512), bf16(*LARGE), 0.0), 1),
     # Scaled scores, a mask of bytes for one head, and the output.
     "softmax": (partial(causal_softmax._init_fn, causal=True), (bf16(2, 256, 256), 0.5), 2.25),
