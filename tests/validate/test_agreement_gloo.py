@@ -65,10 +65,17 @@ SQUARED = GPT.model_copy(update={"activation": "squared relu"})
 PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
 OLMO = LLAMA.model_copy(update={"norm_places": "after", "qk_norm": "width"})
 GEMMA = LLAMA.model_copy(
-    update={"norm_places": "both", "scaled_embeddings": True, "logit_softcap": 0.1}
+    update={
+        "window": 3,
+        "layer_pattern": "WF",
+        "norm_places": "both",
+        "scaled_embeddings": True,
+        "logit_softcap": 0.1,
+    }
 )
 FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
 NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
+WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
@@ -117,7 +124,7 @@ CASES = {
     "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
-    "1f1b of 4, one empty": saved(LLAMA, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
+    "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),

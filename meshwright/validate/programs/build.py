@@ -35,6 +35,7 @@ PLAIN = (
     LayerFact.ROTARY_FRACTION,
     LayerFact.LOGIT_SOFTCAP,
     LayerFact.SCALED_EMBEDDINGS,
+    LayerFact.WINDOW,
 )
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
@@ -45,6 +46,7 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
+        LayerFact.WINDOW,
     ),
     "megatron-core-2024": QWEN,
     "torchtitan": QWEN,
@@ -59,6 +61,15 @@ def build_program(request: ProgramRequest) -> RankProgram:
     """
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
+    job = request.job
+    is_windowed = isinstance(job.model, ModelSpec) and LayerFact.WINDOW in job.model.layer_facts(
+        job.seq_len
+    )
+    if is_windowed and request.device.type == "cuda":
+        raise PlanError(
+            f"window={job.transformer.window} has no PyTorch program on GPUs; "
+            "allowed: --backend fake, or gloo"
+        )
     return PROGRAMS[request.stack.name](request)
 
 

@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.fused import CausalSoftmax, FusedAttention, Rotary, Swiglu
+from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
+from meshwright.validate.programs.fused import (
+    CausalSoftmax,
+    FusedAttention,
+    Rotary,
+    Swiglu,
+    WindowedAttention,
+)
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
@@ -42,8 +49,8 @@ class Parts(Protocol):
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
 
-    def attention_core(self, model: ModelSpec, options: "LayerOptions") -> nn.Module:
-        """Return the module from queries, keys and values to the attention."""
+    def attention_core(self, model: ModelSpec, options: "LayerOptions", window: int) -> nn.Module:
+        """Return the module from queries, keys and values to attention to a *window*, 0 for all."""
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation between the two products of an MLP."""
@@ -93,9 +100,11 @@ class LayerOptions:
 class AttentionCore(nn.Module):
     """Scores, softmax and values: the part without weights."""
 
-    def __init__(self, model: ModelSpec, options: LayerOptions, seq_dim: int) -> None:
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, seq_dim: int, window: int = 0
+    ) -> None:
         super().__init__()
-        self.causal = model.causal
+        self.causal, self.window = model.causal, window
         self.scale = 1 / sqrt(model.head_dim)
         self.seq_dim = seq_dim
         self.flash = options.attention is Attention.FLASH
@@ -104,12 +113,17 @@ class AttentionCore(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``[.., .., heads, width]`` laid out as *query*."""
         if self.flash:
-            out: Tensor = FusedAttention.apply(query, key, value, self.seq_dim, self.causal)
+            given = query, key, value, self.seq_dim
+            out: Tensor = (
+                WindowedAttention.apply(*given, self.window)
+                if self.window
+                else FusedAttention.apply(*given, self.causal)
+            )
             return out
         heads = query.shape[2]
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
         scores = torch.bmm(q, k.transpose(1, 2))
-        weights = CausalSoftmax.apply(scores, self.scale, self.causal)
+        weights = CausalSoftmax.apply(scores, self.scale, self.causal, self.window)
         del scores
         if self.dropout and self.training:
             weights = torch.native_dropout(weights, self.dropout, train=True)[0]
@@ -144,7 +158,9 @@ class SquaredRelu(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around the attention core; local heads follow from the width that arrives."""
 
-    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, kind: BlockKind
+    ) -> None:
         super().__init__()
         width, query_width = model.hidden_size, model.query_hidden_size
         kv_width, bias = model.kv_hidden_size, model.attention_bias
@@ -165,7 +181,9 @@ class SelfAttention(nn.Module):
             is_whole = self.qk_norm == "width"
             self.query_norm = parts.norm(model, query_width if is_whole else self.head_dim)
             self.key_norm = parts.norm(model, kv_width if is_whole else self.head_dim)
-        self.core = parts.attention_core(model, options)
+        self.core = parts.attention_core(
+            model, options, model.window if kind in WINDOWED_LAYERS else 0
+        )
         self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -245,7 +263,7 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool = False
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, kind: BlockKind
     ) -> None:
         super().__init__()
         self.is_beside = model.parallel_mlp != "no"
@@ -255,10 +273,10 @@ class TransformerLayer(nn.Module):
 
         before, after = model.norm_places != "after", model.norm_places != "before"
         self.attention_norm = norm(is_there=before)
-        self.attention = SelfAttention(model, options, parts)
+        self.attention = SelfAttention(model, options, parts, kind)
         self.attention_output_norm = norm(is_there=after)
         self.mlp_norm = norm(is_there=before and model.parallel_mlp != "one norm")
-        mlp = None if has_experts else Mlp(model, parts)
+        mlp = None if kind in EXPERT_LAYERS else Mlp(model, parts)
         self.mlp = parts.experts(model) if mlp is None else mlp
         self.mlp_out_norm = norm(is_there=after)
         dropout = 0.0 if self.is_beside else options.dropout

@@ -164,10 +164,10 @@ class PlainParts:
         """Return a whole linear layer."""
         return nn.Linear(inputs, outputs, bias=bias)
 
-    def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
+    def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the module from queries, keys and values to the attention."""
         if self.cp is None or self.cp.way is None:
-            return AttentionCore(model, options, self.seq_dim)
+            return AttentionCore(model, options, self.seq_dim, window)
         return RotatedCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
